@@ -151,7 +151,8 @@ def end(
 ) -> dict[str, bytes | Unwritten]:
     """Return what the client remembers from now on: what its round began from, and what it leaves.
 
-    Also a client that leaves nothing, but held something, has a snapshot: that says that it is empty.
+    Also a client that leaves nothing, but held something, or lost it, has a snapshot: that says that it is
+    empty. What is lost stays lost, and is named again, until the server counts on a later round.
     """
     number, used, came = _course(config)
     if not memory and not came and not private and not any(slots.values()):
@@ -160,9 +161,7 @@ def end(
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
-    for key in {label(n) for n in (used, came) if n and not probe} - kept.keys():
-        kept[key] = encode({}, method, key)  # it is lost, and the reply says so: once
-    if private or any(slots.values()) or (memory and not probe):
+    if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
         copies = {
             t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}

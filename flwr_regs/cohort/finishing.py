@@ -35,7 +35,8 @@ class Held:
     at_start : Arrays
         The model's entries at the round's start beside what terms see of them.
     told : dict
-        Slots, ids, label counts, and the numbers of steps that differ.
+        Slots, ids, label counts, and the numbers of steps that differ; at the end, if a term `Carries`,
+        the state of the optimiser.
     """
 
     values: Arrays
@@ -137,7 +138,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         client_id=member.client_id,
         batch_size=view.batch_size,
         config=shared.config,
-        optimizer_state={n: t[row] for n, t in held.told.get("state", {}).items()},
+        optimizer_state={key: t[row] for key, t in held.told.get("optimizer", {}).items()},
     )
     _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
     again = partial(member.plan.again, shared.device)

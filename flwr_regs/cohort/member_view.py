@@ -208,7 +208,7 @@ class View:
             "batch_size": self.batch_size,
             "label_counts": None if counts is None else self.of_every_class(counts),
             "config": shared.config,
-            "optimizer_state": told.get("state", {}),
+            "optimizer_state": told.get("optimizer", {}),
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
         }
         return ClientContext(**fields | more)

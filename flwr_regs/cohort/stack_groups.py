@@ -206,11 +206,6 @@ class Group:
             raise CannotStack("it trains no parameter that is shared")
         self._first_names = tied_names(model, ()) | _other_names(model)
         entries = model.state_dict()
-        given = optimizer_of(config, client.optimizer)
-        make = term.client_optimizer(given)
-        carrying = [t for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
-        if make is not given and carrying:
-            raise CannotStack("its method makes the optimiser anew, and a term keeps its state")
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
         self.shared = Shared(
@@ -222,7 +217,7 @@ class Group:
             trained,
             shared,
             config["lr"],
-            make,
+            term.client_optimizer(optimizer_of(config, client.optimizer)),
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
             plain(config),
             client.classifier,
@@ -376,6 +371,9 @@ def recipe_of(
     term.restrict(config)
     if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
         raise CannotStack("a first exchange with label counts goes one by one")
+    keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+    if keeping and any(t.acts("client_optimizer") for t in term.terms):
+        raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:

@@ -82,6 +82,8 @@ class Stack:
         self._rows = len(members)
         self._losses = torch.zeros(self._rows, device=shared.device)
         self._examples = [m.plan.trained for m in self._members]
+        self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
+        self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
 
     def run(self) -> StackedResult:
         """Train for the round."""
@@ -90,7 +92,6 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
-            self._carry()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
@@ -227,25 +228,33 @@ class Stack:
                 for n, p in view.vmapped(begin)(self._held.told).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
+        if self._carries:
+            self._carry()
 
     def _carry(self) -> None:
         """Give the optimiser the state with which the terms let it begin."""
         view, term = self._view, self._shared.term
-        if not any(isinstance(t, Carries) for t in term.terms):
-            return
-        if len(set(self._steps)) > 1:
-            raise CannotStack("its optimiser's state is carried, and the members' steps differ")
 
-        def start(told: dict[str, Any]) -> Arrays:
+        def begin(told: dict[str, Any]) -> Arrays:
             return term.optimizer_start(view.context(told))
 
         with torch.no_grad():
-            state: Arrays = view.vmapped(start)(self._held.told)
-        steps = state.get("step", torch.zeros(1))
-        if any(key.startswith("step.") for key in state) or bool((steps != steps[0]).any()):
-            raise CannotStack("its optimiser's state is of another step than the others'")
-        state |= {"step": steps[0]} if "step" in state else {}
+            state = view.vmapped(begin)(self._held.told)
+        for key, value in state.items():
+            entry, _, name = key.partition(".")
+            scalar = entry == "step" or entry.endswith("#")
+            if not scalar and value.shape == self._leaves[name].shape:
+                continue
+            if (value != value[0]).any():
+                raise CannotStack(f"the members' optimisers begin with differing entries {entry}")
+            state[key] = value[0]
         load_state(self._optimizer, self._leaves, state)
+
+    def _carried(self, first: int = 0) -> None:
+        """Note the optimiser's state of the members from a row on."""
+        state = state_of(self._optimizer, self._leaves)
+        rows = self._rows - first
+        self._left.insert(0, {k: v[first:] if v.ndim else v.expand(rows) for k, v in state.items()})
 
     def _label_counts(self) -> Tensor | None:
         """Return the members' label counts, with an entry for each class of any of them."""
@@ -261,6 +270,8 @@ class Stack:
         """Let the members go whose steps are done: their rows stay as they are."""
         if active == self._rows:
             return
+        if self._carries:
+            self._carried(active)
         for n, p in self._leaves.items():
             state = self._optimizer.state.get(p, {})
             for key, v in state.items():
@@ -356,11 +367,11 @@ class Stack:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
         view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
-        if any(isinstance(t, Carries) for t in self._shared.term.terms):
-            state = state_of(self._optimizer, self._leaves)
-            steps = state.get("step")
-            own = {} if steps is None else {"step": steps.expand(self._rows).clone()}
-            self._held.told["state"] = state | own
+        if self._carries:
+            self._carried()
+            self._held.told["optimizer"] = {
+                key: torch.cat([part[key] for part in self._left]) for key in self._left[0]
+            }
         sent, uploads, slots = finish(view, self._held, self._members, delta)
         if sent is not delta:
             for n, start in view.start.items():

@@ -258,6 +258,15 @@ SAME: dict[str, Cohort] = {
         config={"optimizer": "Adagrad"},
     ),
     "an optimiser of one's own": Cohort("FedProx", {"mu": 0.3}, settings={"optimizer": grouped}),
+    **{
+        f"{kind}, kept": Cohort(
+            settings={"keep_optimizer": True, "optimizer": partial(getattr(torch.optim, kind))},
+            config={"local-steps": 5},
+            rounds=3,
+        )
+        for kind in ("Adam", "NAdam", "Rprop")
+    },
+    "second moments that travel": Cohort("FedAdamW", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "budgets": Cohort("FedADCPlus", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "budgets and slots": Cohort("SCAFFOLD", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "slots that change in each step": Cohort("FedSMOO", SOME, settings=BUDGETS, config=TWO_EPOCHS),
@@ -295,16 +304,6 @@ SAME: dict[str, Cohort] = {
         )
         for term in (fr.LeaveOneOutMean(0.3, delta_batches=2), fr.CorrectedMomentum(0.9))
     },
-    "kept moments": Cohort(
-        settings={"keep_optimizer": True}, config={"optimizer": "Adam", "local-steps": 3}, rounds=3
-    ),
-    "kept momentum": Cohort(
-        "FedProx",
-        {"mu": 0.3},
-        settings={"keep_optimizer": True},
-        config={"momentum": 0.9, "local-steps": 3},
-        rounds=3,
-    ),
     "averaged moments": Cohort("FedAdamW", config={"local-steps": 3}, rounds=3),
     "half precision": Cohort(given={"wire_dtype": "bfloat16", **SOME}),
     "a delta downlink": Cohort("FedFOR", {"downlink": "delta", **SOME}, rounds=4),
@@ -412,6 +411,9 @@ REASONS: dict[str, Cohort] = {
     "the app has mods": Once(mods=[passing]),
     "its loader has a random generator of its own": Once(loader=with_generator),
     "LBFGS is not known to treat each number alone": Once(config={"optimizer": "LBFGS"}),
+    "['optimizer'] carry the state of an optimiser in which": Once(
+        "FedADC", {"beta": 0.5}, settings={"keep_optimizer": True}
+    ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
     "a term looks up a number": Once(terms=[Reading("id in a dict")]),
