@@ -202,7 +202,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one_or_is_refused(
         try:
             checkpoint = latest(folder)
         except CheckpointError as error:
-            assert "\n" not in str(error), how
+            said = str(error)
+            assert "\n" not in said, how
         else:
             assert repr(checkpoint.state) == states[checkpoint.round], how
             newest = all(
