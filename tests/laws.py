@@ -442,7 +442,6 @@ CASES = [
         {},
         exempt={
             **never("Its clients run AdamW, which no setting makes SGD."),
-            "stacked": Exempt("A stack carries no optimiser's state."),
             "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
         },
     ),

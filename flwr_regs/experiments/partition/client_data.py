@@ -225,7 +225,7 @@ def left(settings: Any, clients: ClientData) -> str:
     if settings.partition != "long-tail-rounds":  # where clients draw from all
         rows = np.unique(np.concatenate(clients.every_part))
     counts = [(len(rows), len(whole.train_y), "training examples")]
-    if data.groups is not None:
+    if data.groups is not None and whole.groups is not None:
         counts.append((_kinds(data.groups[rows]), _kinds(whole.groups), "groups"))
     of_training, tested = clients.server_rows()
     if settings.test_on_clients:
