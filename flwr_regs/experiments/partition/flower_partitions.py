@@ -20,9 +20,9 @@ def split(
 ) -> list[Array]:
     """Return the rows of each client, as one of `flwr_datasets.partitioner` splits them.
 
-    The partitioner sees a data set with the columns ``label`` and, if there are `groups`, ``group``. What the
-    call leaves out is filled in where the partitioner takes it: ``num_partitions``, ``partition_by="label"``
-    and ``seed``.
+    The partitioner sees a data set with the columns ``label`` and, if there are `groups`, ``group``. What
+    the call leaves out is filled in where the partitioner takes it: ``num_partitions``,
+    ``partition_by="label"`` and ``seed``.
 
     Raises
     ------
