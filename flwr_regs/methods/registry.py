@@ -460,7 +460,7 @@ def _rows() -> Iterator[Method]:
         example="FedAdamW(gamma=0.5)",
         module="client_step.fedadamw",
         terms=("SharedMoments",),
-        paper="Liu et al. 2026, Alg. 2",
+        paper="Liu et al. 2026",
         family="drift",
         use_when="clients need AdamW, as transformers do, and keep nothing",
         down=3,
