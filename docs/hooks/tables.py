@@ -153,16 +153,14 @@ def source(row: dict[str, str], name: str) -> str:
 
 
 def equal() -> str:
-    """Return the methods that equal published code."""
+    """Return the methods beside published code, and whether they are equal."""
     rows = []
     for row in study("fidelity")["equal"]:
-        commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "–")
-        cells = (row["edited"] or "–", row["verdict"])
-        error = row["error"] or "–"
-        rows.append(
-            [row["method"], source(row, row["code"]), commit, row["rounds"] or "–", error, *cells]
-        )
-    head = ("method", "whose code", "commit", "rounds", "error", "edited", "verdict")
+        commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "")
+        cells = (row[name] for name in ("setting", "rounds", "error", "edited", "verdict"))
+        words = (row["method"], source(row, row["code"]), commit, *cells)
+        rows.append([text or "–" for text in words])
+    head = ("method", "whose code", "commit", "setting", "rounds", "error", "edited", "verdict")
     return table(head, rows)
 
 

@@ -21,7 +21,7 @@ from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
 from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
-from flwr_regs.cohort.batch_plan import CannotStack, stacked
+from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.finishing import Held, Slots, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
@@ -92,6 +92,7 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
+            self._batches = Batches([m.plan for m in self._members], self._shared.device)
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
@@ -321,12 +322,13 @@ class Stack:
         if rows is not None:
             chosen, of_each = rows.tolist(), held.rows(rows)
             values = {n: v[rows] for n, v in values.items()}
-        plans = [self._members[row].plan for row in chosen]
-        batch = stacked(plans, step, self._shared.device)
-        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, of_each)
+        batch = self._batches.of(step, chosen)
+        whole = len(chosen) == len(self._members) and batch.form == self._batches.form
+        leaves = {n: v.requires_grad_() for n, v in values.items()}
+        part = Part(leaves, batch, of_each, whole)
         grads, losses, new, slots = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
-        self._losses[where] += losses * plans[0].size(step)
+        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
         self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from flwr_regs.experiments.run.process_family import ending_in_time, on_farewell, say_farewell
 
 # What loads torch is imported by the functions: `main` also ends an early Ctrl-C in order.
 
@@ -28,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: a run failed, or one of `bench` went wrong. 2: wrong usage. 130, 143: interrupted. 141: what
     read the output, such as ``head``, has enough.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Windows writes to files in an older encoding
     try:
         status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -36,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141
     except KeyboardInterrupt:
-        print("flwr-regs: interrupted", file=sys.stderr)
+        say_farewell()
         return 130
 
 
@@ -59,8 +64,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 def _main(argv: Sequence[str]) -> int:
     args = parsed(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    on_farewell("flwr-regs: interrupted")
     try:
-        return _do(args)
+        with ending_in_time():
+            return _do(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from flwr_regs.experiments.report.run_records import (
     record_path,
     recorded,
 )
+from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
     PLACES,
@@ -64,7 +65,7 @@ def train(args: argparse.Namespace) -> int:
     if not args.resume:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
     status = 0
-    with locked(folder), keeping(experiment, folder, args.command):
+    with locked(folder), keeping(folder, args.command):
         for panel, place in places(experiment, folder):
             status = max(status, _train_panel(args, experiment, panel, place))
     if experiment.metrics:
@@ -248,21 +249,19 @@ def _train(
 
 
 @contextmanager
-def keeping(experiment: Experiment, folder: Path, command: str) -> Iterator[None]:
+def keeping(folder: Path, command: str) -> Iterator[None]:
     """Say where the results so far are, and how to go on, if this is interrupted."""
+    name = shlex.quote(str(folder))
+    on_farewell(
+        f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
+        f"its tables and pictures are not made: flwr-regs plot {name}\n"
+        f"go on with: flwr-regs {command} --resume {name}"
+    )
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
-        print(
-            f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
-            f"go on with: flwr-regs {command} --resume {shlex.quote(str(folder))}",
-            file=sys.stderr,
-            flush=True,
-        )
-        for panel, place in places(experiment, folder):
-            with suppress(ValueError):  # no run yet
-                results_of(experiment, panel, place).save(place, pictures=False)
+        say_farewell()
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
 
 
@@ -300,8 +299,10 @@ def plot(args: argparse.Namespace) -> int:
         from flwr_regs.experiments.report import partition_plot
 
         run, out = first_run(args)
-        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args)))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
         return 0
+    if args.export:
+        raise ValueError("--export goes with a partition: flwr-regs plot partition --export")
     if args.settings:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
     folder = Path(args.what)

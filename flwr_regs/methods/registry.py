@@ -357,7 +357,7 @@ def _rows() -> Iterator[Method]:
     yield Method(
         example="FedSpeed(lam=0.1, rho=0.1)",
         module="compositions.fedspeed",
-        terms=("MixedPerturbation", "DynamicRegulariser"),
+        terms=("LocalPerturbation", "DynamicRegulariser"),
         paper="Sun, Shen, Huang et al. 2023, Alg. 1",
         family="flat",
         use_when="FedDyn fits, and the global model should lie in a flat minimum",

@@ -421,6 +421,11 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
     ),
     "its data have no length": Once(loader=Streamed),
+    "its convolutions are slower in a stack on a CPU": Once(
+        model=lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
+        )
+    ),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
 }
 

@@ -63,7 +63,7 @@ class CommonPerturbation(Term, Evolves, Folds, Checks):
     name: ClassVar[str] = "fedsmoo"
     keeps_delta: ClassVar[bool] = True
     keeps_update: ClassVar[bool] = True
-    excludes: ClassVar[tuple[str, ...]] = ("fedsam", "fedlesam", "fedspeed")
+    excludes: ClassVar[tuple[str, ...]] = ("fedsam", "fedlesam")
     ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
     rho: float = 0.1
 

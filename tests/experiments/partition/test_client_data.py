@@ -13,7 +13,7 @@ from flwr_regs.experiments.data import datasets
 from flwr_regs.experiments.data.augment import AUGMENTATIONS, Augmented
 from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import client_data, shifts
-from flwr_regs.experiments.partition.client_data import ClientData, client_data_of, data_of
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.settings import Settings
 from tests.experiments.runs import runs_of

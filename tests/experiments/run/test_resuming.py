@@ -130,10 +130,59 @@ def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing() -> None:
     text = Path("log").read_text()
     assert "go on with: flwr-regs run --resume" in text
     assert "Traceback" not in text
+    assert main(["plot", "here"]) == 0
     assert "FedAvg" in Path("here/summary.csv").read_text()
     runs = [records.read(path) for path in Path("here/runs").glob("*.jsonl")]
     assert sum(len(r.accuracy) for r in runs) >= 2
     assert not any(r.ended for r in runs)
+
+
+SLOW = """
+from pathlib import Path
+import torch
+
+class Slow(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+    def forward(self, x):
+        if Path("slow").exists() and self.training == Path("slow-training").exists():
+            Path("begun").touch()
+            torch.linalg.svd(torch.arange(2.0**24).reshape(4096, 4096).sin())  # a minute, one call
+        return super().forward(x.flatten(1))
+"""
+
+
+@linux
+@pytest.mark.parametrize(
+    ("options", "training", "number"),
+    [
+        ([], False, signal.SIGTERM),
+        ([], False, signal.SIGINT),
+        (["--runner", "stacked"], True, signal.SIGINT),
+        (["--workers", "2"], True, signal.SIGTERM),
+        pytest.param(["--runner", "ray"], True, signal.SIGTERM, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_ends_a_command_whatever_it_computes(
+    options: list[str], training: bool, number: int
+) -> None:
+    Path("mine.py").write_text(SLOW)
+    if training:
+        Path("slow-training").touch()
+    line = ["run", "methods=FedAvg", "model=mine.py:Slow", "rounds=3000", "out=here", *options]
+    with started(*line, "--seeds", "1,2") as process:
+        assert until(lambda: any(Path("here/runs").glob("*.jsonl"))), Path("log").read_text()
+        Path("slow").touch()
+        assert until(Path("begun").exists), Path("log").read_text()
+        time.sleep(1)  # the call is under way
+        os.kill(process.pid, number)
+        assert process.wait(5) == 128 + number, Path("log").read_text()  # two, on a busy machine
+        assert until(lambda: not processes_of(process.pid), 5)
+    text = Path("log").read_text()
+    assert "its tables and pictures are not made: flwr-regs plot" in text
+    assert "go on with: flwr-regs run --resume" in text
+    assert "Traceback" not in text
 
 
 @linux
