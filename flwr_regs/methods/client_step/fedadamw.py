@@ -23,7 +23,7 @@ moments are corrected by the round's own step count. The authors' code has both 
 factor ``η_t/η_{t−1}``, which is 1 without a schedule.
 
 Source: Liu et al., "FedAdamW: A communication-efficient optimizer with convergence and generalization
-guarantees for federated large models" (2026), Alg. 2. Its server averages the clients alike, so
+guarantees for federated large models" (2026). Its server averages the clients alike, so
 ``weighting`` is "uniform".
 """
 
