@@ -4,7 +4,8 @@ For each version, in a virtual environment of its own with the wheels of the ind
 
 - the app of docs/examples/deployment with FedFOR, two clients and three rounds: in one process, in Flower's
   simulation with Ray, and on a SuperLink with two SuperNodes; the final models are compared;
-- ``tests/flower`` and ``tests/golden``.
+- ``tests/flower`` and ``tests/golden``;
+- with ``--projects``, also that projects change to FedFOR as docs/migration.md says, with the wheel.
 
 What ran goes into docs/studies/versions.json, and from there into the table of docs/versions.md. The exit
 status is 1 if something failed. Flower brings its own dependencies into the environment; torch and the rest
@@ -24,6 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ PAGE = ROOT / "docs" / "versions.md"
 NODES = 2
 CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 120.0}
 TESTS = ("tests/flower", "tests/golden")
+PROJECTS = ("-m", "full", "-n", "0", "tests/flower/deployed/test_switched_projects.py")
 
 
 def newest() -> str:
@@ -136,7 +139,7 @@ def _app(out: Path) -> tuple[Any, Any, dict[str, Any]]:
     return client.app, server.app, {**config, **CONFIG, "out": str(out)}
 
 
-def tried(version: str, folder: Path) -> dict[str, Any]:
+def tried(version: str, folder: Path, projects: bool) -> dict[str, Any]:
     """Try a version; return its row."""
     python, lacks = environment(version, folder / "venv")
     env = {
@@ -161,12 +164,15 @@ def tried(version: str, folder: Path) -> dict[str, Any]:
             row[runner] = None
         else:
             row[runner] = hashlib.sha256(model.read_bytes()).hexdigest()[:16]
-    words = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(words, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
-    if done.returncode:
-        print(f"Flower {version}, tests:\n{done.stdout[-6000:]}", file=sys.stderr)
-    counts = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout.splitlines()[-1])
-    return row | {"tests": {word: int(count) for count, word in counts}}
+    counts: Counter[str] = Counter()
+    for tests in (TESTS, PROJECTS) if projects else (TESTS,):
+        words = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+        done = subprocess.run(words, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
+        if done.returncode:
+            print(f"Flower {version}, tests:\n{done.stdout[-6000:]}", file=sys.stderr)
+        for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout[-200:]):
+            counts[word] += int(count)
+    return row | {"tests": dict(counts)}
 
 
 def page_table(rows: list[dict[str, Any]]) -> str:
@@ -192,6 +198,7 @@ def main() -> int:
     """Try the versions, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("versions", nargs="*", help="such as 1.22.0, or newest")
+    parser.add_argument("--projects", action="store_true", help="also change projects to FedFOR")
     parser.add_argument("--run", nargs=2, metavar=("RUNNER", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -201,7 +208,7 @@ def main() -> int:
     done = []
     for version in [newest() if v == "newest" else v for v in args.versions]:
         with tempfile.TemporaryDirectory() as folder:
-            row = rows[version] = tried(version, Path(folder))
+            row = rows[version] = tried(version, Path(folder), args.projects)
         done.append(row)
         print(json.dumps(row), flush=True)
         ordered = sorted(rows.values(), key=lambda r: _number(r["flwr"]))

@@ -96,7 +96,7 @@ class Chain(
         return grads
 
     def evolve(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Slot:
-        slots = dict(ctx.client)
+        slots: Slot = {}
         for i, t in enumerate(self.terms):
             if isinstance(t, Evolves):
                 given = Chain(self.terms[:i]).correct(grads, params, ctx)

@@ -405,7 +405,7 @@ CASES = [
     ),
     case(
         "FedSpeed",
-        [fr.MixedPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
+        [fr.LocalPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
         fedspeed,
         {"lam": 0.4, "rho": 0.1, "alpha": 0.7},
         {},
@@ -442,7 +442,6 @@ CASES = [
         {},
         exempt={
             **never("Its clients run AdamW, which no setting makes SGD."),
-            "stacked": Exempt("A stack carries no optimiser's state."),
             "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
         },
     ),

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found += _library(name, options)
     if options.module:
         python = options.python or sys.executable
-        methods = options.methods or METHODS
+        methods = options.methods or METHODS[:4]
         found += _methods(options.module, python, options.module, methods, options, {}, False)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -56,6 +56,7 @@ def listing() -> str:
         if source := library.source:
             what = f"{source.repository} at {source.commit}, licence: {source.licence}"
             lines.append(f"    fetched when you name it: {what}")
+    lines.append(f"methods: {', '.join(METHODS)}")
     lines.append("behaviours:")
     for name, behaviour in BEHAVIOURS.items():
         methods = "all" if behaviour.methods == METHODS else ", ".join(behaviour.methods)
@@ -74,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--library", help=f"by commas, of: {', '.join(LIBRARIES)}")
     what.add_argument("--module", metavar="PATH.py:CALLABLE", help="your own implementation")
     what.add_argument("--list", action="store_true", help="print libraries and behaviours")
-    made.add_argument("--methods", type=_names, help=f"by commas, of: {', '.join(METHODS)}")
+    first = ", ".join(METHODS[:4])
+    words = f"by commas; default: all that a library has, of a module {first}; see --list"
+    made.add_argument("--methods", type=_names, help=words)
     made.add_argument("--python", help="the Python that runs --module; default: this one")
     made.add_argument("--folder", type=Path, default=default_folder(), help="of environments")
     made.add_argument("--tolerance", type=float, default=TOLERANCE, help="of a parameter")

@@ -1,14 +1,16 @@
-"""Clients a second on the small job: plain loops, ours one by one, stacked, and in two processes."""
+"""Clients a second on the small job: bare loops, ours one by one and in stacks, FedJAX's."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import flwr_regs as fr
-from benchmarks.speed import jobs
+from benchmarks.conformity.environments import CannotRun, default_folder, prepare
+from benchmarks.conformity.libraries import LIBRARIES
+from benchmarks.speed import jobs, peers
 from benchmarks.speed.timing import (
     Effort,
     Row,
@@ -26,6 +28,8 @@ PLAIN = {
     "bare torch.func.vmap": jobs.bare_vmap,
 }
 BASE = "bare loop, DataLoader"
+POPULATION = 100
+"""Times as many clients as take part, in the population of one side."""
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -35,20 +39,22 @@ def measure(effort: Effort) -> list[Row]:
     for threads_ in thread_counts(effort):
         say(f"clients: {number} of the small job, threads: {threads_}")
         with threads(threads_):
+            grids = _grids(number, threads_ > 1 or effort.quick)
             sides: dict[tuple[str, str], Callable[[], float]] = {
                 (name, ""): partial(loop, number) for name, loop in PLAIN.items()
             }
-            grids = []
-            for method, how, grid in _grids(number, threads_ > 1 or effort.quick):
-                grids.append(grid)
-                sides[method, how] = jobs.side(method, grid)
+            sides |= {(method, how): jobs.side(method, g) for (method, how), g in grids.items()}
+            sides["FedAvg", "StackedGrid, a tenth of the clients"] = _tenth(number * POPULATION)
+            if threads_ == 1 and not effort.quick and (theirs := _fedjax(number)) is not None:
+                sides[peers.NAMES["fedjax"], ""] = theirs
             try:
                 named = {" | ".join(side): call for side, call in sides.items()}
                 found = interleaved(named, effort, "clients")
             finally:
-                for grid in grids:
+                for grid in grids.values():
                     jobs.closed(grid)
         base = found[f"{BASE} | "]
+        fedjax = found.get(f"{peers.NAMES['fedjax']} | ")
         for name, seconds in found.items():
             side, how = name.split(" | ")
             rows.append(
@@ -60,6 +66,8 @@ def measure(effort: Effort) -> list[Row]:
                     "seconds": spread(seconds),
                     "per-second": spread([number / s for s in seconds]),
                     "ratio": ratios(seconds, base),
+                    "over-vmap": ratios(found["bare torch.func.vmap | "], seconds),
+                    **({"over-fedjax": ratios(fedjax, seconds)} if fedjax else {}),
                     "overhead-ms": spread(
                         [1000 * (s - b) / number for s, b in zip(seconds, base, strict=True)]
                     ),
@@ -68,17 +76,36 @@ def measure(effort: Effort) -> list[Row]:
     return rows
 
 
-def _grids(number: int, few: bool) -> list[tuple[str, str, Any]]:
-    """Return method, kind of grid, and grid: what this version of the package has."""
+def _grids(number: int, few: bool) -> dict[tuple[str, str], Any]:
+    """Return the grid of each method and kind."""
     methods = [m for m in jobs.METHODS if not few or m in ("FedAvg", "FedProx")]
-    found: list[tuple[str, str, Any]] = [
-        (m, "InProcessGrid", fr.InProcessGrid(jobs.app(m), number)) for m in methods
-    ]
-    stacked = getattr(fr, "StackedGrid", None)
-    if stacked is not None:
-        found += [(m, "StackedGrid", stacked(jobs.app(m), number)) for m in methods]
-    if "workers" in inspect.signature(fr.InProcessGrid).parameters:
-        make: Any = fr.InProcessGrid
-        pool = make(jobs.app("FedAvg"), number, workers=2)
-        found.append(("FedAvg", "InProcessGrid, workers=2", pool))
-    return found
+    data = jobs.clients(number)
+    grids: dict[tuple[str, str], Any] = {}
+    for method in methods:
+        grids[method, "InProcessGrid"] = fr.InProcessGrid(data)
+        grids[method, "StackedGrid"] = fr.StackedGrid(data, check=False)
+        if not few:
+            grids[method, "StackedGrid, compile=True"] = fr.StackedGrid(
+                data, check=False, compile=True
+            )
+    grids["FedAvg", "StackedGrid, workers=2"] = fr.StackedGrid(data, check=False, workers=2)
+    return grids
+
+
+def _tenth(number: int) -> Callable[[], float]:
+    """Return what trains a tenth of so many clients a round, and returns the seconds of a hundredth."""
+    grid = fr.StackedGrid(jobs.clients(number), check=False)
+    run = jobs.side("FedAvg", grid, fraction=0.1)
+    return lambda: run() / (POPULATION / 10)
+
+
+def _fedjax(number: int) -> Callable[[], float] | None:
+    """Return what trains FedJAX's FedAvg, and returns the seconds of a round; None if it does not run."""
+    try:
+        library = LIBRARIES["fedjax"]
+        python = prepare("fedjax", library.packages, default_folder())
+    except CannotRun as error:
+        say(f"clients: no FedJAX: {error}")
+        return None
+    task = peers.small_task(number, peers.WARM + peers.ROUNDS)
+    return lambda: median(peers.theirs(library, python, task))

@@ -34,6 +34,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "SCAFFOLD": fr.SCAFFOLD,
     "RFedAvgPlus": partial(fr.RFedAvgPlus, lam=0.1),
     "EFL": partial(fr.EFL, lam=0.1),
+    "EFL, ternary": partial(fr.EFL, lam=0.1, density_up=0.05, density_down=0.05),
 }
 """Strategies of the small job; a name with "Client" is the client's class."""
 
@@ -104,6 +105,12 @@ def client_fn(context: Context, method: str = "FedAvg", steps: int = STEPS) -> A
     return getattr(fr, f"{method}Client")(fresh(*SMALL), loader(pid, steps), device="cpu")
 
 
+def clients(number: int, steps: int = STEPS) -> fr.Clients:
+    """Return the small job's clients as data; beyond the 100th, they share data."""
+    sets = [loader(pid % CLIENTS, steps).dataset for pid in range(number)]
+    return fr.Clients(small, sets, batch_size=BATCH, device="cpu")
+
+
 def app(method: str, steps: int = STEPS) -> Any:
     """Return the ClientApp of a method."""
     return fr.client_app(partial(client_fn, method=method, steps=steps))
@@ -131,15 +138,15 @@ def rounds(
     return [b - a for a, b in pairwise(stamps)]
 
 
-def side(method: str, grid: Grid, counted: int = 1) -> Callable[[], float]:
+def side(method: str, grid: Grid, counted: int = 1, fraction: float = 1.0) -> Callable[[], float]:
     """Return what trains the small job's rounds on a grid, and returns the seconds of one.
 
-    A training of its own each time. The first round does not count: it asks clients who they are, and
-    prepares what later rounds use.
+    A training of its own each time, in whose rounds a `fraction` of the clients take part. The first round
+    does not count: it asks clients who they are, and prepares what later rounds use.
     """
 
     def run() -> float:
-        strategy = METHODS[method](seed=1, fraction_evaluate=0.0)
+        strategy = METHODS[method](seed=1, fraction_evaluate=0.0, fraction_train=fraction)
         return sum(rounds(strategy, grid, small(), 1 + counted)[1:]) / counted
 
     return run

@@ -33,12 +33,12 @@ def measure(effort: Effort) -> list[Row]:
         try:
             library = LIBRARIES[name]
             python = prepare(name, library.packages, default_folder())
-            sides[words] = partial(_theirs, library, python, task)
+            sides[words] = partial(theirs, library, python, task)
         except CannotRun as error:
             rows.append({"side": words, "skipped": str(error)})
     for name in ("InProcessGrid", "StackedGrid"):
         if (kind := getattr(fr, name, None)) is not None:
-            sides[f"FedAvg, {name}"] = partial(_ours, kind(jobs.app("FedAvg"), number))
+            sides[f"FedAvg, {name}"] = partial(_ours, kind(jobs.clients(number)))
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in list(sides):
@@ -74,7 +74,8 @@ def small_task(clients: int, rounds: int) -> Task:
     return Task(start, tuple(data), cohorts, jobs.LR, 1, jobs.BATCH, 0.0, 0.0)
 
 
-def _theirs(library: Library, python: str, task: Task) -> list[float]:
+def theirs(library: Library, python: str, task: Task) -> list[float]:
+    """Return the seconds of the rounds of another library."""
     driver = f"{Path(__file__).with_name(f'drive_{library.name}.py')}:drive"
     variables = {
         **library.environment,

@@ -77,6 +77,8 @@ PER_SECOND: Columns = (
     ("clients/s", lambda r: _range(r["per-second"])),
     ("x bare loop", lambda r: _range(r["ratio"])),
     ("ms a client beyond it", lambda r: _range(r["overhead-ms"])),
+    ("over bare vmap", lambda r: _range(r["over-vmap"]) if "over-vmap" in r else "–"),
+    ("over FedJAX's FedAvg", lambda r: _range(r["over-fedjax"]) if "over-fedjax" in r else "–"),
 )
 MEMORY: Columns = (
     ("seconds", lambda r: _range(r["seconds"])),

@@ -44,7 +44,7 @@ def _found(found: Found, tag: str, part: str, where: Where, *path: str) -> float
     chosen = [
         r
         for r in rows_of(found, tag, part)
-        if "skipped" not in r and all(r.get(k) == v for k, v in where.items())
+        if path[0] in r and "skipped" not in r and all(r.get(k) == v for k, v in where.items())
     ]
     if not chosen:
         return None
@@ -119,6 +119,13 @@ def _models(clients: int, side: str, limit: float) -> Target:
     return Target(says, limit, _value("aggregation", where, "models"))
 
 
+OVER_FEDJAX = (
+    ("FedAvg", "StackedGrid", 1.0),
+    ("FedAvg", "StackedGrid, compile=True", 2.0),
+    *((method, "StackedGrid", 0.9) for method in ("FedProx", "FedFOR", "FedADC")),
+    ("SCAFFOLD", "StackedGrid", 0.8),
+    *((method, "StackedGrid", 0.4) for method in ("RFedAvgPlus", "EFL, ternary")),
+)
 STACKED = ("FedAvg", "FedProx", "FedFOR", "FedADC", "SCAFFOLD")
 TARGETS = (
     Target(
@@ -135,6 +142,15 @@ TARGETS = (
             least=True,
         )
         for method in STACKED
+    ),
+    *(
+        Target(
+            f"{method}, {grid}: clients a second over FedJAX's FedAvg, same run",
+            limit,
+            _value("clients", _client(method, grid), "over-fedjax", "median"),
+            least=True,
+        )
+        for method, grid, limit in OVER_FEDJAX
     ),
     *(
         Target(

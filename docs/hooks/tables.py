@@ -28,7 +28,18 @@ from flwr_regs.experiments.models import body  # noqa: E402
 from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
 from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
 from flwr_regs.experiments.settings import SETTINGS, legal  # noqa: E402
-from flwr_regs.methods.registry import FAMILIES, METHODS, Method  # noqa: E402
+from flwr_regs.methods.registry import METHODS, Method  # noqa: E402
+
+FAMILIES: dict[str, str] = {
+    "server": "a baseline, and optimisers on the server",
+    "drift": "less client drift, and clients keep nothing",
+    "memory": "less client drift, by what clients keep",
+    "loss": "a local loss of its own: features, missing classes, distillation",
+    "flat": "flat minima",
+    "fair": "similar accuracy for all clients",
+    "personal": "a model for each client",
+}
+"""What a method is for, as its page has it in a mark, -> in words, in the order of README's table."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -63,21 +74,29 @@ def page(row: Method) -> str:
     return f"methods/{row.name.lower()}.md"
 
 
+def said(row: Method, pattern: str) -> str:
+    """Return what a method's page says where it matches; raise ValueError if it does nowhere."""
+    text = (ROOT / "docs" / page(row)).read_text()
+    if (match := re.search(pattern, text, re.S)) is None:
+        raise ValueError(f"docs/{page(row)}: nothing matches {pattern!r}")
+    return " ".join(match[1].split())
+
+
 def uses() -> str:
     """Return a list of links to the methods' pages, with what each is for."""
+    when = r"\*\*Use it when\*\* (.+?)[.:]\s"
     return "\n".join(
-        f"- [{row.name}]({page(row)}): use it when {row.use_when or '–'}."
-        for row in METHODS.values()
+        f"- [{row.name}]({page(row)}): use it when {said(row, when)}." for row in METHODS.values()
     )
 
 
 def guide() -> str:
     """Return README's table: links to the methods' pages, by what they are for."""
-    lines = {}
-    for family, words in FAMILIES.items():
-        rows = [row for row in METHODS.values() if row.family == family]
-        lines[words] = ", ".join(f"[{row.name}](docs/{page(row)})" for row in rows)
-    return table(("for", "methods"), [line for line in lines.items() if line[1]])
+    links: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for row in METHODS.values():
+        family = said(row, r"<!-- family: (\w+) -->")
+        links[family].append(f"[{row.name}](docs/{page(row)})")
+    return table(("for", "methods"), [(FAMILIES[f], ", ".join(links[f])) for f in FAMILIES])
 
 
 def data_sets() -> str:
@@ -153,16 +172,14 @@ def source(row: dict[str, str], name: str) -> str:
 
 
 def equal() -> str:
-    """Return the methods that equal published code."""
+    """Return the methods beside published code, and whether they are equal."""
     rows = []
     for row in study("fidelity")["equal"]:
-        commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "–")
-        cells = (row["edited"] or "–", row["verdict"])
-        error = row["error"] or "–"
-        rows.append(
-            [row["method"], source(row, row["code"]), commit, row["rounds"] or "–", error, *cells]
-        )
-    head = ("method", "whose code", "commit", "rounds", "error", "edited", "verdict")
+        commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "")
+        cells = (row[name] for name in ("setting", "rounds", "error", "edited", "verdict"))
+        words = (row["method"], source(row, row["code"]), commit, *cells)
+        rows.append([text or "–" for text in words])
+    head = ("method", "whose code", "commit", "setting", "rounds", "error", "edited", "verdict")
     return table(head, rows)
 
 

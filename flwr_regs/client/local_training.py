@@ -348,7 +348,7 @@ class LocalTraining:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
             if self._evolves:
                 slots = cast(Evolves, self._term).evolve(grads, self._values, self._step_ctx)
-                self._ctx = changed(self._ctx, client=slots)
+                self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             corrected = self._term.correct(grads, self._values, self._step_ctx)
             for n, p in self._params.items():
                 if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient

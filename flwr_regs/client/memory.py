@@ -76,10 +76,19 @@ class Unwritten:
     method: str
     label: str
 
+    def __reduce__(self) -> tuple[Any, ...]:  # between processes, as arrays
+        slots = {t: {n: a.numpy() for n, a in slot.items()} for t, slot in self.slots.items()}
+        return _from_arrays, (slots, self.method, self.label)
+
     @cached_property
     def data(self) -> bytes:
         """The snapshot as bytes."""
         return encode(self.slots, self.method, self.label)
+
+
+def _from_arrays(slots: Slot, method: str, key: str) -> Unwritten:
+    tensors = {t: {n: torch.from_numpy(a) for n, a in slot.items()} for t, slot in slots.items()}
+    return Unwritten(tensors, method, key)
 
 
 def written(memory: Memory) -> dict[str, bytes]:
@@ -112,6 +121,8 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
     `withholds` is whether the client has private entries.
     """
     number, used, came = _course(config)
+    if not memory and not came and not withholds and not _keeps_state(config):
+        return Begun()
     settled, latest = (_snapshot(memory, at) for at in (used, came))
     lost_state, slots = settled is None or latest is None, Slot()
     settled, held = settled or {}, latest or {}
@@ -137,29 +148,26 @@ def end(
     slots: Slot,
     private: Mapping[str, Any] | None = None,
     method: str = "",
-    copied: bool = True,
 ) -> dict[str, bytes | Unwritten]:
     """Return what the client remembers from now on: what its round began from, and what it leaves.
 
-    Of what it leaves, copies; not `copied` are tensors into which nothing will write.
-
-    Also a client that leaves nothing, but held something, has a snapshot: that says that it is empty.
+    Also a client that leaves nothing, but held something, or lost it, has a snapshot: that says that it is
+    empty. What is lost stays lost, and is named again, until the server counts on a later round.
     """
     number, used, came = _course(config)
+    if not memory and not came and not private and not any(slots.values()):
+        return {}
     probe = bool(config.get(keys.PROBE_KEY))
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
-    for key in {label(n) for n in (used, came) if n and not probe} - kept.keys():
-        kept[key] = encode({}, method, key)  # it is lost, and the reply says so: once
-    if private or any(slots.values()) or (memory and not probe):
+    if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
-        if copied:
-            snapshot = {
-                t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
-                for t, slot in snapshot.items()
-            }
-        kept[label(number, probe)] = Unwritten(snapshot, method, label(number, probe))
+        copies = {
+            t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
+            for t, slot in snapshot.items()
+        }
+        kept[label(number, probe)] = Unwritten(copies, method, label(number, probe))
     return kept
 
 

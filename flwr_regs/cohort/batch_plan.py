@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,6 +23,9 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
+
+GATHERED = 2**28
+"""Bytes of a round's examples that are put together for a stack."""
 
 
 class CannotStack(Exception):
@@ -121,6 +124,11 @@ class Batch:
     like: Any
     leaves: list[Tensor]
 
+    @property
+    def form(self) -> Any:
+        """The shapes of its tensors."""
+        return [t.shape for t in self.leaves]
+
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
         tensors_ = iter(leaves)
@@ -133,6 +141,89 @@ def stacked(plans: Sequence[Plan], step: int, device: torch.device) -> Batch:
     each = [plan.batch(step) for plan in plans]
     leaves = [torch.stack(parts) for parts in zip(*map(tensors, each), strict=True)]
     return Batch(each[0], [t.to(device) for t in leaves])
+
+
+class Batches:
+    """The batches of a stack's steps.
+
+    Of plans of rows, the rows of all members are in one table, and a step's are gathered at once: from the
+    tensor of which all the members' are parts, or else from one that is put together here.
+
+    Parameters
+    ----------
+    plans : sequence of Plan
+        The members', in their order.
+    device : torch.device
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
+        self._plans, self._device = plans, device
+        self._base: list[Tensor] = []
+        self.form: Any = None
+        """The shapes of the first step's batches."""
+        rows = [p.rows for p in plans if p.rows is not None]
+        if len(rows) < len(plans):
+            return
+        if joined := _whole([p.source for p in plans]):
+            self._base, firsts = joined
+            rows = [r + first for r, first in zip(rows, firsts, strict=True)]
+        elif sum(_row_bytes(p) * len(p.rows) for p in plans if p.rows is not None) <= GATHERED:
+            parts = [
+                [t.index_select(0, r) for t in p.source] for p, r in zip(plans, rows, strict=True)
+            ]
+            self._base = [torch.cat(leaf) for leaf in zip(*parts, strict=True)]
+            sizes = [len(r) for r in rows]
+            rows = list(torch.split(torch.arange(sum(sizes)), sizes))
+        else:
+            return
+        self._table = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._base[0].device)
+        self._equal = all(p.sizes == plans[0].sizes for p in plans)
+
+    def of(self, step: int, members: Sequence[int]) -> Batch:
+        """Return the batches that some members have in a step, which are of one form."""
+        batch = self._of(step, members)
+        self.form = self.form or batch.form
+        return batch
+
+    def _of(self, step: int, members: Sequence[int]) -> Batch:
+        if not self._base:
+            return stacked([self._plans[k] for k in members], step, self._device)
+        first, size = sum(self._plans[members[0]].sizes[:step]), self._plans[members[0]].sizes[step]
+        if self._equal:  # then the members are all that there are
+            rows = self._table[:, first : first + size]
+        else:
+            firsts = [sum(self._plans[k].sizes[:step]) for k in members]
+            at = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
+            rows = self._table[torch.tensor(members).unsqueeze(1), at]
+        leaves = [
+            t.index_select(0, rows.reshape(-1)).view(*rows.shape, *t.shape[1:]).to(self._device)
+            for t in self._base
+        ]
+        return Batch(tuple(leaves), leaves)
+
+
+def _row_bytes(plan: Plan) -> int:
+    return sum(t.nbytes // max(len(t), 1) for t in plan.source)
+
+
+def _whole(sources: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]] | None:
+    """Return (the tensors of which those of all sources are parts, each one's first row); None without."""
+    base, places = [], []
+    for leaf in zip(*sources, strict=True):
+        first, width = leaf[0], leaf[0].stride(0)
+        home = first.untyped_storage().data_ptr()
+        if width < 1 or any(
+            t.untyped_storage().data_ptr() != home
+            or t.stride() != first.stride()
+            or t.storage_offset() % width
+            for t in leaf
+        ):
+            return None
+        firsts = [t.storage_offset() // width for t in leaf]
+        end = max(at + len(t) for at, t in zip(firsts, leaf, strict=True))
+        base.append(first.as_strided((end, *first.shape[1:]), first.stride(), 0))
+        places.append(firsts)
+    return (base, places[0]) if all(firsts == places[0] for firsts in places) else None
 
 
 def draw(data: Pairs, seed: int, steps: int, indexed: bool = True) -> Plan:

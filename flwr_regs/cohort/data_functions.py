@@ -24,9 +24,9 @@ from flwr_regs.client.measure.fisher_layers import (
     with_inputs,
 )
 from flwr_regs.client.train.batches import batch_size, mapped, tensors
-from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, stacked
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan
 from flwr_regs.cohort.member_view import View
-from flwr_regs.term import Arrays
+from flwr_regs.term import Arrays, ClientContext
 
 MEMORY = 32 * 2**20
 """Bytes of the gradients of single samples that are formed at once, over all members."""
@@ -71,6 +71,39 @@ class OverData:
             "mean_features": self._mean_features,
             "fisher": self._fisher,
         }
+
+    def train(
+        self,
+        told: dict[str, Any],
+        params: Arrays,
+        loss: Callable[[Arrays, ClientContext], Any],
+        steps: int,
+        after: Callable[[Arrays], Arrays] | None = None,
+    ) -> Arrays:
+        """Train arrays of any names on the round's batches: see :meth:`.Measures.train`."""
+        if steps > len(self.batches):
+            raise CannotStack("a term trains for more steps than the round has")
+        values = dict(params)
+        for inputs, targets, _ in islice(self._pass(), steps):
+            here = self.view.context(
+                {**told, "broadcast": {}, "client": {}},
+                num_steps=len(self.batches),
+                inputs=inputs,
+                targets=targets,
+                output_at=partial(self._output_at, inputs, targets),
+            )
+            grads = grad(loss)(values, replace(here, broadcast={}))
+            values = {n: v - self.view.shared.lr * grads[n] for n, v in values.items()}
+            values = values if after is None else after(values)
+        return values
+
+    def _output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:
+        """Return the model's output on a batch in its present mode; its buffers stay as they are."""
+        inner = dict(self.view.shared.model.named_buffers())
+        buffers = {n: v.clone() for n, v in self.end.items() if n in inner}
+        rest = {n: v for n, v in self.end.items() if n not in inner}
+        own = {n: p.to(rest[n].dtype) if n in rest else p for n, p in params.items()}
+        return self.view.call(inputs, targets, {**rest, **own}, buffers)
 
     def _whole(self, params: Arrays) -> Arrays:
         """Return the model's values: with `params` that are ``w_t`` itself, as it was at the start."""
@@ -168,6 +201,7 @@ def over_data(
     given: tuple[Any, ...],
     one: Callable[..., Any],
     few: bool = False,
+    training: bool = False,
 ) -> Any:
     """Return what ``one(*given, functions)`` is for each member, stacked.
 
@@ -183,9 +217,11 @@ def over_data(
     one : callable
     few : bool
         Also if few of the data are of one size; else that raises CannotStack.
+    training : bool
+        `passes` are the batches of the round's steps, for `train` alone.
     """
-    # Fisher information looks for linear layers
-    view = replace(view, shared=replace(view.shared, precision=None), as_products=False)
+    if not training:  # Fisher information looks for linear layers
+        view = replace(view, shared=replace(view.shared, precision=None), as_products=False)
     groups: dict[Any, list[int]] = {}
     for row, plan in enumerate(passes):
         groups.setdefault((plan.kind, plan.forms), []).append(row)
@@ -199,15 +235,20 @@ def over_data(
         most = max(DATA // max(size, 1), 1)
         for some in (rows[i : i + most] for i in range(0, len(rows), most)):
             chosen = [passes[row] for row in some]
-            batches = [stacked(chosen, i, view.shared.device) for i in range(len(first))]
+            gathered = Batches(chosen, view.shared.device)
+            batches = [gathered.of(i, range(len(chosen))) for i in range(len(first))]
             taken = mapped((end, at_start, given), itemgetter(some))
             first_end = {n: t[0] for n, t in taken[0].items()}
-            layers = layers_of_stack(view, batches[0], first_end)
+            layers = {} if training else layers_of_stack(view, batches[0], first_end)
             shared = partial(OverData, view, batches, layers, len(some))
 
             def member(leaves: Any, taken: Any, shared: Any = shared) -> Any:
                 end, at_start, given = taken
-                return one(*given, shared(leaves, end, at_start).functions)
+                over = shared(leaves, end, at_start)
+                if not training:
+                    return one(*given, over.functions)
+                steps = len(over.batches)
+                return one(*given, {"train": partial(over.train, given[-1]), "num_steps": steps})
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some

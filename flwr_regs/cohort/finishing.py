@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.member_view import Member, View, joined
+from flwr_regs.cohort.member_view import AsksFor, Member, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 Slots = Slot | list[Slot]
@@ -36,7 +35,8 @@ class Held:
     at_start : Arrays
         The model's entries at the round's start beside what terms see of them.
     told : dict
-        Slots, ids, label counts, and the numbers of steps that differ.
+        Slots, ids, label counts, and the numbers of steps that differ; at the end, if a term `Carries`,
+        the state of the optimiser.
     """
 
     values: Arrays
@@ -63,17 +63,21 @@ class Held:
 
 def finish(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
     """Run the terms' `finish` for all members; the updates are `delta` itself if no term changes it."""
-    # most hooks need no data; some fail under vmap, or have an error of their own
-    for with_data in (False, True):
-        with suppress(Exception):
-            return _under_vmap(view, held, members, delta, with_data)
+    asked = ""  # most hooks need no data; some fail under vmap, or have an error of their own
+    for _ in range(2):
+        try:
+            return _under_vmap(view, held, members, delta, asked)
+        except AsksFor as error:
+            asked = error.name
+        except Exception:
+            break
     return _each(view, held, members, delta)
 
 
 def _under_vmap(
-    view: View, held: Held, members: Sequence[Member], delta: Arrays, with_data: bool
+    view: View, held: Held, members: Sequence[Member], delta: Arrays, asked: str
 ) -> Ended:
-    """Run the terms' `finish` under vmap, or also with the functions over the members' data."""
+    """Run the terms' `finish` under vmap; if it has `asked` for one, with functions over the data."""
     changed = False
 
     def end(delta: Arrays, told: dict[str, Any], functions: Mapping[str, Any] | None = None) -> Any:
@@ -84,7 +88,11 @@ def _under_vmap(
 
     given = delta, held.told
     with torch.no_grad():
-        if with_data:
+        if asked == "train":
+            plans = [m.plan for m in members]
+            entries = held.entries, held.at_start
+            ended = over_data(view, plans, *entries, given, end, few=True, training=True)
+        elif asked:
             passes = [m.plan.one_pass() for m in members]
             ended = over_data(view, passes, held.entries, held.at_start, given, end)
         else:
@@ -130,6 +138,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         client_id=member.client_id,
         batch_size=view.batch_size,
         config=shared.config,
+        optimizer_state={key: t[row] for key, t in held.told.get("optimizer", {}).items()},
     )
     _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
     again = partial(member.plan.again, shared.device)

@@ -13,7 +13,8 @@ from torch import Tensor
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
-from flwr_regs.cohort.member_view import View, owner, random_state
+from flwr_regs.cohort.compiled import CannotCompile, Step, compiled
+from flwr_regs.cohort.member_view import View, owner, random_state, set_random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 
@@ -28,11 +29,14 @@ class Part:
     batch : Batch
     rows : dict
         What else is each member's: see :class:`.member_view.View`.
+    whole : bool
+        Whether these are all members of the stack, with the batches of its first step's form.
     """
 
     values: Arrays
     batch: Batch
     rows: dict[str, Any]
+    whole: bool = False
 
 
 class Gradient:
@@ -50,7 +54,10 @@ class Gradient:
         watching = any(t.needs for t in terms)
         alike = all(t.elementwise for t in self._acting)
         self._elementwise = alike and not watching and not self._evolves
+        self._reads = watching or any(t.acts("loss") for t in terms) or not self._elementwise
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
+        self._tried = not self._acting or not self._elementwise
+        self._step: Step | None = None
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
@@ -59,20 +66,55 @@ class Gradient:
         The slots are the clients' after the step; ``{}`` if no term `Evolves`.
         """
         view, values, acting = self._view, part.values, bool(self._acting)
-        before = random_state(view.shared.device) if acting and not self._elementwise else None
-        there = replace(part, values=self._perturbed(part)) if self._perturbs else part
-        losses, base, buffers, shown = self._losses(there)
-        raw = torch.autograd.grad(losses.sum(), list(there.values.values()), allow_unused=True)
-        grads: dict[str, Any] = dict(zip(values, raw, strict=True))
+        before = random_state(view.shared.device) if acting else []
+        inner = {} if self._tried else {n: b.clone() for n, b in part.rows["buffers"].items()}
+        shown: dict[str, Any] = {}
+        grads: dict[str, Any]
+        if (quick := self._compiled(part)) is not None:
+            grads, base, buffers = quick
+        else:
+            there = replace(part, values=self._perturbed(part)) if self._perturbs else part
+            losses, base, buffers, shown = self._losses(there)
+            raw = torch.autograd.grad(losses.sum(), list(there.values.values()), allow_unused=True)
+            grads = dict(zip(values, raw, strict=True))
         for n in view.start:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
-        slots: Slot = {}
-        if acting:
-            with torch.no_grad():
-                given = {n: grads[n] for n in view.start}
+        if not acting:
+            return grads, base, buffers, {}
+        given = {n: grads[n] for n in view.start}
+        with torch.no_grad():
+            if not self._elementwise:
                 corrected, slots = self._corrected(given, part, shown, before)
-                grads |= corrected
-        return grads, base, buffers, slots
+                return grads | corrected, base, buffers, slots
+            try:
+                corrected = self._at_once(given, part)
+                self._tried = True
+                return grads | corrected, base, buffers, {}
+            except Exception:  # a term asks for what differs between the members
+                self._elementwise, self._reads, self._tried = False, True, True
+        set_random_state(view.shared.device, before)  # the step once more, as it began
+        return self.of(replace(part, rows={**part.rows, "buffers": inner}))
+
+    def _compiled(self, part: Part) -> tuple[Arrays, Tensor, Arrays] | None:
+        """Return what the compiled step makes of it; None if it runs without."""
+        shared = self._view.shared
+        if shared.compiled is None or self._reads or self._perturbs or not part.whole:
+            return None
+        if self._step is None:
+            self._step = compiled(shared.compiled, shared.model, shared.task)
+        if self._step is None:
+            return None
+        inner = list(part.rows["buffers"])
+        size = len(part.batch.leaves[0])
+        rest = {n: v.expand(size, *v.shape) for n, v in self._view.rest.items()}
+        others = {**rest, **part.rows["private"], **part.rows["buffers"]}
+        values = {n: v.detach() for n, v in part.values.items()}
+        try:
+            grads, losses, after = self._step(values, others, part.batch.rebuilt(part.batch.leaves))
+        except CannotCompile:
+            self._step = None
+            return None
+        return grads, losses, {n: after[n] for n in inner}
 
     def _perturbed(self, part: Part) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""
@@ -94,7 +136,9 @@ class Gradient:
             inputs, targets = part.batch.rebuilt(leaves)
             buffers = dict(row["buffers"])
             output = view.call(inputs, targets, {**row["private"], **values}, buffers)
-            base = shared.task.loss(output, targets)
+            base = view.loss(output, targets)
+            if not self._reads:
+                return base, base.detach().float(), buffers, {}
             ctx = view.at(row, inputs, targets, view.shown(output))
             loss = shared.term.loss(base, {n: values[n] for n in view.start}, ctx)
             shown: dict[str, Any] = {"layers": ctx.layers if acting else {}}
@@ -103,29 +147,23 @@ class Gradient:
                     shown[name] = value
             return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
 
-        return view.vmapped(objective)(part.values, part.batch.leaves, part.rows)  # type: ignore[no-any-return]
+        rows = part.rows if self._reads else {n: part.rows[n] for n in ("buffers", "private")}
+        return view.vmapped(objective)(part.values, part.batch.leaves, rows)  # type: ignore[no-any-return]
 
     def _corrected(
-        self, given: Arrays, part: Part, shown: dict[str, Any], before: Sequence[Tensor] | None
+        self, given: Arrays, part: Part, shown: dict[str, Any], before: Sequence[Tensor]
     ) -> tuple[Arrays, Slot]:
         """Return what the terms make of the gradients, and the clients' slots after the step."""
         values = {n: p.detach() for n, p in part.values.items()}
-        if self._elementwise:
-            try:
-                return self._at_once(given, values, part.rows["told"]), {}
-            except Exception:  # a term asks for what differs between the members
-                self._elementwise = False
         view = self._view
 
         def corrected(
             grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
         ) -> tuple[Arrays, Slot]:
             inputs, targets = part.batch.rebuilt(leaves)
-            again: Any = partial(_not_alike, "gradient_at")
-            if before is not None:
-                private = {n: v for n, v in values.items() if n not in view.start}
-                rest = row | {"private": row["private"] | private}
-                again = partial(view.gradient_at, rest, inputs, targets, before)
+            private = {n: v for n, v in values.items() if n not in view.start}
+            rest = row | {"private": row["private"] | private}
+            again = partial(view.gradient_at, rest, inputs, targets, before)
             ctx = replace(view.at(row, inputs, targets, shown), gradient_at=again)
             term, params = view.shared.term, {n: values[n] for n in view.start}
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
@@ -134,8 +172,9 @@ class Gradient:
         args = part.batch.leaves, part.rows, shown
         return view.vmapped(corrected)(given, values, *args)  # type: ignore[no-any-return]
 
-    def _at_once(self, given: Arrays, params: Arrays, told: dict[str, Any]) -> Arrays:
+    def _at_once(self, given: Arrays, part: Part) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
+        params, told = {n: p.detach() for n, p in part.values.items()}, part.rows["told"]
         view, before = self._view, random_state(self._view.shared.device)
         if self._context is None or self._context[0] is not told:  # as in the last step
             self._context = told, self._context_of_all({n: given[n][0] for n in view.start}, told)

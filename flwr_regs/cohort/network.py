@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,11 +13,13 @@ import numpy as np
 from flwr_regs.client import serving
 from flwr_regs.client.memory import Memory
 from flwr_regs.client.train.batches import label_counts
+from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.processes import StackProcesses
 from flwr_regs.cohort.stack_groups import Asked, Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.arrays import NDArrays, digest
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
@@ -25,6 +27,8 @@ from flwr_regs.wire.precision import narrow, widen
 
 LOG = logging.getLogger("flwr")
 TRAINING = ("train", keys.PROBE)
+FEW = 4
+"""Fewer clients train in one stack, however many processes there are."""
 LACKING = Parcel(config={keys.MEMORY_KEY: [keys.LOST_MODEL]})
 """The reply of a client that lacks the model which its message builds on."""
 
@@ -81,10 +85,19 @@ class CohortNetwork:
         Trains the clients of a round together that can. None: one by one.
     apart : bool
         Clients that train one by one do so by messages: in other processes.
+    processes : StackProcesses, optional
+        Train the stacks.
     """
 
-    def __init__(self, host: Host, stacks: Stacks | None = None, apart: bool = False) -> None:
+    def __init__(
+        self,
+        host: Host,
+        stacks: Stacks | None = None,
+        apart: bool = False,
+        processes: StackProcesses | None = None,
+    ) -> None:
         self._host, self._stacks, self._apart = host, stacks, apart
+        self._processes = processes
 
     def nodes(self) -> Collection[int]:
         """Return the ids of the nodes."""
@@ -124,7 +137,7 @@ class CohortNetwork:
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
         if stacked and self._stacks is not None:
-            for pid, served in self._stacks.train(list(asked.values())).items():
+            for pid, served in self._stacked(self._stacks, list(asked.values())).items():
                 came[pid] = self._ended(asked.pop(pid), served)
         for pid, one in asked.items():
             if self._apart:
@@ -149,6 +162,17 @@ class CohortNetwork:
             {p: failures[p] for p in request.parcels if p in failures},
             silent,
         )
+
+    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, Served]:
+        """Return what came of the clients that train in stacks, in this process or in others."""
+        if self._processes is None or len(asked) < FEW:
+            return stacks.train(asked)
+        served: dict[int, Served] = {}
+        for part in self._processes.train(asked):
+            served |= part.served
+            for why, clients in part.fallbacks.items():
+                stacks.note(CannotStack(why), clients)
+        return served
 
     def _prefetch(self, pid: int, parcel: Parcel) -> None:
         node = self._host.node(pid, parcel.config)
@@ -185,8 +209,9 @@ def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
     """
     config, records = parcel.config, parcel.records
     whole = config.get(keys.DOWNLINK_KEY, WHOLE) == WHOLE
-    base = None if whole else node.model
-    key = id(records[keys.ARRAYS]), id(base), config.get(keys.DOWNLINK_KEY)
+    base = None if whole or node.model is None else _same(node.model, seen)
+    sent = records[keys.ARRAYS] if records[keys.ARRAYS] else None  # one that is empty is none
+    key = id(sent), id(base), config.get(keys.DOWNLINK_KEY)
     if key not in seen:
         arrays = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
         if keys.HALF_KEY in config:
@@ -194,9 +219,15 @@ def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
         step = None
         if not whole:
             arrays, step = model_from(config, arrays, base)
-        received = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
-        seen[key] = received, base  # whose id no other then has
-    return Parcel({**records, **seen[key][0]}, config)
+        seen[key] = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
+    return Parcel({**records, **seen[key]}, config)
+
+
+def _same(model: NDArrays, seen: dict[Any, Any]) -> NDArrays:
+    """Return an equal model that is one object for all clients, as when each read its own from a file."""
+    if id(model) not in seen:
+        seen[id(model)] = model, seen.setdefault(digest(model), model)  # so that it keeps its id
+    return seen[id(model)][1]  # type: ignore[no-any-return]
 
 
 def _failure(error: Exception) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.abilities import Carries, Withholds
+from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load, tied_names
@@ -31,7 +31,6 @@ from flwr_regs.client.train.batches import (
     count_batches,
     count_examples,
     label_counts,
-    mapped,
     resolve_device,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
@@ -76,14 +75,39 @@ class Kind:
 
     Attributes
     ----------
+    step : hashable
+        What a plain step of theirs depends on beside the values: model, loss, device.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
+    step: Hashable
     refused: str = ""
     due: float = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How stacks train.
+
+    Attributes
+    ----------
+    memory : int
+        Bytes that a stack may take, roughly; more clients train in several.
+    precision : torch.dtype, optional
+        Of the forward pass, by torch's autocast.
+    check : "first", int or False
+        When two clients of a kind also train alone, to compare the results.
+    compile : bool
+        Whether steps run under ``torch.compile``.
+    """
+
+    memory: int = 2**30
+    precision: torch.dtype | None = None
+    check: Literal["first", False] | int = "first"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +182,7 @@ class Group:
     recipe : Recipe
     common : mapping
         The broadcasts' entries that are the same for all.
-    precision : torch.dtype or None
+    settings : Settings
     kind : Kind
     """
 
@@ -167,7 +191,7 @@ class Group:
         first: Candidate,
         recipe: Recipe,
         common: Mapping[str, Mapping[str, np.ndarray]],
-        precision: torch.dtype | None,
+        settings: Settings,
         kind: Kind,
     ) -> None:
         client, term, config = first.client, recipe.term, recipe.config
@@ -197,7 +221,8 @@ class Group:
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
             plain(config),
             client.classifier,
-            precision,
+            settings.precision,
+            compiled=(kind.step, settings.precision) if settings.compile else None,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
@@ -252,9 +277,9 @@ class Group:
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
         uploads = _rows(result.upload, len(self.candidates))
-        slots = _rows(_as_kept(result.client), len(self.candidates))
+        slots = _rows(result.client, len(self.candidates))
         state = {} if self.recipe.probes else self._state(result)
-        private = {n: _as_kept(state.pop(n)) for n in self.layout.private if state}
+        private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {
             n: to_numpy(v).astype(self.recipe.arrays[n].dtype, copy=False) for n, v in state.items()
         }
@@ -290,7 +315,7 @@ class Group:
                     "examples-processed": result.examples[row],
                 }
             own = {n: v[row] for n, v in private.items()}
-            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method, False)
+            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method)
             kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
             config |= reply_entries(c.config, said)
@@ -346,8 +371,9 @@ def recipe_of(
     term.restrict(config)
     if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
         raise CannotStack("a first exchange with label counts goes one by one")
-    if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
-        raise CannotStack(f"{carrying} carry the optimiser's state")
+    keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+    if keeping and any(t.acts("client_optimizer") for t in term.terms):
+        raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
@@ -435,12 +461,6 @@ def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
         {t: {k: a[row] for k, a in slot.items()} for t, slot in slots.items()}
         for row in range(number)
     ]
-
-
-def _as_kept(tree: Any) -> Any:
-    """Return nested tensors in the dtypes in which clients keep them: those of numpy."""
-    half = torch.bfloat16
-    return mapped(tree, lambda t: t.float() if t.dtype == half else t)
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
 from flwr_regs.client.train.batches import mapped, to_device
-from flwr_regs.client.train.optimizer import momentum_of
-from flwr_regs.cohort.batch_plan import CannotStack, stacked
+from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
+from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.finishing import Held, Slots, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
@@ -81,6 +82,8 @@ class Stack:
         self._rows = len(members)
         self._losses = torch.zeros(self._rows, device=shared.device)
         self._examples = [m.plan.trained for m in self._members]
+        self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
+        self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
 
     def run(self) -> StackedResult:
         """Train for the round."""
@@ -89,6 +92,7 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
+            self._batches = Batches([m.plan for m in self._members], self._shared.device)
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
@@ -224,6 +228,33 @@ class Stack:
                 for n, p in view.vmapped(begin)(self._held.told).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
+        if self._carries:
+            self._carry()
+
+    def _carry(self) -> None:
+        """Give the optimiser the state with which the terms let it begin."""
+        view, term = self._view, self._shared.term
+
+        def begin(told: dict[str, Any]) -> Arrays:
+            return term.optimizer_start(view.context(told))
+
+        with torch.no_grad():
+            state = view.vmapped(begin)(self._held.told)
+        for key, value in state.items():
+            entry, _, name = key.partition(".")
+            scalar = entry == "step" or entry.endswith("#")
+            if not scalar and value.shape == self._leaves[name].shape:
+                continue
+            if (value != value[0]).any():
+                raise CannotStack(f"the members' optimisers begin with differing entries {entry}")
+            state[key] = value[0]
+        load_state(self._optimizer, self._leaves, state)
+
+    def _carried(self, first: int = 0) -> None:
+        """Note the optimiser's state of the members from a row on."""
+        state = state_of(self._optimizer, self._leaves)
+        rows = self._rows - first
+        self._left.insert(0, {k: v[first:] if v.ndim else v.expand(rows) for k, v in state.items()})
 
     def _label_counts(self) -> Tensor | None:
         """Return the members' label counts, with an entry for each class of any of them."""
@@ -239,6 +270,8 @@ class Stack:
         """Let the members go whose steps are done: their rows stay as they are."""
         if active == self._rows:
             return
+        if self._carries:
+            self._carried(active)
         for n, p in self._leaves.items():
             state = self._optimizer.state.get(p, {})
             for key, v in state.items():
@@ -289,12 +322,13 @@ class Stack:
         if rows is not None:
             chosen, of_each = rows.tolist(), held.rows(rows)
             values = {n: v[rows] for n, v in values.items()}
-        plans = [self._members[row].plan for row in chosen]
-        batch = stacked(plans, step, self._shared.device)
-        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, of_each)
+        batch = self._batches.of(step, chosen)
+        whole = len(chosen) == len(self._members) and batch.form == self._batches.form
+        leaves = {n: v.requires_grad_() for n, v in values.items()}
+        part = Part(leaves, batch, of_each, whole)
         grads, losses, new, slots = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
-        self._losses[where] += losses * plans[0].size(step)
+        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
         self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
@@ -333,6 +367,11 @@ class Stack:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
         view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
+        if self._carries:
+            self._carried()
+            self._held.told["optimizer"] = {
+                key: torch.cat([part[key] for part in self._left]) for key in self._left[0]
+            }
         sent, uploads, slots = finish(view, self._held, self._members, delta)
         if sent is not delta:
             for n, start in view.start.items():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
-import torch
+from torch import nn
 
 from flwr_regs.client.serving import Client
+from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.result_check import difference
@@ -21,6 +21,7 @@ from flwr_regs.cohort.stack_groups import (
     Kind,
     Recipe,
     Served,
+    Settings,
     candidate_of,
     common_of,
     counted,
@@ -32,12 +33,9 @@ from flwr_regs.wire.errors import described
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
+DIFFERS = "between a stack and a client alone"
 KINDS = 100
 """Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
-
-
-class OtherResults(CannotStack):
-    """A stack's result is not that of its clients alone."""
 
 
 class Stacks:
@@ -45,12 +43,7 @@ class Stacks:
 
     Parameters
     ----------
-    memory : int
-        Bytes that a stack may take, roughly; more clients train in several.
-    precision : torch.dtype, optional
-        Of the forward pass, by torch's autocast.
-    check : "first", int or False
-        When two clients of a kind also train alone, to compare the results.
+    settings : Settings
 
     Attributes
     ----------
@@ -58,15 +51,10 @@ class Stacks:
         Why clients train by themselves -> how often, over all rounds.
     """
 
-    def __init__(
-        self,
-        memory: int = 2**30,
-        precision: torch.dtype | None = None,
-        check: Literal["first", False] | int = "first",
-    ) -> None:
-        self._memory, self._precision, self._check = memory, precision, check
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._kinds: dict[Hashable, Kind] = {}
-        self._builds: dict[int, tuple[Client, Hashable]] = {}
+        self._builds: dict[int, tuple[Client, tuple[Hashable, ...]]] = {}
         self.fallbacks: dict[str, int] = {}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
@@ -81,17 +69,19 @@ class Stacks:
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
-            if group.is_full(self._memory):
+            if group.is_full(self._settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
             served |= self._train(group)
+        present = {id(one.client) for one in asked}  # an app may make its clients anew
+        self._builds = {key: known for key, known in self._builds.items() if key in present}
         return served
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""
         why = str(error) if isinstance(error, CannotStack) else described(error)
         if why not in self.fallbacks and why != ALONE:
-            level = logging.WARNING if isinstance(error, OtherResults) else logging.INFO
+            level = logging.WARNING if DIFFERS in why else logging.INFO
             LOG.log(level, "StackedGrid: clients train one by one: %s", why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
 
@@ -109,8 +99,9 @@ class Stacks:
         entries = message.config
         shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
         recipe = recipe_of(recipes, client.identity, shared, message, client.model)
-        like = self._build(client), recipe.who.method, recipe.probes
-        kind = self._kinds.setdefault(like, Kind())
+        build = self._build(client)
+        like = *build, recipe.who.method, recipe.probes
+        kind = self._kinds.setdefault(like, Kind(build[1:]))
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.refused:
@@ -128,11 +119,11 @@ class Stacks:
             counted(recipe.term, member),
         )
         if (group := groups.get(key)) is None:
-            group = groups[key] = Group(candidate, recipe, common, self._precision, kind)
+            group = groups[key] = Group(candidate, recipe, common, self._settings, kind)
         group.add(candidate)
         return key, group
 
-    def _build(self, client: Client) -> Hashable:
+    def _build(self, client: Client) -> tuple[Hashable, ...]:
         """Return what clients share that go together: model, loss, optimiser, device."""
         known = self._builds.get(id(client))
         if known is not None and known[0] is client:
@@ -143,6 +134,8 @@ class Stacks:
         if given := [s for s in settings if getattr(client, s) is not None]:
             raise CannotStack(f"{client.identity.who} has a {given[0]}")
         model = client.model
+        if resolve_device(client.device).type == "cpu" and any(map(_convolves, model.modules())):
+            raise CannotStack("its convolutions are slower in a stack on a CPU")
         others = (c for c, _ in self._builds.values() if c.model is model)
         if (other := next(others, None)) is not None and other.task is client.task:
             build = self._builds[id(other)][1]
@@ -168,13 +161,20 @@ class Stacks:
             return {}
 
     def _check_result(self, group: Group) -> None:
-        """Compare a stack's result with that of clients alone, if it is due; raise OtherResults."""
+        """Compare a stack's result with that of clients alone, if it is due; raise CannotStack."""
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self._check is False or this_round < kind.due:
+        if self._settings.check is False or this_round < kind.due:
             return
         if where := difference(group):
-            kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
-            raise OtherResults(kind.refused)
-        kind.due = math.inf if self._check == "first" else this_round + self._check
+            kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
+            raise CannotStack(kind.refused)
+        kind.due = (
+            math.inf if self._settings.check == "first" else this_round + self._settings.check
+        )
+
+
+def _convolves(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution; of a stack it is a grouped one, which a CPU runs slowly."""
+    return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)

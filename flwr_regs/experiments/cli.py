@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: a run failed, or one of `bench` went wrong. 2: wrong usage. 130, 143: interrupted. 141: what
     read the output, such as ``head``, has enough.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Windows writes to files in an older encoding
     try:
         status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -304,8 +304,10 @@ def plot(args: argparse.Namespace) -> int:
         from flwr_regs.experiments.report import partition_plot
 
         run, out = first_run(args)
-        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args)))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
         return 0
+    if args.export:
+        raise ValueError("--export goes with a partition: flwr-regs plot partition --export")
     if args.settings:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
     folder = Path(args.what)

@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
+from flwr_regs.flower.result import Best, TrainingResult
 from flwr_regs.server.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -57,7 +57,7 @@ class Checkpoints:
     options : Options
         Their `checkpoint_dir` and `checkpoint_every`.
     grid : Grid
-    result : Result
+    result : TrainingResult
         What `start` returns; restored, and saved.
     resume_from : path or None
 
@@ -77,7 +77,7 @@ class Checkpoints:
         self,
         options: Options,
         grid: Grid,
-        result: Result,
+        result: TrainingResult,
         resume_from: str | PathLike[str] | None = None,
     ) -> None:
         self.resumed = None if resume_from is None else latest(resume_from)
@@ -154,6 +154,9 @@ class Checkpoints:
         for phase in _PHASES:
             rounds = {t: MetricRecord(m) for t, m in state["result"][phase].items()}
             getattr(self._result, phase).update(rounds)
+        if (best := state["result"]["best"]) is not None:
+            number, value, arrays = best
+            self._result.best = Best(number, value, _record("arrays", arrays))
         log(INFO, "Resuming after round %d, from %s", resumed.round, resumed.path)
 
     def watch(self, training: Training) -> None:
@@ -169,13 +172,16 @@ class Checkpoints:
         """
         if self._folder is None or self._training is None:
             return
+        result: dict[str, Any] = {
+            phase: {t: dict(m) for t, m in getattr(self._result, phase).items()}
+            for phase in _PHASES
+        }
+        best = self._result.best
+        result["best"] = best and [best.round, best.value, _parts(best.arrays)]
         state = {
             "fingerprint": self._same,
             "training": self._training.snapshot(),
-            "result": {
-                phase: {t: dict(m) for t, m in getattr(self._result, phase).items()}
-                for phase in _PHASES
-            },
+            "result": result,
             "clients": _plain(self._grid.snapshot())
             if isinstance(self._grid, KeepsClients)
             else None,
@@ -256,7 +262,7 @@ class Checkpoints:
 def guarded(
     options: Options,
     grid: Grid,
-    result: Result,
+    result: TrainingResult,
     resume_from: str | PathLike[str] | None,
 ) -> Iterator[Checkpoints]:
     """Give one `start` its checkpoints; save the last finished round at the end, whatever ends it.
@@ -297,10 +303,7 @@ def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
     """Return clients' records as plain values; the bytes of arrays are not copied."""
     return {
         node: {
-            **{
-                key: ["arrays", {n: [a.dtype, a.shape, a.stype, a.data] for n, a in r.items()}]
-                for key, r in state.array_records.items()
-            },
+            **{key: ["arrays", _parts(r)] for key, r in state.array_records.items()},
             **{key: ["config", dict(r)] for key, r in state.config_records.items()},
             **{key: ["metrics", dict(r)] for key, r in state.metric_records.items()},
         }
@@ -308,11 +311,19 @@ def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
     }
 
 
+def _parts(arrays: ArrayRecord) -> dict[str, list[Any]]:
+    return {n: [a.dtype, a.shape, a.stype, a.data] for n, a in arrays.items()}
+
+
 def _records(plain: Mapping[str, list[Any]]) -> RecordDict:
     """Return one client's records again."""
     records = RecordDict()
     for key, (kind, values) in plain.items():
-        if kind == "arrays":
-            values = {n: Array(*parts) for n, parts in values.items()}
-        records[key] = _RECORDS[kind](values)
+        records[key] = _record(kind, values)
     return records
+
+
+def _record(kind: str, values: Any) -> Any:
+    if kind == "arrays":
+        values = {n: Array(*parts) for n, parts in values.items()}
+    return _RECORDS[kind](values)

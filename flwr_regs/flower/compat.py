@@ -20,9 +20,6 @@ from flwr.app import Context, Message
 from flwr.common.constant import ErrorCode as ErrorCode  # 1.22 to 1.42
 from flwr.common.serde import recorddict_from_proto as recorddict_from_proto  # 1.22 to 1.42
 from flwr.common.serde import recorddict_to_proto as recorddict_to_proto  # 1.22 to 1.42
-from flwr.serverapp.strategy.strategy_utils import (
-    aggregate_metricrecords as aggregate_metricrecords,
-)
 
 try:
     from flwr.supercore.run import Run as Run  # from 1.32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +15,16 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
+from flwr_regs.flower.result import Best, TrainingResult
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
+from flwr_regs.server.stopping import sign, values
 from flwr_regs.server.training import Training
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -86,7 +89,7 @@ class Loop:
         The checked configs.
     evaluate_fn : callable or None
         ``evaluate_fn(round, arrays) -> MetricRecord or None``, on the server; round 0 is the initial model.
-    result : Result
+    result : TrainingResult
         Filled in round by round.
     saved : Checkpoints
         Where the training begins, and where finished rounds are saved.
@@ -99,10 +102,10 @@ class Loop:
     train: ConfigRecord
     evaluate: ConfigRecord
     evaluate_fn: EvaluateFn | None
-    result: Result
+    result: TrainingResult
     saved: Checkpoints
 
-    def run(self, arrays: ArrayRecord) -> Result:
+    def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
         self._network = self.strategy.network_of(self.grid)
@@ -117,6 +120,7 @@ class Loop:
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)
             log(INFO, "%s", line_of(entry, self.num_rounds))
+            self._keep_best(entry, arrays)
             if self._ends(entry):
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
@@ -179,6 +183,19 @@ class Loop:
     def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate on the server."""
         return self.evaluate_fn(number, arrays) if self.evaluate_fn else None
+
+    def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
+        """Keep the round's model if it is better than all before."""
+        wanted, number, best = self.strategy.options.keep_best, entry["round"], self.result.best
+        if isinstance(wanted, str):
+            known = dict(values(self.strategy.history, wanted))
+            value, factor = known.get(number), sign(wanted, None)
+        else:
+            value, factor = wanted and _called("keep_best", wanted, entry, number), 1
+        if not isinstance(value, int | float) or math.isnan(value):
+            return
+        if best is None or factor * value > factor * best.value:
+            self.result.best = Best(number, float(value), arrays)
 
     def _exchange(self, messages: Iterable[Message]) -> list[Message]:
         network = GridNetwork(self.grid, self.timeout)

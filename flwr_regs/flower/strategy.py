@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
-from flwr_regs.flower.compat import aggregate_metricrecords
-from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
+from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
+from flwr_regs.flower.result import TrainingResult
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
+from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import Options
@@ -165,7 +165,7 @@ class RegStrategy(Driven):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
         resume_from: str | PathLike[str] | None = None,
-    ) -> Result:
+    ) -> TrainingResult:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
         `initial_arrays` may also be a ``model.state_dict()``.
@@ -191,7 +191,7 @@ class RegStrategy(Driven):
         """
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
-        result = Result()
+        result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:
                 self.seed = saved.seed
@@ -304,7 +304,7 @@ class RegStrategy(Driven):
             raise RuntimeError(UNASKED)
         if paused is None:
             return None, None
-        return self._ended(paused.resume(replies))
+        return self._ended(paused.end(replies_to(paused.requests, paused.messages, replies)))
 
     def _ended(self, this_round: Round) -> tuple[ArrayRecord, MetricRecord]:
         """Return (the new global model, the clients' mean metrics)."""
@@ -318,7 +318,8 @@ class RegStrategy(Driven):
         paused = self._round(server_round, arrays, config, network)
         if paused is None:
             return None, None
-        return self._ended(paused.over(network, self.options.deadline))
+        asked = [network.ask(request, self.options.deadline) for request in paused.requests]
+        return self._ended(paused.end(asked))
 
     def network_of(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""
@@ -359,7 +360,9 @@ class RegStrategy(Driven):
     ) -> MetricRecord | None:
         """Evaluate without messages; return what `aggregate_evaluate` returns, and raise what it raises."""
         paused = self._evaluation(server_round, arrays, config, network)
-        metrics = None if paused is None else paused.over(network, self.options.deadline)
+        if paused is None:
+            return None
+        metrics = paused.end([network.ask(r, self.options.deadline) for r in paused.requests])
         return None if metrics is None else MetricRecord({**metrics})
 
     def aggregate_evaluate(
@@ -376,7 +379,9 @@ class RegStrategy(Driven):
         paused, self._evaluated = self._evaluated, None
         if paused is None and list(replies):
             raise RuntimeError(UNASKED)
-        metrics = None if paused is None else paused.resume(replies)
+        if paused is None:
+            return None
+        metrics = paused.end(replies_to(paused.requests, paused.messages, replies))
         return None if metrics is None else MetricRecord({**metrics})
 
     def _check_train(self, config: Mapping[str, Any]) -> None:
@@ -415,6 +420,9 @@ class RegStrategy(Driven):
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        mean = getattr(self.options, f"{kind}_metrics_aggr_fn") or aggregate_metricrecords
+        mean = getattr(self.options, f"{kind}_metrics_aggr_fn")
+        if mean is None:
+            return weighted_mean(metrics, self.options.weighted_by_key)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return mean(records, self.options.weighted_by_key)
+        averaged: Mapping[str, Any] = mean(records, self.options.weighted_by_key)
+        return averaged

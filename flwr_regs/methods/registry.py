@@ -53,18 +53,6 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.server_step.qfedavg import *
 
 
-FAMILIES: dict[str, str] = {
-    "server": "a baseline, and optimisers on the server",
-    "drift": "less client drift, and clients keep nothing",
-    "memory": "less client drift, by what clients keep",
-    "loss": "a local loss of its own: features, missing classes, distillation",
-    "flat": "flat minima",
-    "fair": "similar accuracy for all clients",
-    "personal": "a model for each client",
-}
-"""What a method is for -> in words, in the order of README's table."""
-
-
 @dataclass(frozen=True)
 class Method:
     """One row.
@@ -79,10 +67,6 @@ class Method:
         The classes of its terms.
     paper : str
         Authors, year, and the part of the paper that the file implements.
-    family : str
-        A key of `FAMILIES`.
-    use_when : str
-        When to choose it: how the sentence "Use it when ..." goes on.
     state : str
         What a client keeps between rounds, in words; empty if nothing.
     silo : bool
@@ -114,8 +98,6 @@ class Method:
     module: str
     terms: tuple[str, ...]
     paper: str
-    family: str
-    use_when: str = ""
     state: str = ""
     silo: bool = False
     down: float = 1.0
@@ -172,24 +154,18 @@ def _rows() -> Iterator[Method]:
         module="server_step.fedavg",
         terms=(),
         paper="McMahan et al. 2017; Wang et al. 2021, Alg. 1",
-        family="server",
-        use_when="you need a baseline, or clients whose data are alike",
     )
     yield Method(
         example="FedProx(mu=0.1)",
         module="client_step.fedprox",
         terms=("Proximal",),
         paper="Li et al. 2020, Alg. 2",
-        family="drift",
-        use_when="local training is long and drifts, and you want one easily understood parameter",
     )
     yield Method(
         example="FedFOR()",
         module="client_step.fedfor",
         terms=("FirstOrder",),
         paper="Tian, Smith, Kira 2022, Alg. 1",
-        family="drift",
-        use_when="labels are skewed and clients run SGD, even if each takes part only once",
         down=2,
         down_delta=1,
     )
@@ -198,8 +174,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedcm",
         terms=("ClientMomentum",),
         paper="Xu, Wang et al. 2021, Alg. 2",
-        family="drift",
-        use_when="few of many clients take part, keep no state, and run SGD without momentum",
         down=2,
         down_delta=1,
     )
@@ -208,8 +182,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.sam",
         terms=("LocalPerturbation",),
         paper="Qu et al. 2022, Alg. 1",
-        family="flat",
-        use_when="the global model should lie in a flat minimum, and clients can compute twice as much",
         gradients="a second gradient a step",
     )
     yield Method(
@@ -217,8 +189,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.sam",
         terms=("GlobalPerturbation",),
         paper="Fan et al. 2024",
-        family="flat",
-        use_when="you want the flat minimum of all clients' loss, and the same clients come back",
         state="the global model that it last received",
     )
     yield Method(
@@ -226,8 +196,6 @@ def _rows() -> Iterator[Method]:
         module="compositions.mofedsam",
         terms=("LocalPerturbation", "ClientMomentum"),
         paper="Qu et al. 2022",
-        family="flat",
-        use_when="FedSAM fits, few of many clients take part, and they run SGD without momentum",
         down=2,
         down_delta=1,
         gradients="a second gradient a step",
@@ -237,8 +205,6 @@ def _rows() -> Iterator[Method]:
         module="server_step.fedexp",
         terms=("Extrapolation",),
         paper="Jhunjhunwala et al. 2023, Alg. 1",
-        family="server",
-        use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
         reads="clients",
     )
     yield Method(
@@ -246,8 +212,6 @@ def _rows() -> Iterator[Method]:
         module="server_step.fedvarp",
         terms=("LastUpdates",),
         paper="Jhunjhunwala, Sharma et al. 2022, Alg. 1",
-        family="server",
-        use_when="few of some hundred clients take part, and the server can hold a model for each",
         reads="clients",
         robust=False,
     )
@@ -256,8 +220,6 @@ def _rows() -> Iterator[Method]:
         module="server_step.qfedavg",
         terms=("FairWeights",),
         paper="Li, Sanjabi et al. 2020, Alg. 2",
-        family="fair",
-        use_when="the loss should be spread evenly over the clients, at some cost to the mean",
         beside="its loss at the global model, up",
         gradients="the loss of all its data once a round",
         reads="clients",
@@ -268,8 +230,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedadc",
         terms=("EmbeddedMomentum",),
         paper="Ozfatura et al. 2021, Alg. 3, 4",
-        family="drift",
-        use_when="labels are skewed, and clients can run SGD without momentum of their own",
         down=2,
         down_delta=1,
     )
@@ -278,8 +238,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedadc",
         terms=("SelfDistillation", "EmbeddedMomentum"),
         paper="Ozfatura et al. 2021, Sec. III, Eq. 7",
-        family="drift",
-        use_when="labels are skewed, and clients lack whole classes that the global model knows",
         down=2,
         down_delta=1,
         gradients="a forward pass of the global model a step",
@@ -289,24 +247,18 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedadc",
         terms=("SlowMomentum",),
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
-        family="server",
-        use_when="you want momentum, but can change nothing on the clients",
     )
     yield Method(
         example="FedACG(lam=0.85, mu=0.01)",
         module="compositions.fedacg",
         terms=("Proximal", "LookaheadMomentum"),
         paper="Kim, Kim, Han 2024, Alg. 1",
-        family="drift",
-        use_when="you want momentum that clients start from, and to keep no state and send nothing more",
     )
     yield Method(
         example="SCAFFOLD()",
         module="client_step.scaffold",
         terms=("ControlVariates",),
         paper="Karimireddy et al. 2020, Alg. 1",
-        family="memory",
-        use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
         state="its control variate",
         down=2,
         reads="clients",
@@ -316,8 +268,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.feddyn",
         terms=("DynamicRegulariser",),
         paper="Acar et al. 2021, Alg. 1",
-        family="memory",
-        use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
         state="its linear term",
         reads="sums",
     )
@@ -326,8 +276,6 @@ def _rows() -> Iterator[Method]:
         module="compositions.fedgamma",
         terms=("LocalPerturbation", "ControlVariates"),
         paper="Dai et al. 2023",
-        family="flat",
-        use_when="SCAFFOLD fits, and clients can compute twice as much for a flat minimum",
         state="its control variate",
         down=2,
         gradients="a second gradient a step",
@@ -338,8 +286,6 @@ def _rows() -> Iterator[Method]:
         module="compositions.fedlesam_sd",
         terms=("GlobalPerturbation", "ControlVariates"),
         paper="Fan et al. 2024, Alg. 1",
-        family="flat",
-        use_when="SCAFFOLD fits, and the minimum should be flat without a second gradient",
         state="the global model that it last received, and its control variate",
         down=2,
         reads="clients",
@@ -349,18 +295,14 @@ def _rows() -> Iterator[Method]:
         module="compositions.fedlesam_sd",
         terms=("GlobalPerturbation", "DynamicRegulariser"),
         paper="Fan et al. 2024, Alg. 1",
-        family="flat",
-        use_when="FedDyn fits, and the minimum should be flat without a second gradient",
         state="the global model that it last received, and its linear term",
         reads="sums",
     )
     yield Method(
         example="FedSpeed(lam=0.1, rho=0.1)",
         module="compositions.fedspeed",
-        terms=("MixedPerturbation", "DynamicRegulariser"),
+        terms=("LocalPerturbation", "DynamicRegulariser"),
         paper="Sun, Shen, Huang et al. 2023, Alg. 1",
-        family="flat",
-        use_when="FedDyn fits, and the global model should lie in a flat minimum",
         state="its linear term",
         gradients="a second gradient a step",
         reads="sums",
@@ -370,8 +312,6 @@ def _rows() -> Iterator[Method]:
         module="compositions.fedsmoo",
         terms=("CommonPerturbation", "DynamicRegulariser"),
         paper="Sun, Shen, Chen et al. 2023, Alg. 1",
-        family="flat",
-        use_when="FedSpeed fits, and the flat minimum should be that of all clients' loss",
         state="its linear term, and its dual variable",
         down=2,
         up=2,
@@ -383,8 +323,6 @@ def _rows() -> Iterator[Method]:
         module="server_step.fednova",
         terms=("NormalizedAveraging",),
         paper="Wang et al. 2020, Sec. 4",
-        family="drift",
-        use_when="clients take unequally many local steps, and none should count more for that",
         reads="clients",
     )
     yield Method(
@@ -392,8 +330,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedinit",
         terms=("RelaxedStart",),
         paper="Sun, Shen, Tao 2023, Alg. 1",
-        family="memory",
-        use_when="the same clients come back, and nothing more may travel or be computed",
         state="its last local model",
     )
     yield Method(
@@ -401,8 +337,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.gate",
         terms=("GradientTracking",),
         paper="Liang et al. 2019, Alg. 1",
-        family="memory",
-        use_when="labels are skewed, and all clients take part in every round with equally many steps",
         state="its correction",
         down=2,
     )
@@ -411,8 +345,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.gate",
         terms=("GradientTracking",),
         paper="Haddadpour et al. 2021, Alg. 2",
-        family="memory",
-        use_when="VRL-SGD fits, and the server should make longer or shorter steps",
         state="its correction",
         down=2,
     )
@@ -421,48 +353,36 @@ def _rows() -> Iterator[Method]:
         module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
         paper="Wang et al. 2021, Alg. 1",
-        family="server",
-        use_when="you want an optimiser of torch on the server, or learning-rate schedules on both sides",
     )
     yield Method(
         example="FedAvgM(server_lr=1.0, momentum=0.9)",
         module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
         paper="Hsu et al. 2019",
-        family="server",
-        use_when="you want server momentum in torch's form, and nothing else on the clients or the wire",
     )
     yield Method(
         example="FedAdagrad(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
         paper="Reddi et al. 2021, Alg. 2",
-        family="server",
-        use_when="some parameters get rare, sparse updates, and training is short",
     )
     yield Method(
         example="FedAdam(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
         paper="Reddi et al. 2021, Alg. 2",
-        family="server",
-        use_when="parameters need steps of different sizes, as embeddings and language models do",
     )
     yield Method(
         example="FedYogi(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
         paper="Reddi et al. 2021, Alg. 2",
-        family="server",
-        use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
     )
     yield Method(
         example="FedAdamW(gamma=0.5)",
         module="client_step.fedadamw",
         terms=("SharedMoments",),
-        paper="Liu et al. 2026, Alg. 2",
-        family="drift",
-        use_when="clients need AdamW, as transformers do, and keep nothing",
+        paper="Liu et al. 2026",
         down=3,
         up=2,
         beside="a step count down, one up",
@@ -473,8 +393,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.mime",
         terms=("CorrectedMomentum",),
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
-        family="drift",
-        use_when="clients take part rarely, local training is long, and a round may have two exchanges",
         down=3,
         up=2,
         gradients="a second gradient a step, and the gradient over all its data once a round",
@@ -487,8 +405,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.mime",
         terms=("FixedMomentum",),
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
-        family="drift",
-        use_when="clients take part rarely, and momentum should act within their steps, too",
         down=2,
         up=2,
         gradients="the gradient over all its data once a round",
@@ -499,8 +415,6 @@ def _rows() -> Iterator[Method]:
         module="client_loss.rfedavg",
         terms=("FeatureTable",),
         paper="Wang, Tong et al. 2023, Alg. 1",
-        family="loss",
-        use_when="a few clients have differing features, and all of them take part again and again",
         silo=True,
         beside="a feature mean of each client of the federation down, one up",
         gradients="the features of all its data once a round",
@@ -512,8 +426,6 @@ def _rows() -> Iterator[Method]:
         module="client_loss.rfedavg",
         terms=("LeaveOneOutMean",),
         paper="Wang, Tong et al. 2023, Alg. 2",
-        family="loss",
-        use_when="clients have differing features, and a second, small exchange per round is no problem",
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
         exchanges=2,
@@ -525,8 +437,6 @@ def _rows() -> Iterator[Method]:
         module="client_loss.moon",
         terms=("ModelContrast",),
         paper="Li, He, Song 2021, Sec. 3, Alg. 1",
-        family="loss",
-        use_when="the same clients come back, and the model learns features, as image models do",
         state="its last local model",
         gradients="the features of two other models a step",
     )
@@ -535,8 +445,6 @@ def _rows() -> Iterator[Method]:
         module="client_loss.fedntd",
         terms=("NotTrueDistillation",),
         paper="Lee et al. 2022, Sec. 3, Alg. 1",
-        family="loss",
-        use_when="clients forget the classes that they lack, and may take part only once",
         gradients="a forward pass of the global model a step",
     )
     yield Method(
@@ -544,32 +452,24 @@ def _rows() -> Iterator[Method]:
         module="client_loss.feddecorr",
         terms=("Decorrelation",),
         paper="Shi et al. 2023, Sec. 4",
-        family="loss",
-        use_when="labels are skewed, so that features collapse into few dimensions",
     )
     yield Method(
         example="FedLC(tau=1.0)",
         module="client_loss.logits",
         terms=("LogitCalibration",),
         paper="Zhang et al. 2022, Sec. 4",
-        family="loss",
-        use_when="clients have few examples of some classes, and nothing more may travel or be computed",
     )
     yield Method(
         example="FedRS(alpha=0.5)",
         module="client_loss.logits",
         terms=("RestrictedSoftmax",),
         paper="Li, Zhan 2021, Sec. 4",
-        family="loss",
-        use_when="clients lack whole classes, and nothing more may travel or be computed",
     )
     yield Method(
         example="FedGKD(gamma=0.2)",
         module="client_loss.fedgkd",
         terms=("PastModels",),
         paper="Yao et al. 2021",
-        family="loss",
-        use_when="the global model swings from round to round, and clients should remember the last ones",
         down=2,
         gradients="a forward pass of the teacher a step",
     )
@@ -578,8 +478,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.efl",
         terms=("Elastic", "SparseTernary"),
         paper="Ma et al. 2021, Alg. 1-2, Eqs. 2-6",
-        family="memory",
-        use_when="the same clients come back, may stop early, and send compressed updates",
         state="the model, and the rest of its update",
         down=2,
         up=2,
@@ -592,8 +490,6 @@ def _rows() -> Iterator[Method]:
         module="client_step.fedcurv",
         terms=("Curvature",),
         paper="Shoham et al. 2019, Eqs. 4-6",
-        family="memory",
-        use_when="a few clients come back again and again, and overwrite what the others learnt",
         state="its Fisher information, and that times its model",
         down=3,
         up=2,
@@ -606,8 +502,6 @@ def _rows() -> Iterator[Method]:
         module="personal.fedbn",
         terms=("LocalBatchNorm",),
         paper="Li, Jiang et al. 2021, Alg. 1",
-        family="personal",
-        use_when="the model has BatchNorm, and clients differ in their inputs rather than in their labels",
         state="BatchNorm's parameters and statistics",
     )
     yield Method(
@@ -615,8 +509,6 @@ def _rows() -> Iterator[Method]:
         module="personal.fedbn",
         terms=("Private",),
         paper="Arivazhagan et al. 2019",
-        family="personal",
-        use_when="each client should have a model of its own, because clients differ in their labels",
         state="the entries that it names",
     )
     yield Method(
@@ -624,8 +516,6 @@ def _rows() -> Iterator[Method]:
         module="personal.ditto",
         terms=("PersonalModel",),
         paper="Li, Hu et al. 2021, Alg. 1",
-        family="personal",
-        use_when="each client should have a whole model of its own, beside any method for the global one",
         state="its own model",
         gradients="a gradient of its own model a step",
     )
@@ -634,8 +524,6 @@ def _rows() -> Iterator[Method]:
         module="personal.apfl",
         terms=("MixedModel",),
         paper="Deng et al. 2020, Alg. 1",
-        family="personal",
-        use_when="each client should learn by itself how much of its model is its own",
         state="its own model, and that one's share",
         gradients="two gradients a step, of the global model and of the mixture",
     )
@@ -644,16 +532,12 @@ def _rows() -> Iterator[Method]:
         module="personal.fedbabu",
         terms=("FixedHead",),
         paper="Oh et al. 2022, Alg. 1",
-        family="personal",
-        use_when="each client fits the final model to its own data, and keeps nothing in training",
     )
     yield Method(
         example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
         module="personal.fedamp",
         terms=("CloudModel",),
         paper="Huang et al. 2021, Alg. 1",
-        family="personal",
-        use_when="a few clients fall into groups with similar data, and nobody knows the groups",
         state="its own model",
         down=2,
         reads="clients",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr_regs.wire.arrays import LARGEST, ProtocolError
@@ -83,3 +83,11 @@ def common_metrics(
         if not lacking:
             averaged.append({name: m[name] for name in kept})
     return averaged, left_out
+
+
+def weighted_mean(metrics: Sequence[Mapping[str, float]], weight: str) -> dict[str, float]:
+    """Return the clients' mean under each name but `weight`, which weighs them: as Flower's own mean."""
+    total = sum(m[weight] for m in metrics)
+    shares = [m[weight] / total for m in metrics]
+    names = [name for name in metrics[0] if name != weight]
+    return {n: sum(m[n] * share for m, share in zip(metrics, shares, strict=True)) for n in names}

@@ -111,10 +111,13 @@ class Options:
     stop_when : callable or several, optional
         ``stop_when(history) -> reason or falsy``, after each round; a reason ends the training early
         (``"stopped"``). See :class:`flwr_regs.Target` and :class:`flwr_regs.Patience`.
+    keep_best : str or callable, optional
+        Which round's model ``result.best`` keeps: a metric, looked up as :class:`flwr_regs.Target` does, or
+        ``keep_best(entry) -> number or None`` of the round's entry, of which more is better.
     on_round : callable or several, optional
         ``on_round(entry)`` gets a copy of each finished round's entry of the history. True ends the
         training. An error in it is logged, and training goes on. See :class:`flwr_regs.JsonLines` and
-        :class:`flwr_regs.TensorBoard`. Only `start` follows this and the five settings above.
+        :class:`flwr_regs.TensorBoard`. Only `start` follows this and the six settings above.
     population : int, optional
         How many clients to wait for before round 1. Default: the nodes' own ``num-partitions`` if they
         have one, else `min_available_nodes`.
@@ -159,6 +162,7 @@ class Options:
     retry_pause: float = 0.0
     deadline: float | None = None
     stop_when: StopWhen | Sequence[StopWhen] | None = None
+    keep_best: str | Callable[[dict[str, Any]], float | None] | None = None
     on_round: OnRound | Sequence[OnRound] | None = None
     population: int | None = None
     wait_timeout: float = 300.0

@@ -89,6 +89,11 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same'"),
     ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0"),
     ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None"),
+    (
+        "keep_best",
+        lambda v: v is None or callable(v) or (isinstance(v, str) and v != ""),
+        "be a metric's name, or a function of a round's entry",
+    ),
     ("stop_when", _callables, "be a function of the history, or a list of them"),
     ("on_round", _callables, "be a function of a round's entry, or a list of them"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1"),

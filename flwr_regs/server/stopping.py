@@ -110,5 +110,5 @@ def values(history: History, metric: str) -> list[tuple[int, float]]:
             return [(number, float(value)) for number, value in entries]
     if len(history) == 1:
         known = sorted({name for source in SOURCES for name in history[0].get(source, {})})
-        LOG.warning("stop_when: no '%s' in round %d, only %s", metric, history[0]["round"], known)
+        LOG.warning("no metric '%s' in round %d, only %s", metric, history[0]["round"], known)
     return []

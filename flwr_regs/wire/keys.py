@@ -30,6 +30,7 @@ PREFETCH = "query.flwr_regs_prefetch"
 PROBE = "query.flwr_regs_probe"
 
 PROTOCOL_KEY = "regs.protocol"
+FLOWER_KEY = "regs.flower"
 METHOD_KEY = "regs.method"
 START_KEY = "regs.start"
 ROUND_KEY = "server-round"

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import flwr
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
-from flwr_regs.wire.keys import CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY, ROUND_KEY
+from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY, ROUND_KEY
 from flwr_regs.wire.npy import Unreadable, is_plain, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
@@ -198,8 +199,8 @@ def sorted_entries(
 
 
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a node says of itself to the IDENTIFY query: its partition, for seeded cohorts."""
-    entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL}
+    """Return what a node says of itself to the IDENTIFY query: its partition and its Flower."""
+    entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__}
     for key in ("partition-id", "num-partitions"):
         if key in node_config:
             entries[key] = int(node_config[key])

@@ -14,17 +14,24 @@ import shutil
 import signal
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flwr_regs import CheckpointError
+from flwr_regs import CheckpointError, DynamicRegulariser
+from flwr_regs.chain import chain
 from flwr_regs.experiments.cli import main
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.server.checkpoint.checkpoint import latest, read, rounds_in
+from flwr_regs.server.checkpoint.checkpoint import Folder, latest, read, rounds_in
+from flwr_regs.server.options import Options
+from flwr_regs.server.training import Training
 from tests.attacks.harness import play
+from tests.server.network import NumpyNetwork, quadratic, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
 BULK = [pytest.mark.full, pytest.mark.timeout(3000)]
@@ -127,8 +134,9 @@ settings = {num-clients = 3}
 
 def models(folder: Path) -> dict[str, bytes]:
     """The final models of a results folder, and the accuracies of its runs."""
-    out = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
-    lines = {p: records.read(p) for p in folder.rglob("*.jsonl")}
+    found = [p for p in folder.rglob("*.safetensors") if "checkpoints" not in p.parts]
+    out = {str(p.relative_to(folder)): p.read_bytes() for p in found}
+    lines = {p: records.read(p) for p in folder.rglob("runs/*.jsonl")}
     return out | {str(p.relative_to(folder)): repr(r.accuracy).encode() for p, r in lines.items()}
 
 
@@ -143,7 +151,8 @@ def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
     Path("card.toml").write_text(CARD)
     line = ["run", *WORDS, "checkpoint-every=0.001"] if command == "run" else ["bench", "card.toml"]
     rng, kills, number = random.Random(12), 0, 0
-    seconds = took(lambda: main([*line, "out=whole"]))
+    main([*line, "out=whole"])
+    seconds = took(lambda: main([*line, "out=again"]))  # nothing is imported any more
     want = models(Path("whole"))
     assert want
     while kills < times:
@@ -195,7 +204,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one_or_is_refused(
         try:
             checkpoint = latest(folder)
         except CheckpointError as error:
-            assert "\n" not in str(error), how
+            said = str(error)
+            assert "\n" not in said, how
         else:
             assert repr(checkpoint.state) == states[checkpoint.round], how
             newest = all(
@@ -272,3 +282,35 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_run_and_the_last_checkpoint
         if calls <= number:
             break
     assert number > 4
+
+
+@pytest.mark.parametrize(
+    ("rounds", "clients", "share"), [(80, 20, 0.3), pytest.param(2000, 10_000, 0.01, marks=BULK)]
+)
+def test_memory_and_checkpoints_do_not_grow_with_the_round(
+    rounds: int, clients: int, share: float, tmp_path: Path
+) -> None:
+    """Once all clients have taken part, and kept something; but for the history, a line a round."""
+    network = NumpyNetwork(clients, quadratic([1.0] * clients, [0.5] * clients))
+    options = Options.of(chain([DynamicRegulariser(0.1)]), seed=3, fraction_train=share)
+    train = Training(options, "FedDyn", {"w": np.zeros(50)}, rounds, lambda *_: {})
+    folder, sizes, seconds, memory = Folder(tmp_path), [], [], []
+    tracemalloc.start()
+    for number in range(1, rounds + 1):
+        run(train.round(number, {"lr": 0.1, "local-steps": 1}, network), network)
+        network.asked.clear()
+        state = train.snapshot()
+        began = time.process_time()
+        folder.save(number, state, train.history[-1:])
+        seconds.append(time.process_time() - began)
+        sizes.append(sum(p.stat().st_size for p in latest(tmp_path).path.iterdir()))
+        train.history.clear()
+        memory.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    folder.close()
+    half, part = rounds // 2, rounds // 4
+    print(f"bytes {sizes[half]} -> {sizes[-1]}, memory {memory[half]} -> {memory[-1]}")
+    print(f"seconds {median(seconds[half : half + part]):.4f} -> {median(seconds[-part:]):.4f}")
+    assert sizes[-1] < 1.03 * sizes[half]
+    assert memory[-1] < 1.1 * memory[half]
+    assert median(seconds[-part:]) < 1.5 * median(seconds[half : half + part])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message
@@ -15,21 +13,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs import ClientContext, Term
-from flwr_regs.abilities import Carries
 from flwr_regs.client.memory import decode, encode
 from flwr_regs.client.train.optimizer import load_state, state_of
-from flwr_regs.term import Arrays, Slot
 from flwr_regs.testing.problem import (
     RepeatingGrid,
     SerialisingGrid,
     app_of,
-    start_weights,
-    to_numpy,
     train,
 )
 from tests.conftest import close, make_clients, make_model
-from tests.oracles.model import gradient
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
@@ -133,90 +125,6 @@ def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
     steps(again, restored)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-@dataclass(frozen=True)
-class MeanMoments(Term, Carries):
-    """FedAdamW's idea: AdamW begins with the mean of the clients' second moments, and counts on."""
-
-    name: ClassVar[str] = "mean-moments"
-    keeps_delta: ClassVar[bool] = True
-
-    def optimizer_start(self, ctx: ClientContext) -> Arrays:
-        moments = ctx.broadcast
-        first = {k.replace("_sq", ""): 0 * v for k, v in moments.items() if k != "step"}
-        return {**moments, **first}
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        state = ctx.optimizer_state
-        return delta, {k: v for k, v in state.items() if "_sq" in k or k == "step"}, {}
-
-    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: Any) -> tuple[Slot, Arrays]:
-        names = next(iter(uploads.values()))
-        return {n: sum(u[n] for u in uploads.values()) / len(uploads) for n in names}, delta
-
-    def broadcast(self, server: Slot, ctx: Any) -> Slot:
-        return {k: np.asarray(v) for k, v in server.items()}
-
-
-def adamw_by_hand(rounds: int, lr: float = 0.02, decay: float = 0.05) -> dict[str, Any]:
-    """In numpy: the model is averaged, and so are the second moments; the first begin at 0."""
-    w, clients = start_weights(), to_numpy(make_clients(3))
-    mean = {n: np.zeros_like(a) for n, a in w.items()}
-    steps, shares = 0.0, [sum(len(y) for _, y in c) for c in clients]
-    for _ in range(rounds):
-        ends, squares, counts = [], [], []
-        for data in clients:
-            v, t = dict(w), steps
-            m, s = {n: np.zeros_like(a) for n, a in w.items()}, dict(mean)
-            for x, y in data:
-                g, t = gradient(v, x, y), t + 1
-                for n in v:
-                    m[n] = 0.9 * m[n] + 0.1 * g[n]
-                    s[n] = 0.999 * s[n] + 0.001 * g[n] ** 2
-                    size = (s[n] / (1 - 0.999**t)) ** 0.5 + 1e-8
-                    v[n] = v[n] * (1 - lr * decay) - lr * m[n] / (1 - 0.9**t) / size
-            ends.append(v)
-            squares.append(s)
-            counts.append(t)
-        p = [n / sum(shares) for n in shares]
-        w = {n: sum(q * e[n] for q, e in zip(p, ends, strict=True)) for n in w}
-        mean = {n: sum(s[n] for s in squares) / 3 for n in mean}
-        steps = sum(counts) / 3
-    return w
-
-
-def own_loop_of_terms() -> fr.RegClientApp:
-    app, data = fr.RegClientApp(), make_clients(3)
-
-    @app.train()
-    def fit(message: Message, context: Context) -> Message:
-        batches, model = data[context.node_config["partition-id"]], make_model()
-        loop = fr.ClientRound(message, [MeanMoments], model, batches, device="cpu")
-        optimizer = loop.optimizer(MAKERS["AdamW"])
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            loop.objective(inputs, targets).backward()
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    return app
-
-
-@pytest.mark.parametrize("runner", ["client", "own loop", "stack"])
-def test_moments_that_are_averaged_equal_the_loop_by_hand(runner: str) -> None:
-    """With unequal steps, whose mean is the count that all go on from."""
-    app = own_loop_of_terms()
-    if runner != "own loop":
-        client = partial(fr.RegClient, terms=[MeanMoments])
-        app = app_of(client, make_clients(3), optimizer=MAKERS["AdamW"])
-    grid = (fr.StackedGrid if runner == "stack" else fr.InProcessGrid)(app, 3)
-    how: dict[str, Any] = {"rounds": 3, "lr": 0.02, "length": {"local-epochs": 1}}
-    found = train(fr.RegStrategy([MeanMoments()], **QUIET), fr.RegClient, grid=grid, **how)
-    close(found[-1], adamw_by_hand(3), 1e-9)
-    if isinstance(grid, fr.StackedGrid):
-        assert list(grid.fallbacks) == ["['mean-moments'] carry the optimiser's state"]
 
 
 # what is refused

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flwr_regs as fr
-from tests.flower.stacks import SIZES, data_of, perceptron
+from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
 
 
 class Plain(Dataset[Any]):
@@ -166,6 +166,31 @@ def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid
     close(run(grid(clients)), run(fr.InProcessGrid(fr.client_app(client_fn), 5)))
 
 
+@pytest.mark.parametrize("method", ["SCAFFOLD", "EFL"])
+def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> None:
+    """Of slots and coded updates too, to the bit; the check runs in each."""
+    given = {} if method == "SCAFFOLD" else {"lam": 0.1, "density_up": 0.3, "density_down": 0.3}
+    models = []
+    for number in (1, 2):
+        clients = fr.Clients(
+            perceptron_of_two, [pair(k) for k in range(5)], batch_size=8, device="cpu"
+        )
+        grid = fr.StackedGrid(clients, workers=number)
+        models.append((trained(grid, method, fraction_evaluate=0.0, **given), kept_by(grid)))
+        assert not grid.fallbacks
+        grid.close()
+    (model, kept), (spread, theirs) = models
+    assert kept.keys() == theirs.keys()
+    assert all(np.array_equal(spread[n], a) for n, a in model.items())
+    assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
+
+
+def test_a_compiled_step_gives_the_same_up_to_rounding(expected: dict[str, np.ndarray]) -> None:
+    grid = fr.StackedGrid(clients_of(KINDS["functions"]), compile=True)
+    close(trained(grid), expected)
+    assert not grid.fallbacks
+
+
 def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
     class Mine(fr.FedAvg):
         method = "FedAvg"
@@ -183,6 +208,11 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
     strategy.start(grid, ArrayRecord(perceptron().state_dict()), 1, train_config=config)
     assert counts == [5]
     assert sum(grid.fallbacks.values()) == 5
+
+
+def perceptron_of_two() -> nn.Module:
+    """Return the model, for other processes."""
+    return perceptron()
 
 
 X, Y = pair(0)

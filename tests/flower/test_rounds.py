@@ -241,6 +241,45 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
     assert curves <= set(read.Tags()["scalars"])
 
 
+ACCURACIES = [0.1, 0.5, 0.8, float("nan"), 0.8, 0.2]
+"""Of round 0 and later."""
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "number", "value"),
+    [
+        ("accuracy", 2, 0.8),  # the first of equal ones; NaN and the initial model are never best
+        ("error", 1, 0.5),  # less is better
+        (lambda entry: -entry["round"] if entry["round"] > 3 else None, 4, -4.0),
+        (lambda entry: entry["nothing"], None, None),  # it raises: logged, and nothing is best
+        ("nothing", None, None),
+    ],
+)
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
+    keep_best: Any, number: int | None, value: float | None, broken: bool, tmp_path: Path
+) -> None:
+    models: dict[int, Any] = {}
+
+    def evaluate(at: int, arrays: ArrayRecord) -> MetricRecord:
+        models[at] = arrays.to_torch_state_dict()
+        return MetricRecord({"accuracy": ACCURACIES[at], "error": [9, 0.5, 0.5, 1, 1, 1][at]})
+
+    settings = {"seed": 7, "keep_best": keep_best, "checkpoint_dir": tmp_path}
+    grid = fr.InProcessGrid(app_of(fr.FedAvgClient), 3)
+    if broken:
+        trained(fr.FedAvg(**settings), grid, 2, evaluate_fn=evaluate)
+    strategy = fr.FedAvg(**settings)
+    result = trained(
+        strategy, grid, 5, evaluate_fn=evaluate, resume_from=tmp_path if broken else None
+    )
+    if number is None:
+        assert result.best is None
+        return
+    assert (result.best.round, result.best.value) == (number, value)
+    close(result.best.arrays.to_torch_state_dict(), models[number], 0)
+
+
 def test_the_log_has_a_line_a_round(caplog: Any) -> None:
     """A round's line says who replied, and the metrics of all who measured."""
     caplog.set_level(logging.INFO, logger="flwr")

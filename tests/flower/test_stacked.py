@@ -117,6 +117,14 @@ def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
     return [{"x": a, "weight": torch.ones(len(a), 1) * 0.5, "labels": b} for a, b in batches]
 
 
+def convolving() -> nn.Sequential:
+    """Return a model with a convolution."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(0)
+        layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
+        return nn.Sequential(*layers)
+
+
 def normed(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return a model with BatchNorm, and no bias before it, whose gradient would be rounding alone."""
     model = perceptron(nn.BatchNorm1d(8))
@@ -258,6 +266,15 @@ SAME: dict[str, Cohort] = {
         config={"optimizer": "Adagrad"},
     ),
     "an optimiser of one's own": Cohort("FedProx", {"mu": 0.3}, settings={"optimizer": grouped}),
+    **{
+        f"{kind}, kept": Cohort(
+            settings={"keep_optimizer": True, "optimizer": partial(getattr(torch.optim, kind))},
+            config={"local-steps": 5},
+            rounds=3,
+        )
+        for kind in ("Adam", "NAdam", "Rprop")
+    },
+    "second moments that travel": Cohort("FedAdamW", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "budgets": Cohort("FedADCPlus", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "budgets and slots": Cohort("SCAFFOLD", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "slots that change in each step": Cohort("FedSMOO", SOME, settings=BUDGETS, config=TWO_EPOCHS),
@@ -401,7 +418,9 @@ REASONS: dict[str, Cohort] = {
     "the app has mods": Once(mods=[passing]),
     "its loader has a random generator of its own": Once(loader=with_generator),
     "LBFGS is not known to treat each number alone": Once(config={"optimizer": "LBFGS"}),
-    "['optimizer'] carry the optimiser's state": Once(settings={"keep_optimizer": True}),
+    "['optimizer'] carry the state of an optimiser in which": Once(
+        "FedADC", {"beta": 0.5}, settings={"keep_optimizer": True}
+    ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
     "a term looks up a number": Once(terms=[Reading("id in a dict")]),
@@ -410,6 +429,7 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
     ),
     "its data have no length": Once(loader=Streamed),
+    "its convolutions are slower in a stack on a CPU": Once(model=convolving),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
 }
 

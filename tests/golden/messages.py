@@ -43,7 +43,8 @@ def _content(content: RecordDict) -> dict[str, Any]:
             out[name] = {n: _array(record[n].numpy()) for n in sorted(record)}
         else:
             kind = type(record).__name__
-            out[name] = {kind: {key: _value(key, record[key]) for key in sorted(record)}}
+            said = sorted(key for key in record if key != keys.FLOWER_KEY)  # of this environment
+            out[name] = {kind: {key: _value(key, record[key]) for key in said}}
     return out
 
 

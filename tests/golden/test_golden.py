@@ -46,7 +46,7 @@ def test_the_protocols_keys_and_messages_occur() -> None:
     said = [r.get(keys.MEMORY_KEY, []) for r in records_of(golden)]
     found |= {word for words in said for word in words}
     named = {v for k, v in vars(keys).items() if k.isupper() and isinstance(v, str)}
-    on_the_node = {keys.NAMES_KEY, keys.STEP, keys.MODEL, keys.MEMORY}
+    on_the_node = {keys.FLOWER_KEY, keys.NAMES_KEY, keys.STEP, keys.MODEL, keys.MEMORY}
     assert named - found == on_the_node | {keys.NOT_SAVED, keys.LOST_PRIVATE}  # accidents
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import dp_accounting
@@ -23,12 +24,14 @@ import flwr_regs as fr
 from flwr_regs import CentralDP, InProcessGrid, client_app
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
+from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.oracles.central_dp import central_dp
+from tests.sampling import sampled
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
@@ -208,16 +211,44 @@ def private_run(population: int, model: Any, fraction: float, z: float, **settin
 def test_epsilon_is_that_of_dp_accounting_for_fixed_cohorts() -> None:
     strategy, grid = private_run(8, AMPLIFIED, 0.5, 3.0)
     start(strategy, grid)
-    theirs = dp_accounting.rdp.RdpAccountant(ORDERS, dp_accounting.NeighboringRelation.REPLACE_ONE)
-    std, sensitivity = 3.0 * 0.5 / 4, 2 * 0.5 / 4  # of the mean over 4
-    event = dp_accounting.SampledWithoutReplacementDpEvent(
-        8, 4, dp_accounting.GaussianDpEvent(std / sensitivity)
-    )
-    for entry in strategy.history:
-        theirs.compose(event)
-        assert entry["epsilon"] == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-12)
-        assert entry["delta"] == 1e-5
+    expected = theirs(8, AMPLIFIED, 4, 3.0)
+    assert [e["epsilon"] for e in strategy.history] == pytest.approx(expected, rel=1e-12)
+    assert {e["delta"] for e in strategy.history} == {1e-5}
     assert strategy.privacy.accountant.num_releases == 3
+
+
+def theirs(population: int, model: Any, cohort: int, z: float, rounds: int = 3) -> list[float]:
+    """Epsilon after each round by dp-accounting, of the mean's noise over its sensitivity."""
+    sampling, relation = model
+    replaced = relation == NeighboringRelation.REPLACE_ONE
+    names = dp_accounting.NeighboringRelation
+    kind = names.REPLACE_ONE if replaced else names.ADD_OR_REMOVE_ONE
+    counting = dp_accounting.rdp.RdpAccountant(ORDERS, kind)
+    std, sensitivity = z * 0.5 / cohort, (2 if replaced else 1) * 0.5 / cohort
+    event: Any = dp_accounting.GaussianDpEvent(std / sensitivity)
+    if sampling == SamplingMethod.WITHOUT_REPLACEMENT:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, event)
+    return [counting.compose(event).get_epsilon(1e-5) for _ in range(rounds)]
+
+
+@sampled(
+    "population,model,share,z",
+    [
+        cell
+        for cell in product(
+            (8, 100, 10_000), (AMPLIFIED, PLAIN), (0.01, 0.25, 1.0), (0.3, 1.0, 6.0)
+        )
+        if cell[0] * cell[2] >= 1
+    ],
+    seed=4,
+)
+def test_epsilon_over_a_grid_is_that_of_dp_accounting(
+    population: int, model: Any, share: float, z: float
+) -> None:
+    budget = AccountedBudget(CentralDP(0.5, z, accountant(population, model)))
+    cohort = int(population * share)
+    spent = [budget.spend(cohort)[0] for _ in range(3)]
+    assert spent == pytest.approx(theirs(population, model, cohort, z), rel=1e-12)
 
 
 @pytest.mark.parametrize("model", [PLAIN, AMPLIFIED])

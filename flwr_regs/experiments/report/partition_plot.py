@@ -5,6 +5,7 @@ As those of `plots`, the pictures are matplotlib figures without pyplot's state.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from flwr_regs import __version__
 from flwr_regs.experiments.data import domains
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
@@ -28,12 +30,33 @@ EXAMPLES = 3  # of each
 MOST = 250  # cells: more numbers than this nobody reads
 
 
-def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
+CARD = """---
+pretty_name: "{title}"
+tags: [federated-learning, non-iid]
+configs:
+- config_name: default
+  data_files: clients.jsonl
+---
+
+# {title}
+
+Which training examples of `{dataset}` each client holds: a line of `clients.jsonl` has a client's number
+and the places of its examples in the data set, from 0. The examples themselves are not here; their licence
+is the data set's.
+
+- Partition hash: `{hash}`. Equal hashes mean equal examples on equal clients.
+- Clients: {clients}. Examples: {examples}.
+- Made by flwr-regs {version}. This makes it again: `flwr-regs plot partition {words} --export`
+"""
+
+
+def draw(settings: Settings, folder: Path, look: Look | None = None, exported: bool = False) -> str:
     """Write the pictures of a partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
     where these decide. ``partition-inputs``: the same images as several clients have them, where clients
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
+    `exported`: also a folder ``partition-<hash>`` with the indices and a data card of Hugging Face.
     """
     check_writable(folder)
     split = f"{settings.dataset}, partition {settings.partition}"
@@ -42,6 +65,8 @@ def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
     written = []
     for name, picture in _pictures(settings, clients, title, look or Look()):
         written += drawing.save(picture, folder / name)
+    if exported:
+        written += _export(settings, clients, title, folder / f"partition-{clients.hash}")
     counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
     lines = [
@@ -52,6 +77,35 @@ def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
         *map(str, written),
     ]
     return "\n".join(lines)
+
+
+def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -> list[Path]:
+    """Write which examples each client holds, and a data card; return the files."""
+    if settings.partition == "long-tail-rounds":
+        raise ValueError(
+            "--export: with partition=long-tail-rounds, clients hold others in each round"
+        )
+    folder.mkdir(exist_ok=True)
+    lines = [
+        json.dumps({"client": client, "train": rows.tolist()})
+        for client, rows in enumerate(clients.parts)
+    ]
+    changed = {
+        k: v for k, v in settings.changed.items() if k not in ("code-dir", "data-dir", "out")
+    }
+    words = " ".join(f"{name}={value}" for name, value in changed.items())
+    card = CARD.format(
+        title=title,
+        dataset=settings.dataset,
+        hash=clients.hash,
+        clients=len(clients.parts),
+        examples=sum(map(len, clients.parts)),
+        version=__version__,
+        words=words,
+    )
+    for name, text in {"clients.jsonl": "\n".join(lines) + "\n", "README.md": card}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / "clients.jsonl", folder / "README.md"]
 
 
 def _pictures(

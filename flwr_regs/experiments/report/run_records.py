@@ -169,7 +169,13 @@ class Recorder:
 
 
 def _line(content: dict[str, Any]) -> str:
-    return json.dumps(strict(content)) + "\n"
+    text = json.dumps(strict(content))
+    return f'{text[:-1]}, "check": "{_check(text)}"}}\n'
+
+
+def _check(text: str) -> str:
+    """Return what shows that a line is as it was written."""
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def record_path(folder: Path, label: str, seed: int) -> Path:
@@ -209,6 +215,10 @@ def read(path: Path) -> RunRecord:
                 if 1 < number == len(lines):
                     break
                 raise ValueError(f"line {number} is no JSON") from error
+        checks = [content.pop("check", "") for content in contents]
+        for number, (check, content) in enumerate(zip(checks, contents, strict=True), start=1):
+            if any(checks) and check != _check(json.dumps(content)):  # older ones have none
+                raise ValueError(f"line {number} is not as it was written")
         run = RunRecord(**contents[0]["run"])
         for content in contents[1:]:
             if "round" in content:

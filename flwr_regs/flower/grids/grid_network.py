@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from logging import WARNING
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
+from flwr.common import log
 from flwr.serverapp import Grid
 
-from flwr_regs.flower.compat import ErrorCode
-from flwr_regs.server.exchange.network import Course, Network, Replies, Request
+from flwr_regs.flower.compat import FLOWER, ErrorCode
+from flwr_regs.server.exchange.network import Course, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -48,7 +51,10 @@ class GridNetwork:
         if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
             return known
         messages = messages_of([request])
-        return replies_to(request, messages, self.exchange(messages, timeout))
+        (replies,) = replies_to([request], messages, self.exchange(messages, timeout))
+        if request.kind == keys.IDENTIFY:
+            _name_other_versions(replies)
+        return replies
 
     def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
@@ -121,27 +127,19 @@ class GridNetwork:
 
 
 class Paused(Generic[T]):
-    """A course that waits for the replies to its messages."""
+    """A course that waits for the replies to its `requests`."""
 
     def __init__(self, course: Course[T]) -> None:
         self._course = course
-        self._requests = next(course)
+        self.requests = next(course)
 
     @cached_property
     def messages(self) -> list[Message]:
         """The requests as messages."""
-        return messages_of(self._requests)
+        return messages_of(self.requests)
 
-    def over(self, network: Network, timeout: float | None) -> T:
-        """Run the course to its end on a network."""
-        return self._end([network.ask(request, timeout) for request in self._requests])
-
-    def resume(self, replies: Iterable[Message]) -> T:
-        """Run the course to its end with these replies to its messages."""
-        replies = list(replies)
-        return self._end([replies_to(r, self.messages, replies) for r in self._requests])
-
-    def _end(self, replies: Sequence[Replies]) -> T:
+    def end(self, replies: Sequence[Replies]) -> T:
+        """Run the course to its end with the replies to each of its requests."""
         try:
             self._course.send(replies)
         except StopIteration as done:
@@ -160,42 +158,60 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
     return messages
 
 
+def _name_other_versions(replies: Replies) -> None:
+    """Warn of nodes that run another minor version of Flower than this server."""
+    others: defaultdict[str, list[int]] = defaultdict(list)
+    for node, parcel in replies.came.items():
+        version = str(parcel.config.get(keys.FLOWER_KEY, FLOWER))[:20]
+        if version.split(".")[:2] != FLOWER.split(".")[:2]:
+            others[version].append(node)
+    for version, nodes in others.items():
+        log(
+            WARNING,
+            "nodes %s run Flower %s, and this server Flower %s: install one version on all machines",
+            *(nodes, one_line(version), FLOWER),
+        )
+
+
 def replies_to(
-    request: Request, messages: Iterable[Message], replies: Iterable[Message]
-) -> Replies:
-    """Return, by partition id, those of the `replies` that belong to one request of the `messages`.
+    requests: Iterable[Request], messages: Iterable[Message], replies: Iterable[Message]
+) -> list[Replies]:
+    """Return, by partition id, those of the `replies` that belong to each request of the `messages`.
 
     A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
     sent them. Flower reports a lost node as an error from node 1, and says nothing of a node that missed
     the timeout. So a client without a reply counts as failed.
     """
-    client_of = {node: pid for pid, node in request.nodes.items()}
     ids = {message.metadata.message_id for message in messages} - {""}
-    contents: dict[int, Message] = {}
-    failures: dict[int, str] = {}
-    stray: list[str] = []
-    for reply in replies:
-        if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
-            continue
-        pid = client_of.get(reply.metadata.src_node_id)
-        if reply.has_error():
-            code, why = reply.error.code, one_line(str(reply.error.reason))
-            if code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                why = f"error code {code}: {why}"
-            if pid is None:
-                stray.append(why)
-            else:
-                failures[pid] = why
-        elif ids and reply.metadata.reply_to_message_id not in ids:
-            stray.append("a reply to another message came")
-        elif pid is not None:
-            contents[pid] = reply
-    came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
-    failures |= unread
-    silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
-    why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")
-    failures |= dict.fromkeys(silent, why)
-    # in the order of the request: that of arrival differs from run to run
-    came = {p: came[p] for p in request.parcels if p in came}
-    failures = {p: failures[p] for p in request.parcels if p in failures}
-    return Replies(came, failures, silent)
+    came_all, answered = list(replies), list[Replies]()
+    for request in requests:
+        client_of = {node: pid for pid, node in request.nodes.items()}
+        contents: dict[int, Message] = {}
+        failures: dict[int, str] = {}
+        stray: list[str] = []
+        for reply in came_all:
+            if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
+                continue
+            pid = client_of.get(reply.metadata.src_node_id)
+            if reply.has_error():
+                code, why = reply.error.code, one_line(str(reply.error.reason))
+                if code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    why = f"error code {code}: {why}"
+                if pid is None:
+                    stray.append(why)
+                else:
+                    failures[pid] = why
+            elif ids and reply.metadata.reply_to_message_id not in ids:
+                stray.append("a reply to another message came")
+            elif pid is not None:
+                contents[pid] = reply
+        came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
+        failures |= unread
+        silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
+        why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")
+        failures |= dict.fromkeys(silent, why)
+        # in the order of the request: that of arrival differs from run to run
+        came = {p: came[p] for p in request.parcels if p in came}
+        failures = {p: failures[p] for p in request.parcels if p in failures}
+        answered.append(Replies(came, failures, silent))
+    return answered

@@ -11,6 +11,8 @@ from flwr.clientapp import ClientApp
 
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.network import TRAINING, CohortNetwork
+from flwr_regs.cohort.processes import StackProcesses
+from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.grids.in_process import InProcessGrid
@@ -34,8 +36,9 @@ class StackedGrid(InProcessGrid):
     ----------
     client_app, num_clients, run_config, workers
         As for :class:`InProcessGrid`. An app of :func:`flwr_regs.client_app` without mods makes each client
-        once, by its `client_fn`. The workers are for the clients that train by themselves, and for
-        evaluations.
+        once, by its `client_fn`. With `Clients`, each of the workers trains a stack of its own; the results
+        are the same, but for the masks of dropout. The workers also evaluate, and train the clients that
+        train by themselves.
     memory : int
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
@@ -44,6 +47,10 @@ class StackedGrid(InProcessGrid):
         When two clients of a kind also train alone, to compare the results: in the kind's first stacked
         round, every so many rounds, or never. If they differ beyond rounding, the whole kind trains one by
         one from then on, in this round too, and a warning says which entry differs.
+
+    compile : bool
+        Run the steps of a stack under ``torch.compile``. Compiling takes seconds, once for each shape of a
+        stack; without a C++ compiler the log says so, and training goes on as without it.
 
     Attributes
     ----------
@@ -70,6 +77,7 @@ class StackedGrid(InProcessGrid):
         memory: int = 2**30,
         precision: str = "float32",
         check: Literal["first", False] | int = "first",
+        compile: bool = False,
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
         if memory < 1:
@@ -80,7 +88,9 @@ class StackedGrid(InProcessGrid):
         rounds = isinstance(check, int) and not isinstance(check, bool) and check > 0
         if check != "first" and check is not False and not rounds:
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
-        self._stacks = Stacks(memory, PRECISIONS[precision], check)
+        self._settings = Settings(memory, PRECISIONS[precision], check, compile)
+        self._stacks = Stacks(self._settings)
+        self._processes: StackProcesses | None = None
         if isinstance(client_app, Clients):
             client_app.join()
 
@@ -95,7 +105,26 @@ class StackedGrid(InProcessGrid):
         if self._refusal() or not isinstance(self._source, Clients | NumPyClientApp):
             return None
         host = self._clients(self._source)
-        return CohortNetwork(host, self._stacks, apart=self._workers is not None)
+        if self._workers is None or not isinstance(self._source, Clients):
+            return CohortNetwork(host, self._stacks, apart=self._workers is not None)
+        if self._processes is None:
+            given = self._source, self._who, self._settings, self._number
+            self._processes = StackProcesses(*given)
+        return CohortNetwork(host, self._stacks, apart=True, processes=self._processes)
+
+    def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
+        """Let `Clients` be of a method from now on."""
+        before = self._who
+        super().serve(method, terms)
+        if self._processes is not None and self._who != before:
+            self._processes.close()
+            self._processes = None
+
+    def close(self) -> None:
+        """End the workers; a later message starts new ones."""
+        super().close()
+        if self._processes is not None:
+            self._processes.close()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients one by one; their replies wait for `pull_messages`."""

@@ -36,7 +36,7 @@ from flwr_regs.abilities import Perturbs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.perturbation import moved, of_length
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.term import NOT_NEGATIVE, SHARE, Arrays, ClientContext, Range, Slot, Term
 
 __all__ = [
     "FedLESAM",
@@ -50,23 +50,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LocalPerturbation(Term):
-    """FedSAM's gradient, at ``v + ρ ∇f_k(v) / ‖∇f_k(v)‖``.
+    """FedSAM's gradient, at ``v + ρ ∇f_k(v) / ‖∇f_k(v)‖``; FedSpeed mixes it with that at v.
 
     Parameters
     ----------
     rho : float
         Distance ρ ≥ 0, in the units of the parameters; 0 is FedAvg.
+    share : float
+        FedSpeed's α, the share of the perturbed gradient, from 0 to 1; 1 is FedSAM.
     """
 
     name: ClassVar[str] = "fedsam"
     excludes: ClassVar[tuple[str, ...]] = ("fedlesam",)
-    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
+    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE, "share": SHARE}
     rho: float
+    share: float = 1.0
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        if not self.rho:
+        if not self.rho * self.share:
             return grads
-        return ctx.gradient_at(moved(params, of_length(grads, self.rho)))
+        ahead = ctx.gradient_at(moved(params, of_length(grads, self.rho)))
+        if self.share == 1:
+            return ahead
+        return {n: (1 - self.share) * g + self.share * ahead[n] for n, g in grads.items()}
 
 
 @dataclass(frozen=True)

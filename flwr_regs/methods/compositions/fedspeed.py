@@ -25,42 +25,15 @@ generalization accuracy" (2023), Alg. 1. Its server averages the clients alike, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
-from flwr_regs.methods.parts.perturbation import moved, of_length
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, SHARE, Arrays, ClientContext, Range, Term
+from flwr_regs.methods.client_step.sam import LocalPerturbation
+from flwr_regs.term import POSITIVE, SHARE, Term
 
-__all__ = ["FedSpeed", "FedSpeedClient", "MixedPerturbation"]
-
-
-@dataclass(frozen=True)
-class MixedPerturbation(Term):
-    """``(1 − α) ∇f_k(v) + α ∇f_k(v + ρ ∇f_k(v)/‖∇f_k(v)‖)`` in place of a client's gradient.
-
-    Parameters
-    ----------
-    rho : float
-        Distance ρ ≥ 0, in the units of the parameters.
-    alpha : float
-        Share α of the perturbed gradient, from 0 to 1; with 1 it is FedSAM's term.
-    """
-
-    name: ClassVar[str] = "fedspeed"
-    excludes: ClassVar[tuple[str, ...]] = ("fedsam", "fedlesam")
-    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE, "alpha": SHARE}
-    rho: float = 0.1
-    alpha: float = 1.0
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        if not self.rho * self.alpha:
-            return grads
-        ahead = ctx.gradient_at(moved(params, of_length(grads, self.rho)))
-        return {n: (1 - self.alpha) * g + self.alpha * ahead[n] for n, g in grads.items()}
+__all__ = ["FedSpeed", "FedSpeedClient"]
 
 
 class FedSpeed(RegStrategy):
@@ -71,8 +44,10 @@ class FedSpeed(RegStrategy):
     lam : float
         λ > 0, the strength of pull and linear term: the authors' code has 0.1. It is alpha of
         :class:`flwr_regs.DynamicRegulariser`.
-    rho, alpha : float
-        See :class:`MixedPerturbation`.
+    rho : float
+        Distance ρ ≥ 0: see :class:`LocalPerturbation`.
+    alpha : float
+        Share α of the perturbed gradient, from 0 to 1.
     weighting : {"uniform", "num-examples"}
         The paper uses uniform weights. The h_k always count alike.
     **kwargs
@@ -91,7 +66,8 @@ class FedSpeed(RegStrategy):
         **kwargs: Any,
     ) -> None:
         POSITIVE.check("FedSpeed", "lam", lam)
-        terms: list[Term] = [MixedPerturbation(rho, alpha), DynamicRegulariser(lam)]
+        SHARE.check("FedSpeed", "alpha", alpha)
+        terms: list[Term] = [LocalPerturbation(rho, alpha), DynamicRegulariser(lam)]
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
@@ -99,4 +75,4 @@ class FedSpeedClient(RegClient):
     """The client of :class:`FedSpeed`."""
 
     method = "FedSpeed"
-    terms = (MixedPerturbation, DynamicRegulariser)
+    terms = (LocalPerturbation, DynamicRegulariser)

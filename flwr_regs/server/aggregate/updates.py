@@ -65,22 +65,9 @@ class Moves:
             rows[:, self._constant[part]] = 0.0
         return rows
 
-    def weighted(
-        self, weights: Mapping[int, float], part: slice, squares: dict[int, float]
-    ) -> np.ndarray:
-        """Return some coordinates of ``Σ ω_k (v_k − w_t)``, added up in the order of the weights.
-
-        The squared length of each ``v_k − w_t`` there is added to the client's entry of `squares`.
-        """
-        total = np.zeros(self._w[part].size)
-        senders = [p for p in weights if p in self._sent or p in self._delta]
-        for first in range(0, len(senders), TOGETHER):
-            pids = senders[first : first + TOGETHER]
-            rows = self.read(pids, part)
-            total += np.einsum("k,kj->j", [weights[p] for p in pids], rows)
-            for pid, row in zip(pids, rows, strict=True):
-                squares[pid] += float(np.dot(row, row))
-        return total
+    def came_from(self, pid: int) -> bool:
+        """Whether a client sent the array."""
+        return pid in self._sent or pid in self._delta
 
 
 def _as_sent(
@@ -112,23 +99,28 @@ def mean_delta(
     lengths = {n: dict.fromkeys(replies, 0.0) for n in base}
     if squares is not None:
         squares |= lengths
-    if any(r.coded is not None for r in replies.values()):
-        totals = {n: np.zeros(w.size) for n, w in base.items()}
-        for pid, reply in replies.items():  # decoded here, and forgotten before the next
-            alone = {pid: reply.open}
-            for name, w in base.items():
-                moves = Moves(name, w, alone)
-                for part in pieces(w.size):
-                    share = {pid: by[name][pid]}
-                    totals[name][part] += moves.weighted(share, part, lengths[name])
-        return {n: totals.pop(n).astype(summed_dtype(w)).reshape(w.shape) for n, w in base.items()}
-    means = {}
-    for name, w in base.items():
-        moves, mean = Moves(name, w, replies), np.empty(w.size, summed_dtype(w))
-        for part in pieces(w.size):
-            mean[part] = moves.weighted(by[name], part, lengths[name])
-        means[name] = mean.reshape(w.shape)
-    return means
+    coded = any(r.coded is not None for r in replies.values())
+    wide = np.dtype(np.float64)
+    totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
+    # a coded update is decoded here, and forgotten before the next
+    groups = ({pid: reply.open} for pid, reply in replies.items()) if coded else iter([replies])
+    for group in groups:
+        for name, w in base.items():
+            moves = Moves(name, w, group)
+            senders = [pid for pid in group if moves.came_from(pid)]
+            for part in pieces(w.size):
+                total = np.zeros(w.reshape(-1)[part].size)
+                for first in range(0, len(senders), TOGETHER):
+                    pids = senders[first : first + TOGETHER]
+                    rows = moves.read(pids, part)
+                    total += np.einsum("k,kj->j", [by[name][p] for p in pids], rows)
+                    for pid, row in zip(pids, rows, strict=True):
+                        lengths[name][pid] += float(np.dot(row, row))
+                totals[name][part] += total
+    return {
+        n: totals.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
+        for n, w in base.items()
+    }
 
 
 def summed_dtype(w: np.ndarray) -> np.dtype[Any]:

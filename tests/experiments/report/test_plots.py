@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from flwr_regs.experiments import cli
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import drawing, partition_plot, plots
 from flwr_regs.experiments.report.drawing import Look
 from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.settings import Settings
 from tests.experiments.report.test_results import run as recorded
 
 NAN = float("nan")
@@ -236,3 +241,24 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"a picture needs matplotlib"):
         importlib.import_module("flwr_regs.experiments.report.drawing")
+
+
+def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the card give the same indices."""
+    chosen = {"partition": "classes", "seed": 3}
+    words = [f"{name}={value}" for name, value in chosen.items()]
+    for folder in ("first", "again"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
+        (made,) = (tmp_path / folder).glob("partition-*/")
+        card = (made / "README.md").read_text()
+        words = card.split("plot partition ")[1].split(" --export")[0].split()
+    clients = client_data_of(Settings.of(chosen))
+    assert made.name == f"partition-{clients.hash}"
+    lines = [json.loads(line) for line in (made / "clients.jsonl").read_text().splitlines()]
+    assert lines == [{"client": k, "train": rows.tolist()} for k, rows in enumerate(clients.parts)]
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["configs"][0]["data_files"] == "clients.jsonl"
