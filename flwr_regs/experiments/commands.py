@@ -159,8 +159,9 @@ def _train_panel(
     judged = experiment.baseline and not experiment.smoke
     if judged and any(row[what] for row in results.rows() for what in wrong):
         return 1
+    diverged = not experiment.smoke and any(run.diverged for run in results.runs)
     nothing = all(run.error for run in results.runs)
-    return 1 if failed or nothing or missing(tests, folder) else 0
+    return 1 if failed or diverged or nothing or missing(tests, folder) else 0
 
 
 def _tuned(

@@ -25,7 +25,7 @@ def plain(parameter: inspect.Parameter) -> tuple[object, ...]:
 
 WRONG = [
     *("FedFOR(alfa=1)", "FedFOR(alpha=-1)", "FedFOR(alpha='x')", "FedFOR(1, 2, 3)", "FedProx"),
-    *("Proximal(nu=1)", "Proximal(mu=1, implicit=3)", "FedADC(beta_local=1)", "EFL(lam=None)"),
+    *("Proximal(nu=1)", "Proximal(mu=1, implicit=3)", "FedADC(beta_local=2)", "EFL(lam=None)"),
     *("FedAdam(beta_1=1.5)", "Ditto(personal_lr=0)", "Mime(beta=1)", "SlowMo(0.5, alpha=0)"),
     *("FedAvg(downlink='x')", "FedAvg(aggregator=Krum(x=1))", "FedAvg(aggregator=Target(1))"),
     *("FedAvg(fraction_fit=0.1)", "FedAvg(privacy=Target(1.0))", "SparseTernary(0)"),

@@ -84,7 +84,7 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
     ("given", "message"),
     [
         ({"runner": "spark"}, "runner must be one of process, stacked, ray, not 'spark'"),
-        ({"learning_rate": 1.0}, "unknown setting 'learning-rate'; did you mean 'lr'"),
+        ({"learning_rates": 1.0}, "unknown setting 'learning-rates'; did you mean 'lr'"),
         ({"seeds": ()}, "seeds"),
         ({"seed": 3}, r"simulate takes seeds=\(1, 2, 3\), not seed"),
         ({"seeds": (1, 1)}, "seeds must differ"),

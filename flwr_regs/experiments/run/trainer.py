@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -33,6 +34,7 @@ from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 OnRound = Callable[[RunRecord], None]
 """Called with the run's record after each round, and after the initial test."""
 
@@ -138,6 +140,9 @@ class Trainer:
         except CannotWrite:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:  # of a checkpoint
+                with writing(Path(error.filename or checkpoints or Path())):
+                    raise
             record.error = f"{type(error).__name__}: {error}"
             record.rounds = strategy.history
             if not isinstance(error, RoundFailed) or not diverged(record.error, record.rounds):
