@@ -117,6 +117,14 @@ def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
     return [{"x": a, "weight": torch.ones(len(a), 1) * 0.5, "labels": b} for a, b in batches]
 
 
+def convolving() -> nn.Sequential:
+    """Return a model with a convolution."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(0)
+        layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
+        return nn.Sequential(*layers)
+
+
 def normed(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return a model with BatchNorm, and no bias before it, whose gradient would be rounding alone."""
     model = perceptron(nn.BatchNorm1d(8))
@@ -421,11 +429,7 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
     ),
     "its data have no length": Once(loader=Streamed),
-    "its convolutions are slower in a stack on a CPU": Once(
-        model=lambda: nn.Sequential(
-            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
-        )
-    ),
+    "its convolutions are slower in a stack on a CPU": Once(model=convolving),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
 }
 
