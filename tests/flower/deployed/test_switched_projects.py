@@ -99,9 +99,8 @@ def test_a_project_changes_to_fedfor(
         app = app_for(env, app, tmp_path / "copy")
         run = command(BIN / "flwr", "run", app, "dep", "--stream", env=env, cwd=tmp_path)
     said = run.stdout + run.stderr
-    assert re.search(r"ROUND [23]/[23]\]", said), said
-    assert re.search(r"evaluate metrics: .*'accuracy': ", said), said
-    assert "Method: FedFOR" in said
+    assert re.search(r"round ([23])/\1 .*accuracy", said), said
+    assert "FedFOR" in said, said
     if project is not older:  # which keeps no model
         (saved,) = tmp_path.rglob("final_model.pt")
         assert torch.load(saved).keys() == Net().state_dict().keys()
