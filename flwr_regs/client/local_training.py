@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
+import flwr_regs.client.train.remedies as remedies
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures, gradients
@@ -261,8 +262,22 @@ class LocalTraining:
         """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
         self._perturb()  # again, if an optimiser calls its closure more than once
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
-        output = self._task.output(model, inputs, targets)
-        return self._objective(self._task.loss(output, targets), inputs, targets, output)
+        output = None
+        try:
+            output = self._task.output(model, inputs, targets)
+            if not self._processed and self.device.type != "cpu":
+                self._check_labels(output, targets)  # a GPU's own error says nothing, and stays
+            base = self._task.loss(output, targets)
+        except Exception as error:
+            if help_ := remedies.remedy(error, output, targets):
+                raise ValueError(f"{help_} (torch: {error})") from error
+            raise
+        return self._objective(base, inputs, targets, output)
+
+    def _check_labels(self, output: Any, targets: Any) -> None:
+        by_class = remedies.is_cross_entropy(self._task.loss_fn) and isinstance(targets, Tensor)
+        if by_class and (wrong := remedies.wrong_label(output, targets)):
+            raise ValueError(wrong)
 
     def _watched(self, loss: Tensor) -> Tensor:
         """Return the loss; `correct` then demands that backward goes through it."""
@@ -272,6 +287,8 @@ class LocalTraining:
 
     def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         size = data.batch_size(targets)
+        if not self._processed and not remedies.are_finite(data.tensors([inputs, targets])):
+            raise ValueError(remedies.not_finite(self._data))
         self._losses.add(base, size)
         self._processed += size
         if not self._ctx.batch_size:
@@ -396,6 +413,9 @@ class LocalTraining:
         for p in self._trained.values():
             p.grad = None
         self.close()
+        loss = self._losses.total() / max(self._processed, 1)
+        if not math.isfinite(loss) and (lost := remedies.not_finite(self._data)):
+            raise ValueError(lost)
         return LocalResult(
             state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
             delta=data.to_device(sent, "cpu"),
@@ -405,7 +425,7 @@ class LocalTraining:
             num_steps=taken,
             planned_steps=self.planned_steps,
             examples_processed=self._processed,
-            loss=self._losses.total() / max(self._processed, 1),
+            loss=loss,
             output_layer=None if self._tap is None else self._tap.layer,
         )
 

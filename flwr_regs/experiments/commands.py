@@ -28,6 +28,7 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
+from flwr_regs.experiments.run.progress import Heartbeat
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
     PLACES,
@@ -52,8 +53,10 @@ def train(args: argparse.Namespace) -> int:
     else:
         experiment, out = experiment_of(args)
     _check_runner(args, experiment)
-    experiment = experiment.checked()
-    experiment.check_data()
+    with Heartbeat(lambda text: print(text, flush=True)) as heartbeat:
+        heartbeat.at("loading models and data")
+        experiment = experiment.checked()
+        experiment.check_data()
     if args.dry_run:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
             _dry_run(experiment, panel, place, args.workers)
@@ -275,8 +278,10 @@ def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -
     chosen = begun and "chosen" in card_files.of_folder(folder)[1]
     lacking = [] if chosen else missing(experiment.trial_runs(panel), folder / "tuning")
     lacking += missing(experiment.tests(panel), folder)
-    for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
-        print(line, flush=True)
+    with Heartbeat(lambda text: print(text, flush=True)) as heartbeat:
+        heartbeat.at("timing a step and a test batch")
+        for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
+            print(line, flush=True)
 
 
 def _report_card(experiment: Experiment, folder: Path) -> None:

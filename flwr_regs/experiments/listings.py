@@ -18,6 +18,8 @@ def listing(args: argparse.Namespace) -> str:
     lines = columns([[name, meaning] for name, meaning in _meanings(args.what).items()])
     if args.what in ("datasets", "models"):
         lines += ["", f"your own: {args.what[:-1]}=mine.py:name, or module:name"]
+    if args.what == "partitions":
+        lines += ["", "Flower Datasets': partition='fds:DirichletPartitioner(alpha=0.3)'"]
     return "\n".join(lines)
 
 

@@ -156,19 +156,16 @@ def _called(
     left = dict(metrics)
     closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
     records, numbers, texts = sorted_entries(left)
-    if kind == "train" and not parcel.config.get(
-        keys.PROBE_KEY
-    ):  # after a probe, no model goes back
+    probing = parcel.config.get(keys.PROBE_KEY)  # then no model goes back
+    if kind == "train" and not probing:
         if len(fitted) != len(names):
             raise ProtocolError(
                 f"fit returned {len(fitted)} arrays, but {len(names)} names for them: {names}"
             )
         sent = {name: labelled(name, data) for name, data in zip(names, fitted, strict=True)}
-        if ours and keys.STEPS_KEY in texts:  # only buffers that changed go beside a coded update
-            changed = {
-                n: a for n, a in zip(names, fitted, strict=True) if not np.array_equal(a, given[n])
-            }
-            sent = {name: sent[name] for name in changed}
+        if ours and keys.STEPS_KEY in texts:  # beside a coded update, only buffers that changed
+            pairs = zip(names, fitted, strict=True)
+            sent = {n: sent[n] for n, a in pairs if not np.array_equal(a, given[n])}
         records[keys.ARRAYS] = record_of(sent)
     # n_k is fit's second value, even if its metrics hold another
     records[keys.METRICS] = MetricRecord({**numbers, **measured})

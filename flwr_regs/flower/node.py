@@ -101,6 +101,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
         return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
     except ForeignStrategy as error:
+        context.state = RecordDict(before)
         log(ERROR, "%s", error)
         return Message(_refusal(str(error), message_type, older), reply_to=message)
     except Exception as error:  # whatever the user's code raises

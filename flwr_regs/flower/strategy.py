@@ -33,7 +33,7 @@ from flwr_regs.server.training import Training
 from flwr_regs.term import ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
-from flwr_regs.wire.records import plainly_named, to_record, views_of
+from flwr_regs.wire.records import plainly_named, record_of_state, to_record, views_of
 from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
@@ -158,7 +158,7 @@ class RegStrategy(Driven):
     def start(
         self,
         grid: Grid,
-        initial_arrays: ArrayRecord,
+        initial_arrays: ArrayRecord | Mapping[str, Any],
         num_rounds: int = 3,
         timeout: float | None = 3600,
         train_config: ConfigRecord | None = None,
@@ -167,6 +167,8 @@ class RegStrategy(Driven):
         resume_from: str | PathLike[str] | None = None,
     ) -> TrainingResult:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
+
+        `initial_arrays` may also be a ``model.state_dict()``.
 
         With `resume_from`, a folder of checkpoints or one of them, training goes on from there.
         `num_rounds` is the total; `initial_arrays` are only compared with the checkpoint's.
@@ -187,6 +189,7 @@ class RegStrategy(Driven):
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
+        initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:

@@ -382,7 +382,7 @@ def _rows() -> Iterator[Method]:
         example="FedAdamW(gamma=0.5)",
         module="client_step.fedadamw",
         terms=("SharedMoments",),
-        paper="Liu et al. 2026, Alg. 2",
+        paper="Liu et al. 2026",
         down=3,
         up=2,
         beside="a step count down, one up",

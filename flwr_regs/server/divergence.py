@@ -75,9 +75,7 @@ class DivergenceGuard(Snapshots):
         self._options, self._method = options, method
         self._compares = options.privacy is None and isinstance(options.aggregator, Mean)
         self.steps: list[Length] = []  # of the first step that is not zero, and of the last five
-        self.means: list[
-            Length
-        ] = []  # the same of ``Σ ω_k Δ_k``, before the terms make a step of it
+        self.means: list[Length] = []  # the same of ``Σ ω_k Δ_k``, of which terms make a step
         self._mean: Length = (0.0, 0.0)  # of the step that is being made
         self.count = 0  # steps that were not zero
         self.long: list[int] = []  # the numbers of the last two long ones among them
@@ -203,8 +201,7 @@ class DivergenceGuard(Snapshots):
         if self._options.on_divergence != "exclude":
             self._tell(this_round, f": {text}")
             return
-        earlier = this_round.events.get("divergence")
-        this_round.events["divergence"] = f"{earlier}; {text}" if earlier else text
+        _note_event(this_round, text)
         raise UnusableReplies(wrong)
 
     def _tell(self, this_round: Round, text: str) -> None:
@@ -214,12 +211,18 @@ class DivergenceGuard(Snapshots):
             return
         self.warned = True
         text = f"round {this_round.number} of {self._method}{text}"
-        this_round.events["divergence"] = text
+        _note_event(this_round, text)
         if stop:
             raise RoundFailed(
                 f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
             )
         LOG.warning("%s", text)
+
+
+def _note_event(this_round: Round, text: str) -> None:
+    """Put a text behind those that the round's event has already."""
+    texts = [this_round.events.get("divergence", ""), text]
+    this_round.events["divergence"] = "; ".join(filter(None, texts))
 
 
 def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,18 @@ def views_of(record: Mapping[str, Array]) -> NDArrays:
 def _label(dtype: np.dtype[Any]) -> str:
     """Return how Flower labels a dtype; there are a dozen."""
     return str(dtype)
+
+
+def record_of_state(state: Any) -> ArrayRecord:
+    """Return a record itself, or that of a model's ``state_dict()``; TypeError for anything else."""
+    if isinstance(state, ArrayRecord):
+        return state
+    if not isinstance(state, Mapping):
+        hint = "; give model.state_dict()" if hasattr(state, "state_dict") else ""
+        raise TypeError(
+            f"initial_arrays must be an ArrayRecord or a state_dict, not a {type(state).__name__}{hint}"
+        )
+    return ArrayRecord(OrderedDict(state))
 
 
 def plainly_named(record: ArrayRecord) -> ArrayRecord:

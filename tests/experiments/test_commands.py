@@ -53,7 +53,7 @@ def outcome(line: str, folder: Path) -> str:
     text = out.getvalue() + error.getvalue()
     text = re.sub(r"results/[\d-]+", "results/TIME", text.replace(str(folder), "FOLDER"))
     text = re.sub(rf"{tempfile.gettempdir()}/flwr-regs-\w+", "TEMPORARY", text)
-    text = re.sub(r"\b[\d.]+(e-\d+)? (ms|s|min)\b", "TIME", text)
+    text = re.sub(r"\b[\d.]+ (µs|ms|s|min)\b", "TIME", text)
     lines = [re.sub(r"  +", "  ", t) for t in text.splitlines()]
     if status != 2:
         lines = [re.sub(r" [\d.]+$", " #", t) for t in lines if not re.search(PROGRESS, t)]

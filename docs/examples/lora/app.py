@@ -5,6 +5,7 @@ transformer is built here, with random weights; yours may be ``from_pretrained``
 it from the same weights.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -40,24 +41,35 @@ def build() -> nn.Module:
     return get_peft_model(backbone, adapters)
 
 
-def load_data(partition_id: int, num_partitions: int) -> tuple[Any, Any]:
+def load_data(node_config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A partition's made-up messages; without one, those in the .npz file of the node's ``data-path``."""
+    if "partition-id" in node_config:
+        rows = made_up(int(node_config["partition-id"]))
+    else:
+        local = np.load(str(node_config["data-path"]))
+        rows = [
+            {"input_ids": torch.tensor(words), "labels": int(topic)}
+            for words, topic in zip(local["input_ids"], local["labels"], strict=True)
+        ]
+    split = len(rows) * 4 // 5
+    trainloader = DataLoader(rows[:split], batch_size=30, shuffle=True)
+    return trainloader, DataLoader(rows[split:], batch_size=30)
+
+
+def made_up(partition_id: int) -> list[dict[str, Any]]:
     """Messages of 16 words: 0 begins each, and 11 are from the topic's own twenty."""
     rng = np.random.default_rng(partition_id)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i in range(150):
         topic = partition_id % TOPICS if i % 2 else int(rng.integers(TOPICS))
         own = rng.integers(1 + 20 * topic, 21 + 20 * topic, 11)
         words = rng.permutation(np.concatenate([own, rng.integers(1, WORDS, LENGTH - 12)]))
         rows.append({"input_ids": torch.tensor([0, *words]), "labels": topic})
-    return DataLoader(rows[:120], batch_size=30, shuffle=True), DataLoader(
-        rows[120:], batch_size=30
-    )
+    return rows
 
 
 def client_fn(context: Context) -> FedProxClient:
-    partition_id = int(context.node_config["partition-id"])
-    num_partitions = int(context.node_config["num-partitions"])
-    trainloader, testloader = load_data(partition_id, num_partitions)
+    trainloader, testloader = load_data(context.node_config)
     return FedProxClient(
         build(),
         trainloader,

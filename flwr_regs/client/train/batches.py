@@ -214,9 +214,15 @@ def batch_size(targets: Any) -> int:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return `device`; ``"auto"`` means the accelerator if there is one, else the CPU."""
+    """Return `device`; ``"auto"`` means the accelerator if there is one, else the CPU.
+
+    Raises ValueError for a CUDA device where there is none.
+    """
     if device != "auto":
-        return torch.device(device)
+        asked = torch.device(device)
+        if asked.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device='{device}': torch finds no CUDA GPU here; give device='auto'")
+        return asked
     found = torch.accelerator.current_accelerator(check_available=True)
     return found or torch.device("cpu")
 

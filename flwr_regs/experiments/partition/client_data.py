@@ -154,8 +154,8 @@ class ClientData:
         return train, test
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
-        """Return `test_examples` of some rows at random, if that is set."""
-        if not self.settings.test_examples:
+        """Return `test_examples` of some rows at random, if that is set and they are more."""
+        if not 0 < self.settings.test_examples < len(rows):
             return rows
         return np.random.default_rng(seed).permutation(rows)[: self.settings.test_examples]
 
@@ -166,7 +166,7 @@ class ClientData:
             rows = np.concatenate(self.every_part[self.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
-        elif settings.test_examples:
+        elif 0 < settings.test_examples < len(self.data.test_y):
             return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
         else:
             return False, slice(None)  # no copy

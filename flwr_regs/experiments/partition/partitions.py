@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.partition import group_splits, label_splits, shifts
+from flwr_regs.experiments.partition import flower_partitions, group_splits, label_splits, shifts
+from flwr_regs.experiments.partition.flower_partitions import PREFIX
 
 Array = np.ndarray[Any, Any]
 
@@ -122,9 +123,13 @@ def partition(
         FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split
         as by ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
 
+    ``fds:DirichletPartitioner(alpha=0.3)`` and the like
+        Flower Datasets', see `flwr_regs.experiments.partition.flower_partitions`.
+
     Raises ValueError, with the reason, for a split that is impossible.
     """
-    if kind not in PARTITIONS:
+    of_flower = kind.startswith(PREFIX)
+    if kind not in PARTITIONS and not of_flower:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
     labels = np.asarray(labels)
     rng = np.random.default_rng(seed)
@@ -151,6 +156,7 @@ def partition(
         return [shifts.long_tail(labels, client, 1, seed, **drawn) for client in range(n)]
 
     split: dict[str, Callable[[], list[Array]]] = {
+        PREFIX: lambda: flower_partitions.split(kind, labels, groups, n, seed),
         "iid": random,
         "noise": random,
         "shards": lambda: label_splits.shards(labels, n, s, rng),
@@ -171,7 +177,7 @@ def partition(
     try:
         if n > len(labels) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
-        parts = split[kind]()
+        parts = split[PREFIX if of_flower else kind]()
         if empty := sum(len(p) == 0 for p in parts):
             raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
     except ValueError as error:

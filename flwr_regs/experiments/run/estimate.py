@@ -1,11 +1,11 @@
-"""What runs cost, from one client's round and one test of a sample; the rest is arithmetic."""
+"""What runs cost, from a step and a test batch of each model; the rest is arithmetic."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,19 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flwr_regs import InProcessGrid, Mean
+from flwr_regs.client.train.optimizer import optimizer_of
+from flwr_regs.experiments.calls import Call
+from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
+from flwr_regs.methods.registry import METHODS
 
-STEPS = 6
-"""Local steps of the longer one of two trainings; the other has one. Their difference is a step's cost."""
+QUICK = 0.1
+"""Seconds: what is quicker is timed several times, and counts with what a client does beside it."""
 SAMPLE = 250
 """Examples of the test that is timed."""
 DOMINANT = 0.5
@@ -65,7 +69,7 @@ class Cost:
     cohort, steps : int, float
         Clients that train in a round; a client's mean number of local steps.
     step, test : float
-        A client's step; the tests of a model.
+        A client's step of plain SGD's kind; the tests of a model.
     tests, run : float
         All tests, the initial model's too; the run.
     """
@@ -78,60 +82,89 @@ class Cost:
     run: float
 
 
-def cost_of(run: Run) -> Cost:
-    """Measure what a run costs; RuntimeError if it would fail."""
+@dataclass(frozen=True)
+class Timed:
+    """What was timed of a model: seconds of a step, of the rest of a client's turn, and of a test batch."""
+
+    step: float
+    turn: float
+    test: float
+    tested: int
+
+
+def timed(run: Run) -> Timed:
+    """Time a step of a run's model, and a batch of its test; RuntimeError if the run would fail.
+
+    Where a step is quick, also what a client's turn takes beside its steps counts, of plain FedAvg.
+    """
     settings, clients = run.settings, client_data_of(run.settings)
-    sizes = clients.label_counts.sum(1)
-    epochs = float(np.mean(np.ceil(sizes / settings.batch_size)) * settings.local_epochs)
-    planned = float(settings.local_steps or epochs)
-    more = max(2, min(STEPS, round(planned)))
-    own_tests = settings.test_on_clients and not settings.held_out_share
-    tested = len(clients.test_rows(0)) if own_tests else 1
-    sample = {"test_examples": min(tested, SAMPLE)} if own_tests else {}
-    trained = []
-    for steps in (1, more):
-        phases = dict(try_out(run, local_steps=steps, **sample)["seconds"])
-        trained.append(phases.pop("clients", 0.0) + phases.pop("probe", 0.0))
-        on_clients = phases.pop("evaluate", 0.0)
-    test = on_clients * settings.num_clients * max(tested / SAMPLE, 1.0)
-    if not settings.test_on_clients:
-        test += _server_test(run)
+    factory = ClientFactory(run, clients)
+    model, test = factory.new_model(), ServerTest(factory.new_model(), clients, 1)
+    model, loss_fn = model.to(test.device), LOSSES[clients.data.loss]
+    train, _ = factory.examples(0, 1)
+    x, y = (part.to(test.device) for part in train[: settings.batch_size])
+    optimizer = optimizer_of(settings.train_config)(model.parameters(), lr=settings.lr)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        torch.autograd.backward(loss)
+        optimizer.step(loss.item)
+
+    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+        arrays, tested = ArrayRecord(model.state_dict()), min(SAMPLE, len(test.x))
+        one = _seconds(step)
+        a_test = _seconds(lambda: test.outputs(arrays, tested))
+    turn = 0.0
+    if one < QUICK:
+        plain = replace(run, calls=(Call("FedAvg", (), {}, False),))
+        spent = try_out(plain, local_steps=1, test_on_clients=False, personalise="")["seconds"]
+        turn = max(sum(spent.values()) - one, 0.0)
+    return Timed(one, turn, a_test, tested)
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    """Return the seconds of an action, after a first time that loads what it needs."""
+    action()
+    began, times = time.perf_counter(), 0
+    while not times or time.perf_counter() - began < QUICK:
+        action()
+        times += 1
+    return (time.perf_counter() - began) / times
+
+
+def cost_of(run: Run, of_model: Timed) -> Cost:
+    """Return what a run costs where its model takes what was timed."""
+    settings, clients = run.settings, client_data_of(run.settings)
+    epochs = float(np.mean(np.ceil(clients.label_counts.sum(1) / settings.batch_size)))
+    steps = float(settings.local_steps or epochs * settings.local_epochs)
+    of_training, rows = clients.server_rows()
+    tested = len((clients.data.train_y if of_training else clients.data.test_y)[rows])
+    if settings.test_on_clients:
+        tested = sum(len(clients.test_rows(pid)) for pid in range(clients.num_clients))
+    test = of_model.test * tested / of_model.tested
     cohort = max(int(settings.num_clients * settings.fraction_train), 1)
-    step = max(trained[1] - trained[0], 0.0) / (more - 1)
-    a_round = cohort * (trained[0] + (planned - 1) * step) + sum(phases.values())
     tests = (settings.rounds + 1) * test
-    return Cost(cohort, planned, step, test, tests, settings.rounds * a_round + tests)
-
-
-def _server_test(run: Run) -> float:
-    """Return the seconds of the server's test, from that of a sample."""
-    factory = ClientFactory(run, client_data_of(run.settings))
-    model = factory.new_model()
-    arrays = ArrayRecord(model.state_dict())
-    with threads(1) as allowed:
-        test = ServerTest(model, factory.clients, allowed)
-        test.outputs(arrays, 1)  # what torch loads at its first pass does not count
-        began = time.monotonic()
-        test.outputs(arrays, SAMPLE)
-    return (time.monotonic() - began) * max(len(test.x) / SAMPLE, 1.0)
+    a_round = cohort * (of_model.turn + steps * of_model.step)
+    return Cost(cohort, steps, of_model.step, test, tests, settings.rounds * a_round + tests)
 
 
 def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
     """Tell about how long some runs take, from the first of them; nothing if it would fail."""
-    with Heartbeat(progress.say) as heartbeat:
-        heartbeat.at("timing one client's steps")
-        try:
-            cost = cost_of(runs[0])
-        except RuntimeError:  # the run says it better
-            return
     settings = runs[0].settings
+    with Heartbeat(progress.say) as heartbeat:
+        heartbeat.at("timing a client's step")
+        try:
+            cost = cost_of(runs[0], timed(runs[0]))
+        except Exception:  # the run says it better
+            return
     whole = cost.run * len(runs) / _at_a_time(runs, workers)
     text = (
         f"about {duration(whole)}: {len(runs)} run{'s' * (len(runs) > 1)} of {settings.rounds} rounds, "
-        f"in each {cost.cohort} clients with {cost.steps:.0f} steps of {1000 * cost.step:.2g} ms, and "
+        f"in each {cost.cohort} clients with {cost.steps:.0f} steps of {duration(cost.step)}, and "
         f"a test of {duration(cost.test)}"
     )
-    if cost.tests > DOMINANT * cost.run and cost.tests > 60 and not settings.test_examples:
+    if cost.tests > DOMINANT * cost.run and cost.tests > 60 and settings.test_examples > 2000:
         text += " (test-examples=2000 would test on so many examples)"
     progress.say(text)
 
@@ -141,20 +174,26 @@ def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
     first = runs[0].settings
     yield (
         f"would run on {first.dataset}, partition {first.partition} over {first.num_clients} clients, "
-        f"{first.rounds} rounds; now timing one client's round and a part of a test of each method:"
+        f"{first.rounds} rounds"
     )
-    known: dict[Any, Cost] = {}
+    known: dict[Any, Timed] = {}
     numbers, whole = Counter(run.label for run in runs), 0.0
     for run in runs:
-        targets = tuple(call.target for call in run.calls)
-        alike = targets, replace(run.settings, methods="", seed=0, lr=1.0, held_out_share=0.0)
+        settings = run.settings
+        alike = settings.dataset, settings.model, settings.projection, settings.batch_size
         if alike not in known:
-            known[alike] = cost_of(run)
-        cost = known[alike]
+            known[alike] = of_model = timed(run)
+            yield (
+                f"model {settings.model}: a step of {settings.batch_size} examples takes "
+                f"{duration(of_model.step)}, a test of {of_model.tested} {duration(of_model.test)}"
+            )
+        cost = cost_of(run, known[alike])
         whole += cost.run / _at_a_time(runs, workers)
         if number := numbers.pop(run.label, 0):
             each = f"{number} x {duration(cost.run)}, {cost.steps:.0f} local steps a round"
-            yield f"{run.label[:50]:<50}  {each}"
+            more = [METHODS[call.target].gradients for call in run.calls if call.target in METHODS]
+            beside = "".join(f"; and, not counted, {what}" for what in more if what)
+            yield f"{run.label[:50]:<50}  {each}{beside}"
     yield f"in all {len(runs)} runs, about {duration(whole)} with {workers} at a time"
 
 

@@ -79,9 +79,11 @@ def end_descendants(pid: int) -> None:
     psutil = needed("psutil", "psutil", "ending a run's processes")
     deadline, living = time.monotonic() + PATIENCE, True
     while living and time.monotonic() < deadline:
-        living = False
-        with contextlib.suppress(psutil.NoSuchProcess):  # gone in the meantime
-            for process in psutil.Process(pid).children(recursive=True):
+        living, family = False, []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(pid).children(recursive=True)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone in the meantime
                 if process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended
                     living = True
                     process.kill()

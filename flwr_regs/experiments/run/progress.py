@@ -192,8 +192,11 @@ def progress(runs: Sequence[tuple[str, int, int]]) -> Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: 40 s, 12 min, 3 h 20 min."""
+    """Return a time as people say it: 250 µs, 3.5 ms, 40 s, 12 min, 3 h 20 min."""
+    for unit, size in (("µs", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * size:
+            return f"{max(seconds / size, 0.01):.3g} {unit}"
     if seconds < 99.5:
-        return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.2g} s"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -23,7 +23,7 @@ moments are corrected by the round's own step count. The authors' code has both 
 factor ``η_t/η_{t−1}``, which is 1 without a schedule.
 
 Source: Liu et al., "FedAdamW: A communication-efficient optimizer with convergence and generalization
-guarantees for federated large models" (2026), Alg. 2. Its server averages the clients alike, so
+guarantees for federated large models" (2026). Its server averages the clients alike, so
 ``weighting`` is "uniform".
 """
 
@@ -36,19 +36,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from flwr_regs.abilities import Carries, Checks, Folds, Steers
+from flwr_regs.abilities import Carries, Checks, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import steps_to_spread
 from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
-from flwr_regs.methods.parts.uploads import check_arrays
+from flwr_regs.methods.parts.uploads import Sums, check_arrays
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = ["FedAdamW", "FedAdamWClient", "SharedMoments"]
 
 
 @dataclass(frozen=True)
-class SharedMoments(Term, Carries, Steers, Folds, Checks):
+class SharedMoments(Term, Carries, Steers, Sums, Checks):
     """AdamW on the clients, begun with the mean of their second moments; and a share of the last step.
 
     Parameters
@@ -112,16 +112,6 @@ class SharedMoments(Term, Carries, Steers, Folds, Checks):
         check_arrays(upload, {**shapes, "step": ("floats", ())})
         if negative := [key for key, a in upload.items() if (a < 0).any()]:
             raise ValueError(f"'{negative[0]}' is negative, expected squares and a step count")
-
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        for key, a in upload.items():
-            acc[key] = acc.get(key, 0.0) + np.asarray(a, dtype=np.float64)
-        return acc
-
-    def adds(self, key: str) -> bool:
-        return True
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext

@@ -30,12 +30,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Checks, Evolves, Folds
+from flwr_regs.abilities import Checks, Evolves
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.parts.perturbation import moved, of_length
-from flwr_regs.methods.parts.uploads import check_like
+from flwr_regs.methods.parts.uploads import Sums, check_like
 from flwr_regs.term import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -51,7 +51,7 @@ __all__ = ["CommonPerturbation", "FedSMOO", "FedSMOOClient"]
 
 
 @dataclass(frozen=True)
-class CommonPerturbation(Term, Evolves, Folds, Checks):
+class CommonPerturbation(Term, Evolves, Sums, Checks):
     """FedSMOO's gradient at ``v + ŝ``, and the dual variables that hold ŝ to the common s (Alg. 1).
 
     Parameters
@@ -90,16 +90,6 @@ class CommonPerturbation(Term, Evolves, Folds, Checks):
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         check_like(params, upload)
-
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        for n, mu in upload.items():
-            acc[n] = acc.get(n, 0.0) + np.asarray(mu, dtype=np.float64)
-        return acc
-
-    def adds(self, key: str) -> bool:
-        return True
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext

@@ -1,10 +1,27 @@
-"""Checks of the arrays that a client uploads."""
+"""The arrays that a client uploads: checked, and added up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flwr_regs.term import Arrays, Slot
+import numpy as np
+
+from flwr_regs.abilities import Folds
+from flwr_regs.term import Arrays, ServerContext, Slot
+
+
+class Sums(Folds):
+    """Adds up all that the clients upload, in float64 and each client alike."""
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        for key, a in upload.items():
+            acc[key] = acc.get(key, 0.0) + np.asarray(a, dtype=np.float64)
+        return acc
+
+    def adds(self, key: str) -> bool:
+        return True
 
 
 def check_arrays(upload: Slot, expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import engine, estimate, progress
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
@@ -21,7 +20,10 @@ QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.012, "0.012 s"), (40.2, "40 s"), (720, "12 min"), (3 * 3600 + 1200, "3 h 20 min")],
+    [
+        *((2e-6, "2 µs"), (0.0034, "3.4 ms"), (0.1, "100 ms"), (40.2, "40 s"), (720, "12 min")),
+        *((3 * 3600 + 1200, "3 h 20 min"), (0.0, "0.01 µs")),
+    ],
 )
 def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -70,25 +72,28 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     assert "FedAvg round    2/2   accuracy" in after
 
 
-def test_a_cost_is_arithmetic_over_one_clients_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    (run,) = runs_of(methods="FedAvg", rounds=10, fraction_train=0.5, local_epochs=2)
-    tried: list[int] = []
-
-    def tried_out(_: Any, local_steps: int) -> Any:
-        tried.append(local_steps)
-        return {"seconds": {"clients": 1 + 0.1 * (local_steps - 1), "aggregate": 0.5}}
-
-    monkeypatch.setattr(estimate, "try_out", tried_out)
-    monkeypatch.setattr(estimate, "_server_test", lambda _: 2.0)
-    cost = estimate.cost_of(run)
-    parts = client_data_of(run.settings).parts
-    steps = np.mean([2 * np.ceil(len(rows) / 32) for rows in parts])
-    assert (tried, cost.steps) == ([1, 6], steps)
-    assert cost.run == pytest.approx(10 * (5 * (1 + 0.1 * (steps - 1)) + 0.5) + 11 * 2)
-    (line, each, whole) = estimate.estimate([run, run], 1)
-    assert "partition shards over 10 clients, 10 rounds" in line
-    assert each == f"{'FedAvg':<50}  2 x {duration(cost.run)}, {steps:.0f} local steps a round"
-    assert whole == f"in all 2 runs, about {duration(2 * cost.run)} with 1 at a time"
+def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each for a model, whatever the methods."""
+    given = {"rounds": 10, "fraction_train": 0.5, "local_epochs": 2, "examples_per_client": 64}
+    runs = runs_of(methods="FedAvg, EFL(1.0)", **given)
+    of_model = estimate.Timed(step=0.002, turn=0.5, test=0.25, tested=250)
+    cost = estimate.cost_of(runs[0], of_model)
+    assert (cost.cohort, cost.steps, cost.test) == (5, 4, pytest.approx(0.36))
+    assert cost.run == pytest.approx(10 * 5 * (0.5 + 4 * 0.002) + 11 * 0.36)
+    on_clients = replace(
+        runs[0], settings=replace(runs[0].settings, test_on_clients=True, test_examples=9)
+    )
+    assert estimate.cost_of(on_clients, of_model).test == pytest.approx(10 * 9 * 0.001)
+    asked: list[Any] = []
+    monkeypatch.setattr(estimate, "timed", lambda run: asked.append(run) or of_model)
+    lines = [*estimate.estimate([*runs, *runs], 1)]
+    assert len(asked) == 1
+    assert "partition shards over 10 clients, 10 rounds" in lines[0]
+    assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 250 ms"
+    each = f"2 x {duration(cost.run)}, 4 local steps a round"
+    assert lines[2] == f"{'FedAvg':<50}  {each}"
+    assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
+    assert lines[4] == f"in all 4 runs, about {duration(4 * cost.run)} with 1 at a time"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_one_client_is_tried_out_of_any_method(method: str) -> None:
     entry = estimate.try_out(run, local_steps=2)
     assert len(entry["cohort"]) == 1
     assert entry["steps"] == {entry["cohort"][0]: 2}
-    assert estimate.cost_of(run).run > 0
+    assert estimate.cost_of(run, estimate.timed(run)).run > 0
 
 
 def test_a_run_that_would_fail_is_no_estimate() -> None:

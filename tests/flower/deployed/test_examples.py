@@ -54,13 +54,13 @@ def test_the_server_app_runs_as_written_and_learns(
     assert told[-1] > max(60, told[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "lora"])
 def test_a_node_without_a_partition_trains_on_its_data_path(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a SuperNode started with ``--node-config 'data-path="…"'``."""
     module = load(name)
-    if name == "huggingface":
+    if name in ("huggingface", "lora"):
         rows = module.made_up(0)
         np.savez(tmp_path / "local.npz", **{k: np.stack([r[k] for r in rows]) for k in rows[0]})
     else:

@@ -113,10 +113,15 @@ def renamed(content: RecordDict) -> RecordDict:
     return content
 
 
-def twice(content: RecordDict) -> RecordDict:
-    record = content.array_records["arrays"]
-    record["_orig_mod.0.weight"] = Array(100.0 * record["0.weight"].numpy())
-    return content
+def twice(prefix: str) -> Change:
+    """Return a change that sends an array under another name, too."""
+
+    def change(content: RecordDict) -> RecordDict:
+        record = content.array_records["arrays"]
+        record[f"{prefix}0.weight"] = Array(100.0 * record["0.weight"].numpy())
+        return content
+
+    return change
 
 
 NOT_NPY = "it is not numpy's .npy format"
@@ -159,7 +164,8 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "another round": (with_config("server-round", 7), "belongs to round 7, not to "),
     "no round": (with_config("server-round"), "belongs to round None, not to "),
     "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
-    "a name twice": (twice, "'0.weight' cannot be read: it came twice"),
+    "a name twice": (twice("_orig_mod."), "'0.weight' cannot be read: it came twice"),
+    "a name twice, of DDP": (twice("module."), "missing [], unexpected ['module.0.weight']"),
     "more steps": (with_metric("local-steps", 10**6), "1000000 local steps of"),
     "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
     "another method": (

@@ -1,0 +1,72 @@
+"""What is wrong with a client's data where torch refuses it, or where numbers are lost, and what helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_regs.client.train.batches import Pairs, batch_size, tensors
+
+
+def remedy(error: Exception, output: Any, targets: Any) -> str:
+    """Return what helps against an error of a forward pass (`output` is None) or a loss; "" if unknown."""
+    if "more than 1 value per channel" in str(error):
+        return (
+            "a batch holds one example, and BatchNorm needs two in training: give the loader "
+            "drop_last=True, or another batch_size"
+        )
+    logits = isinstance(output, Tensor) and output.ndim >= 2 and output.is_floating_point()
+    if not logits or not isinstance(targets, Tensor):
+        return ""
+    shape = tuple(targets.shape)
+    if targets.ndim == output.ndim and targets.shape[1:] == (1,) * (targets.ndim - 1):
+        return f"the labels have the shape {shape}, expected ({shape[0]},): give y.squeeze(1)"
+    if targets.dtype is not torch.int64 and targets.ndim < output.ndim:
+        return f"the labels are {targets.dtype}, expected torch.int64: give y.long()"
+    return wrong_label(output, targets)
+
+
+def wrong_label(output: Tensor, targets: Tensor) -> str:
+    """Say which class label is none of the output's classes; "" if all are."""
+    if targets.is_floating_point() or targets.ndim != 1 or output.ndim != 2:
+        return ""
+    classes = output.shape[1]
+    wrong = ((targets < 0) | (targets >= classes)).nonzero()
+    if not len(wrong):
+        return ""
+    label = int(targets[wrong[0, 0]])
+    return (
+        f"a label is {label}, but the model has {classes} outputs, for labels from 0 to {classes - 1}: "
+        "number the classes from 0, or give the model more outputs"
+    )
+
+
+def is_cross_entropy(loss_fn: Any) -> bool:
+    """Whether labels must be numbers of the output's classes."""
+    return loss_fn is nn.functional.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss
+
+
+def not_finite(data: Pairs) -> str:
+    """Say which training example holds NaN or infinity; "" if none does. torch's random state stays."""
+    dataset: Any = getattr(data.source, "dataset", None)
+    with torch.random.fork_rng(devices=[]):
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            each = ((f"example {i}", tensors(dataset[i])) for i in range(len(dataset)))
+            return next((_lost(name) for name, parts in each if not are_finite(parts)), "")
+        for number, (inputs, targets) in enumerate(data):
+            if not are_finite(tensors([inputs, targets])):
+                for i in range(batch_size(targets)):
+                    if not are_finite([part[i] for part in tensors([inputs, targets])]):
+                        return _lost(f"example {i} of batch {number}")
+    return ""
+
+
+def _lost(name: str) -> str:
+    return f"{name} of train_data holds NaN or infinity: leave it out, or fill its gaps"
+
+
+def are_finite(parts: list[Tensor]) -> bool:
+    """Whether the floating-point tensors are finite."""
+    return all(bool(t.isfinite().all()) for t in parts if t.is_floating_point())

@@ -1,0 +1,80 @@
+"""What torch refuses, and what loses its numbers, is explained at the batch where it happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flwr_regs as fr
+from flwr_regs.chain import Chain
+from flwr_regs.client.local_training import local_round
+
+X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+LOST = X.clone()
+LOST[5, 2] = float("nan")
+
+
+def loader(x: Any, y: Any, batch_size: int = 4, **how: Any) -> Any:
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size, **how)
+
+
+CASES = [
+    # data, and what helps
+    (loader(X, Y + 1), "a label is 3, but the model has 3 outputs, for labels from 0 to 2"),
+    (loader(X, Y - 1), "a label is -1, but the model has 3 outputs"),
+    (loader(X, Y.float()), r"the labels are torch\.float32, expected torch\.int64: give y\.long"),
+    (loader(X, Y.to(torch.int16)), r"the labels are torch\.int16, expected torch\.int64"),
+    (
+        loader(X, Y[:, None]),
+        r"the labels have the shape \(4, 1\), expected \(4,\): give y\.squeeze",
+    ),
+    (loader(X, Y), "one example, and BatchNorm needs two in training: .*drop_last=True"),
+    (loader(LOST, Y, 9), "example 5 of train_data holds NaN or infinity"),
+    (loader(LOST, Y, 3, drop_last=True), "example 5 of train_data holds NaN or infinity"),
+    ([(LOST[:3], Y[:3]), (LOST[3:], Y[3:])], "example 2 of batch 1 of train_data holds NaN"),
+]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(("data", "message"), CASES)
+def test_an_error_of_torch_says_what_helps(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        local_round(net(), Chain(()), data, lr=0.1, epochs=1, device="cpu")
+    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, device="cpu")), 2)
+    with pytest.raises(fr.RoundFailed, match=message):
+        fr.FedAvg(seed=0).start(
+            grid=grid,
+            initial_arrays=net().state_dict(),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="device='cuda': torch finds no CUDA GPU here"):
+        local_round(net(), Chain(()), loader(X, Y), lr=0.1, epochs=1, device="cuda")
+
+
+def test_a_state_dict_is_a_model_and_a_module_is_none() -> None:
+    data = loader(X, Y, 3)
+    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data)), 2)
+    start: Any = {
+        "grid": grid,
+        "num_rounds": 1,
+        "train_config": ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    }
+    result = fr.FedAvg(seed=0, fraction_evaluate=0).start(
+        initial_arrays=net().state_dict(), **start
+    )
+    assert [*result.arrays] == [*net().state_dict()]
+    with pytest.raises(TypeError, match=r"not a Sequential; give model\.state_dict\(\)"):
+        fr.FedAvg(seed=0, fraction_evaluate=0).start(initial_arrays=net(), **start)
