@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
@@ -282,6 +289,11 @@ def _batches(given: Any, size: int, shuffle: bool) -> Batches:
     """Return a data set as batches; batches as they are."""
     if not _is_dataset(given):
         return given  # type: ignore[no-any-return]
+    if type(given) is TensorDataset:  # each batch is one indexing, in the order of any loader
+        order = RandomSampler(given) if shuffle else SequentialSampler(given)
+        return DataLoader(
+            given, batch_size=None, sampler=BatchSampler(order, size, drop_last=False)
+        )
     if _is_hugging_face(given) and given.format["type"] is None:
         given = given.with_format("torch")
     return DataLoader(given, size, shuffle=shuffle and not isinstance(given, IterableDataset))

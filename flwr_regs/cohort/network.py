@@ -70,6 +70,10 @@ class Host(Protocol):
         """Return what was kept for a client before."""
         ...
 
+    def prepare(self, client: serving.Client, memory: Memory) -> None:
+        """Let a client that remembers nothing begin with the entries that its model was given with."""
+        ...
+
     def by_messages(self, request: Request) -> Replies:
         """Return the replies of clients that messages alone reach."""
         ...
@@ -129,6 +133,7 @@ class CohortNetwork:
                     came[pid] = Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
                     continue
                 node = self._host.node(pid, parcel.config)
+                self._host.prepare(client, node.memory)
                 asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
                 if not stacked:
                     came[pid] = self._alone(request.kind, asked.pop(pid))
@@ -144,6 +149,7 @@ class CohortNetwork:
                 others[pid] = request.parcels[pid]
                 continue
             try:
+                self._host.prepare(one.client, one.memory)  # others have used its model since
                 came[pid] = self._alone(request.kind, one)
             except OutOfSync:
                 came[pid] = LACKING

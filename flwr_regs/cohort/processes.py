@@ -126,6 +126,7 @@ def _work(connection: Connection, threads: int) -> None:
             tasks = _read(connection)
         except (EOFError, OSError):
             return
+        clients.model.load_state_dict(clients.initial())  # entries that a client lacks are as given
         asked = []
         for pid, budget, message, memory in tasks:
             if pid not in made:

@@ -191,6 +191,21 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(expected: dict[str, np.nd
     assert not grid.fallbacks
 
 
+def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        return fr.FedAvgClient(perceptron(), loader(k), device="cpu")
+
+    def run(grid: Any) -> None:
+        strategy = fr.FedAvg(seed=3, cohorts="class-covering", fraction_evaluate=0.0)
+        config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
+        strategy.start(grid, ArrayRecord(perceptron().state_dict()), 1, train_config=config)
+
+    run(fr.StackedGrid(clients_of(KINDS["functions"])))
+    with pytest.raises(RuntimeError, match="does not share its label counts"):
+        run(fr.StackedGrid(fr.client_app(client_fn), 5))
+
+
 def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
     class Mine(fr.FedAvg):
         method = "FedAvg"

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.member import Identity
-from flwr_regs.client.memory import written
+from flwr_regs.client.memory import Memory, written
 from flwr_regs.client.serving import Client
 from flwr_regs.cohort.client_sets import OneClient
 from flwr_regs.cohort.network import Node
@@ -70,6 +70,8 @@ class LocalClients:
         """Return a client; None if messages alone reach it."""
         if isinstance(self._source, Clients):
             return self._simulated(self._source, pid, config)
+        if kind == keys.LABELS:  # only the client says whether it shares them
+            return None
         made = self._made(self._source, pid, kind, config)
         if why := self._needs_messages(made):
             if kind in ("train", keys.PROBE):
@@ -82,9 +84,12 @@ class LocalClients:
             client = self._clients[pid] = source.client(pid, self.who)
         if source.step_budgets is not None:
             client.step_budget = source.step_budget(pid, config.get(keys.ROUND_KEY, 0))
-        if self._withholds and not self.node(pid, config).memory:
-            client.model.load_state_dict(source.initial())  # it begins with the entries as given
         return client
+
+    def prepare(self, client: Client, memory: Memory) -> None:
+        """Let a client that remembers nothing begin with the entries that its model was given with."""
+        if self._withholds and not memory and isinstance(self._source, Clients):
+            client.model.load_state_dict(self._source.initial())
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if no mod changes its context with each message."""
