@@ -73,6 +73,7 @@ class RegStrategy(Driven):
     """
 
     method: ClassVar[str | None] = None
+    training_kind: ClassVar[type[Training]] = Training
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         makers = [vars(c)["__init__"] for c in type(self).__mro__[:-1] if "__init__" in vars(c)]
@@ -401,7 +402,7 @@ class RegStrategy(Driven):
         if self.options.checkpoint_dir is not None and self._saved is None:
             raise ValueError("checkpoint_dir needs the strategy's own start: leave it out here")
         self._check_train(config)
-        self._training = Training(
+        self._training = self.training_kind(
             self.options,
             self.method_name,
             views_of(arrays),

@@ -41,8 +41,9 @@ def evaluation(
     """
     options = training.options
     connected = training.population.refresh(network)
-    size = max(int(len(connected) * options.fraction_evaluate), options.min_evaluate_nodes)
-    cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
+    free = training.evaluators(connected, network)
+    size = max(int(len(free) * options.fraction_evaluate), options.min_evaluate_nodes)
+    cohort = uniform_cohort(free, (options.seed, number), size, EVALUATION)
     global_model = training.model
     shared = {name: a for name, a in model.items() if name in global_model.model}
     tied = tie(shared, global_model.tied or {})

@@ -36,6 +36,8 @@ class Reply:
         The digest of the frozen parameters that only the clients hold; "" if it says none.
     coded : callable, optional
         Decodes `delta`, which is then empty: :attr:`open` returns the reply with it.
+    turns : int
+        How many trainings of the client it is the mean of.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -48,6 +50,7 @@ class Reply:
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: str = ""
     coded: Callable[[], Mapping[str, np.ndarray]] | None = None
+    turns: int = 1
 
     @property
     def open(self) -> Reply:

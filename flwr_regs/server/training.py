@@ -193,31 +193,8 @@ class Training:
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round; an error may leave the training half changed."""
         term, options = self.options.term, self.options
-        this_round, failed = Round(number), self._failed(number)
-        connected = self.population.refresh(network)
-        if self.population.missing:
-            this_round.events["missing"] = self.population.missing
-        clients = self._privacy.members(connected)
-        this_round.population = len(clients)
-        if failed is not None:
-            this_round.continue_from(failed)
-        members = self._participation.remaining(clients, this_round)
-        this_round.cohort = self._draw(number, members, network, failed)
-        if left_out := self.population.left_out:
-            this_round.events["refused"] = left_out
-        self._privacy.check_budget(this_round)
-        this_round.lr = self.learning_rate(number, config.get("lr"))
-        context = self._context(this_round, self._robust())
-        this_round.config = self._config(this_round, config)
-        term.restrict(this_round.config)  # with this round's learning rate
-        exchange = Exchange(
-            *(this_round, options, self.model, network, context),
-            *(self.population.request, self.remembered),
-            partial(self._guard.check_uploads, this_round, what="reply in the first exchange,"),
-        )
-        this_round.lap("configure")
-
-        here = set(connected)
+        this_round, exchange, members = self._opened(number, config, network)
+        here = set(self.population.connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
         this_round.failures = dict.fromkeys(
             set(this_round.cohort) - set(this_round.asked), "it has left"
@@ -240,29 +217,72 @@ class Training:
         fixed = (self.model.buffers or frozenset()) - set(self.model.tied or ())
         uncovered = self._privacy.uncovered(this_round.received, self.model.given, fixed)
         this_round.leave_out(uncovered)
+        self._participation.select(this_round)
+        self._close(this_round)
+        for replies in acknowledged:
+            self.remembered.held |= dict.fromkeys(replies.came, number)
+        return this_round
+
+    def _opened(
+        self, number: int, config: Mapping[str, Any], network: Network
+    ) -> tuple[Round, Exchange, list[int]]:
+        """Return (a new round with its cohort and config, its exchange, whom the cohort is drawn from)."""
+        options = self.options
+        this_round, failed = Round(number), self._failed(number)
+        connected = self.population.refresh(network)
+        if self.population.missing:
+            this_round.events["missing"] = self.population.missing
+        clients = self._privacy.members(connected)
+        this_round.population = len(clients)
+        if failed is not None:
+            this_round.continue_from(failed)
+        members = self._participation.remaining(clients, this_round)
+        this_round.cohort = self._draw(number, members, network, failed)
+        if left_out := self.population.left_out:
+            this_round.events["refused"] = left_out
+        self._privacy.check_budget(this_round)
+        this_round.lr = self.learning_rate(number, config.get("lr"))
+        context = self._context(this_round, self._robust())
+        this_round.config = self._config(this_round, config)
+        options.term.restrict(this_round.config)  # with this round's learning rate
+        exchange = Exchange(
+            *(this_round, options, self.model, network, context),
+            *(self.population.request, self.remembered),
+            partial(self._guard.check_uploads, this_round, what="reply in the first exchange,"),
+        )
+        this_round.lap("configure")
+        return this_round, exchange, members
+
+    def _close(self, this_round: Round) -> None:
+        """Make the step of a round whose replies are selected; note the round in the history."""
+        number = this_round.number
         if wrong := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
             LOG.warning("\t> %s", name_failures(wrong))  # the others were named before
-        self._participation.select(this_round)
         this_round.lose(this_round.came)
         name_losses(this_round)
-        if failed is not None:  # its entry is among the attempts of the new one
+        if self._failed(number) is not None:  # its entry is among the attempts of the new one
             self.history.pop()
         self.history.append(entry := this_round.entry())
         try:
             self._advance(this_round)
             self._participation.note(this_round)
-            for replies in acknowledged:
-                self.remembered.held |= dict.fromkeys(replies.came, number)
-            # Krum leaves out the uploads of clients that it did not select
-            counted = this_round.events.get("selected", this_round.used)
-            self.remembered.note(number, this_round.came, counted)
+            self._remember(this_round)
             self._measure(this_round)
         except Exception as error:
             this_round.events["failed"] = str(error)
             raise
         finally:
             entry |= this_round.entry()  # also what a failed round has cost
-        return this_round
+
+    def _remember(self, this_round: Round) -> None:
+        """Note with which of its rounds each client's next one begins."""
+        # Krum leaves out the uploads of clients that it did not select
+        counted = this_round.events.get("selected", this_round.used)
+        self.remembered.note(this_round.number, this_round.came, counted)
+
+    def evaluators(self, connected: list[int], network: Network) -> list[int]:
+        """Return those of the `connected` clients that may evaluate now."""
+        return connected
 
     def _failed(self, number: int) -> dict[str, Any] | None:
         """Return the entry of the last attempt at this round, if it failed."""

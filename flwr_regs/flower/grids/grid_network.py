@@ -41,6 +41,8 @@ class GridNetwork:
     def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
         self._grid = grid
         self._timeout = timeout
+        self._waiting: dict[str, tuple[Message, Request, float]] = {}  # message id -> sent when
+        self.at_once: bool = getattr(grid, "replies_at_once", False)
 
     def nodes(self) -> list[int]:
         """Return the ids of the nodes that are connected now."""
@@ -70,7 +72,6 @@ class GridNetwork:
         pushed = zip(self._grid.push_messages(messages), messages, strict=False)
         waiting = {i: message for i, message in pushed if i}
         expected, replies = len(waiting), list[Message]()
-        at_once = getattr(self._grid, "replies_at_once", False)
         while True:
             came = self._pull(waiting)
             for reply in came:
@@ -78,9 +79,42 @@ class GridNetwork:
             replies += came
             spent = time.monotonic() - began
             left = math.inf if limit is None else limit - spent
-            if len(replies) >= expected or left <= 0 or at_once:
+            if len(replies) >= expected or left <= 0 or self.at_once:
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
+
+    def send(self, request: Request) -> None:
+        """Push a request, and do not wait: `receive` returns the replies."""
+        if not (messages := messages_of([request])):
+            return
+        ids = list(self._grid.push_messages(messages))
+        for place, (pid, message) in enumerate(zip(request.parcels, messages, strict=True)):
+            one = Request(request.kind, {pid: request.parcels[pid]}, {pid: request.nodes[pid]})
+            sent = ids[place] if place < len(ids) else None
+            began = time.monotonic() if sent else -math.inf  # not sent: nobody will reply
+            self._waiting[sent or f"unsent-{pid}"] = message, one, began
+
+    def receive(self, timeout: float | None = None) -> Replies:
+        """Wait for the next replies to what was sent; name clients that are silent for `timeout` s."""
+        limit = min((t for t in (self._timeout, timeout) if t is not None), default=math.inf)
+        began = time.monotonic()
+        while True:
+            by_id = {i: message for i, (message, _, since) in self._waiting.items() if since > 0}
+            came = {r.metadata.reply_to_message_id: r for r in self._pull(by_id)}
+            late = time.monotonic() - limit
+            ended = [i for i, (_, _, at) in self._waiting.items() if i in came or at <= late]
+            if ended:
+                break
+            time.sleep(min(max(0.01, 0.1 * (time.monotonic() - began)), 1.0))
+        replies = Replies({}, {}, [])
+        for i in ended:
+            message, request, _ = self._waiting.pop(i)
+            (one,) = replies_to([request], [message], [came[i]] if i in came else [])
+            silent = [*replies.silent, *one.silent]
+            replies = Replies(
+                {**replies.came, **one.came}, {**replies.failures, **one.failures}, silent
+            )
+        return replies
 
     def _known(self, request: Request) -> Replies | None:
         """Return what nodes would say of their partitions, where the grid knows it; None elsewhere.

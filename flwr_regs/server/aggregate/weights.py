@@ -30,7 +30,8 @@ def aggregation_weights(
 
     ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``; then :func:`cut_weights`.
     """
-    raw = {k: r.num_examples if weighting == "num-examples" else 1.0 for k, r in replies.items()}
+    by_examples = weighting == "num-examples"
+    raw = {k: r.num_examples if by_examples else float(r.turns) for k, r in replies.items()}
     total = sum(raw.values())
     weights = {k: v / total for k, v in raw.items()}
     return weights if most is None else cut_weights(weights, most)

@@ -171,7 +171,7 @@ class Exchange:
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
         this_round = self.this_round
-        came, lost = self._lacking(self._noted(replies))
+        came, lost = self._lacking(self.noted(replies))
         if lost:
             came |= self._lacking(self._ask(self.train(lost, lost=True)), again=True)[0]
         this_round.came = came
@@ -181,9 +181,9 @@ class Exchange:
             this_round.events["output_layer"] = layer
 
     def _ask(self, request: Request) -> Mapping[int, Parcel]:
-        return self._noted(self.network.ask(request, self.options.deadline))
+        return self.noted(self.network.ask(request, self.options.deadline))
 
-    def _noted(self, replies: Replies) -> Mapping[int, Parcel]:
+    def noted(self, replies: Replies) -> Mapping[int, Parcel]:
         """Note the clients without a reply; return the replies."""
         self.this_round.failures |= replies.failures
         self.this_round.miss(replies.silent, self.options.deadline)

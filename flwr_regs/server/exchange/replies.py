@@ -61,14 +61,19 @@ class Reader:
         What the clients agree on is noted in the model. Replies are read in the order of partition ids, so
         the order of arrival does not change the result.
         """
-        config, model, term = this_round.config, self.model, self.options.term
-        came = this_round.came
+        config, came = this_round.config, this_round.came
         replies, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
+        this_round.failures |= failures
+        self.compare(this_round, replies)
+
+    def compare(self, this_round: Round, replies: dict[int, Reply]) -> None:
+        """Note those of a round's `replies`, in the order of partition ids, that fit each other."""
+        model, term = self.model, self.options.term
 
         def leave_out(wrong: Mapping[int, str]) -> None:
             for pid, why in wrong.items():
                 del replies[pid]
-                failures[pid] = shown(why)
+                this_round.failures[pid] = shown(why)
 
         buffers, wrong = agree_on_buffers(replies, model.buffers)
         leave_out(wrong)
@@ -80,7 +85,6 @@ class Reader:
         leave_out(disagreeing(term, active))
         model.agree(buffers, tied, frozen)
         this_round.received = replies
-        this_round.failures |= failures
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
         """Return a client's checked reply; `config` is the round's.

@@ -1,7 +1,7 @@
 """FedBuff. Nguyen et al. 2022, Alg. 1, on a simulated clock.
 
 ``working`` clients train at a time. A client that is done hands in its update, and the next in order begins
-at once, from the model as it then is. After every K updates the server takes
+at once, from the model as it then is; of those that end at one instant, all hand in first. After every K updates the server takes
 ``w += eta_g (1/K) sum D_k / sqrt(1 + tau_k)``, tau_k the number of its steps since client k was given w.
 """
 
@@ -49,20 +49,21 @@ def fedbuff(
         delta = minus(r.descend(k, w), w)
         heappush(at_work, (time + seconds(k, turn), turn, k, version, delta))
 
-    for _ in range(working):
-        begin(0.0)
+    time, free = 0.0, working
     while len(models) < server_steps:
         total, stale = zeros(w), []
         while len(stale) < buffer:
+            if not at_work or at_work[0][0] > time:
+                for _ in range(free):
+                    begin(time)
+                free = 0
             time, _, k, version, delta = heappop(at_work)
             busy.discard(k)
+            free += 1
             stale.append(len(models) - version)
             total = plus(total, (1 + stale[-1]) ** -0.5 / buffer, delta)
-            if len(stale) == buffer:
-                w = plus(w, server_lr, total)
-                models.append(w)
-            if len(models) < server_steps:
-                begin(time)
+        w = plus(w, server_lr, total)
+        models.append(w)
         if staleness is not None:
             staleness.append(stale)
     return models

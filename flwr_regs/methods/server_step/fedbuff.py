@@ -1,0 +1,418 @@
+"""FedBuff: rounds without a cohort. Clients come and go, and every K updates the server makes a step.
+
+| *Init*       nothing
+| *Broadcast*  the global model ``w_t``, to one client whenever one is free
+| *Step*       ``v ← ClientOpt(v, ∇f_k(v))``, from ``v = w_{t−τ}``, the model when the client began
+| *Upload*     ``v_k``
+| *Update*     after K uploads ``w_{t+1} = w_t + η_g (1/K) Σ Δ_k / √(1 + τ_k)``,  ``Δ_k = v_k − w_{t−τ_k}``
+
+τ_k counts the server's steps since client k began; the server knows it, whatever the client says. A step is
+a round of the history. A client that is done may be drawn again at once; two updates of one client in a
+buffer count as two. Of clients that end at one instant, all hand in before the next begin.
+Buffers of the model (BatchNorm's statistics) are averaged as they are, without a weight for staleness.
+
+In one process (``InProcessGrid``, ``StackedGrid``) the clock is simulated: `seconds` says how long each
+training takes, and two runs with one seed are equal to the bit. Elsewhere the clients' own time counts, and
+only clients that do not train evaluate.
+
+Source: Nguyen et al., "Federated learning with buffered asynchronous aggregation" (2022), Alg. 1, with the
+staleness weight of Sec. 5 and its half-normal durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import INFO
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from flwr_regs.abilities import (
+    Addresses,
+    Carries,
+    Compresses,
+    Folds,
+    Personalises,
+    Probes,
+    Weighs,
+)
+from flwr_regs.chain import chain
+from flwr_regs.flower.grids.grid_network import GridNetwork
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.registry import METHODS
+from flwr_regs.methods.server_step.fedavg import FedAvgClient
+from flwr_regs.server.aggregate.updates import update_of
+from flwr_regs.server.exchange.first_exchange import Exchange
+from flwr_regs.server.exchange.network import Course, Network, OpenEnded, Replies
+from flwr_regs.server.exchange.replies import Reader, output_layer
+from flwr_regs.server.failures import name_failures, read_each
+from flwr_regs.server.options import Options
+from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Round, TooFewReplies
+from flwr_regs.server.training import Training
+from flwr_regs.term import COUNT, POSITIVE, Arrays, ParameterError, Range, ServerContext, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.parcel import Parcel, Record
+from flwr_regs.wire.precision import widen
+from flwr_regs.wire.terms import check_instances
+
+__all__ = ["FedBuff", "FedBuffClient"]
+
+DURATIONS: Mapping[str, Callable[[np.random.Generator], float]] = {
+    "half-normal": lambda rng: abs(rng.normal()),
+    "exponential": lambda rng: rng.exponential(),
+    "uniform": lambda rng: 1.0 - rng.random(),
+}
+ASSUMES: tuple[tuple[type, str], ...] = (
+    (Weighs, "weighs the updates of one cohort against each other"),
+    (Probes, "asks a cohort before it trains"),
+    (Folds, "adds up over a cohort what its clients send"),
+    (Addresses, "sends each client of a cohort something of its own"),
+    (Compresses, "codes updates by what its clients keep of the rounds before"),
+    (Personalises, "trains a client's own model beside the global one of each round"),
+    (Carries, "hands the clients' optimisers on from round to round"),
+)
+FINISHES = "sends something of a round, or keeps it for the next, in `finish`"
+REFUSED = {
+    "privacy": "its noise is for the mean over a cohort that was drawn at random",
+    "cohorts": "clients begin one by one",
+    "overlap": "clients begin one by one",
+    "downlink": "clients begin from models of many rounds",
+    "retry_cohort": "clients begin one by one",
+    "drop_inactive": "it counts a client's turns by rounds",
+}
+"""Settings that must have their default -> why."""
+Seconds = str | float | Callable[[int, int], float]
+
+
+@dataclass(frozen=True)
+class Buffer(Term):
+    """FedBuff's settings; the server multiplies the mean by η_g."""
+
+    name: ClassVar[str] = "fedbuff"
+    reads_lr: ClassVar[bool] = False
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "buffer": COUNT,
+        "server_lr": POSITIVE,
+        "max_concurrency": COUNT,
+    }
+    buffer: int
+    server_lr: float
+    seconds: Seconds
+    max_concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.seconds, str) and self.seconds not in DURATIONS:
+            expected = f"one of {', '.join(DURATIONS)}, a number, or a function of (client, turn)"
+            raise ParameterError("FedBuff", "seconds", expected, self.seconds)
+        if not (isinstance(self.seconds, str) or callable(self.seconds)):
+            POSITIVE.check("FedBuff", "seconds", self.seconds)
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        return server, {n: self.server_lr * d for n, d in delta.items()}
+
+    def duration(self, seed: int, pid: int, turn: int) -> float:
+        """Return how many simulated seconds a client's training takes, by (seed, client, turn) alone."""
+        given = self.seconds
+        if isinstance(given, str):
+            key = np.random.SeedSequence((seed, pid, turn), spawn_key=(3, 0))  # cohorts have 0 to 2
+            return float(DURATIONS[given](np.random.default_rng(key)))
+        value = given(pid, turn) if callable(given) else given
+        POSITIVE.check("FedBuff", f"seconds({pid}, {turn})", value)
+        return float(value)
+
+
+class BufferedTraining(Training):
+    """A training whose round ends when the buffer is full."""
+
+    def __init__(self, options: Options, *more: Any) -> None:
+        super().__init__(options, *more)
+        self._plan = next(t for t in options.term.terms if isinstance(t, Buffer))
+        self._clock, self._turns = 0.0, 0
+        self._at_work: dict[int, tuple[int, float, Parcel]] = {}
+        """Client -> its turn, the simulated time at which it ends, its message."""
+        self._unsent: set[int] = set()  # clients at work whose message is not on its way
+        self._done: dict[int, Parcel | str] = {}  # simulated: what comes once the time has come
+        self._arrived: list[tuple[int, Parcel]] = []
+
+    def snapshot(self) -> dict[str, Any]:
+        at_work = {
+            pid: [turn, end, {n: dict(r) for n, r in sent.records.items()}, dict(sent.config)]
+            for pid, (turn, end, sent) in self._at_work.items()
+        }
+        return {**super().snapshot(), "work": [self._clock, self._turns, at_work]}
+
+    def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        super().restore(state, history)
+        self._clock, self._turns, at_work = state["work"]
+        for pid, (turn, end, records, config) in at_work.items():
+            sent = Parcel({n: Record(arrays) for n, arrays in records.items()}, config)
+            self._at_work[pid] = turn, end, sent
+        self._unsent = set(self._at_work)
+
+    def evaluators(self, connected: list[int], network: Network) -> list[int]:
+        if _open_ended(network) is None:
+            return connected
+        return [p for p in connected if p not in self._at_work]
+
+    def _draw(self, *_: Any) -> list[int]:
+        return []  # clients begin one by one
+
+    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+        yield []
+        this_round, exchange, members = self._opened(number, config, network)
+        reader = Reader(self.method, self.options, self.model)
+        this_round.came = came = dict[int, Parcel]()
+        events = this_round.events
+        events |= {"began": [], "arrived": [], "staleness": []}
+        while not self._full(this_round):
+            if not self._arrived:
+                self._begin(members, exchange, network)
+                if not self._at_work:  # every client has failed
+                    break
+                self._arrived = self._next(exchange, network)
+                continue
+            pid, parcel = self._arrived.pop(0)
+            sent = self._at_work.pop(pid)[2]
+            version, came[pid] = sent.config[keys.ROUND_KEY], parcel
+            this_round.bytes_up[pid] = this_round.bytes_up.get(pid, 0) + parcel.nbytes
+            read, wrong = read_each({pid: parcel}, partial(reader.read, config=sent.config))
+            this_round.failures |= wrong
+            if pid in read:
+                before = this_round.used.get(pid)
+                this_round.received[pid] = self._buffered(before, read[pid], sent, number - version)
+                self._participation.select(this_round)
+                if pid in this_round.used:
+                    events["arrived"].append(pid)
+                    events["staleness"].append(number - version)
+            self.remembered.note(version, {pid: parcel}, (pid,))
+        this_round.cohort = this_round.asked = sorted({*came, *this_round.failures})
+        events["at_work"] = sorted(self._at_work)
+        if _open_ended(network) is None:
+            events["clock"] = self._clock
+        if (layer := output_layer(came)) is not None:
+            events["output_layer"] = layer
+        this_round.lap("clients")
+        self._short = not self._full(this_round)
+        reader.compare(this_round, dict(sorted(this_round.received.items())))
+        self._participation.select(this_round)
+        self._close(this_round)
+        return this_round
+
+    def _full(self, this_round: Round) -> bool:
+        return sum(reply.turns for reply in this_round.used.values()) >= self._plan.buffer
+
+    def _begin(self, members: list[int], exchange: Exchange, network: Network) -> None:
+        """Give the model to clients that are free and have not failed in this round."""
+        this_round, options, plan = exchange.this_round, self.options, self._plan
+        began, number = this_round.events["began"], this_round.number
+        failed = {*this_round.failures, *(this_round.received.keys() - this_round.used.keys())}
+        free = [p for p in members if p not in self._at_work and p not in failed]
+        cohort = max(int(len(members) * options.fraction_train), options.min_train_nodes)
+        places = (plan.max_concurrency or cohort) - len(self._at_work)
+        if places > 0 and free:
+            # with nobody at work, the cohort that the round would have
+            first = not (self._at_work or began or "attempts" in this_round.events)
+            key, attempt = (options.seed, number), 0 if first else 1 + self._turns
+            drawn = self.population.cohort(free, key, places, "uniform", network, attempt)
+            request = exchange.train(drawn, lost=True)  # everything, whatever a client has
+            for pid in drawn:
+                sent, again = request.parcels[pid], began.count(pid)
+                if again:  # other batches than from the same model before
+                    seed = np.random.SeedSequence((options.seed, number, pid, again))
+                    own_seed = int(seed.generate_state(1)[0])
+                    sent = replace(sent, config={**sent.config, keys.SEED_KEY: own_seed})
+                took = 0.0
+                if _open_ended(network) is None:
+                    took = plan.duration(options.seed, pid, self._turns)
+                self._at_work[pid] = self._turns, self._clock + took, sent
+                self._turns += 1
+                began.append(pid)
+            self._unsent |= set(drawn)
+        if (net := _open_ended(network)) is not None and self._unsent:
+            for pid in self._unsent - set(members):  # of a run that was resumed
+                del self._at_work[pid]
+                this_round.failures[pid] = "it has left"
+            here = sorted(self._unsent & set(members))
+            net.send(self.population.request("train", {p: self._at_work[p][2] for p in here}))
+            self._unsent = set()
+
+    def _next(self, exchange: Exchange, network: Network) -> list[tuple[int, Parcel]]:
+        """Return the replies of those that end next; note those that fail."""
+        if (net := _open_ended(network)) is not None:
+            replies = net.receive(self.options.deadline)
+        else:
+            replies = self._simulated(network)
+        came = exchange.noted(replies)
+        for pid in replies.failures:
+            del self._at_work[pid]
+        return list(came.items())
+
+    def _simulated(self, network: Network) -> Replies:
+        """Move the clock on to the next instant at which clients end; return what they send then."""
+        self._clock = min(end for _, end, _ in self._at_work.values())
+        in_turn = sorted(self._at_work, key=lambda p: self._at_work[p][0])
+        due = [p for p in in_turn if self._at_work[p][1] == self._clock]
+        if not self._done.keys() >= set(due):
+            # Together they train faster. But what a client keeps must not be ahead of the clock.
+            ready = due if self.remembered.came else in_turn
+            by_round: dict[int, dict[int, Parcel]] = {}
+            for pid in ready:
+                sent = self._at_work[pid][2]
+                if pid not in self._done:
+                    by_round.setdefault(sent.config[keys.ROUND_KEY], {})[pid] = sent
+            for parcels in by_round.values():
+                replies = network.ask(self.population.request("train", parcels))
+                self._done |= {**replies.failures, **replies.came}
+        ended = {pid: self._done.pop(pid) for pid in due}
+        came = {p: reply for p, reply in ended.items() if isinstance(reply, Parcel)}
+        return Replies(came, {p: why for p, why in ended.items() if isinstance(why, str)})
+
+    def _buffered(self, before: Reply | None, reply: Reply, sent: Parcel, staleness: int) -> Reply:
+        """Return an update by ``1/√(1 + τ)``; with the client's others in the buffer, if there are any."""
+        if before is None and staleness == 0:
+            return reply
+        half, arrays = self.options.wire_dtype, sent.records[keys.ARRAYS]
+        base = arrays if half is None else widen(arrays, half)
+        scale = (1 + staleness) ** -0.5
+        delta = {n: scale * move for n, move in update_of(reply, base, reply.buffers)}
+        turns, examples, metrics = 1, reply.num_examples, reply.metrics
+        if before is not None:
+            by_examples = self.options.weighting == "num-examples"
+            old, new = (before.num_examples, examples) if by_examples else (before.turns, 1)
+            moves = update_of(before, self.model.given, before.buffers)
+            delta = {n: (old * move + new * delta[n]) / (old + new) for n, move in moves}
+            turns, examples = before.turns + 1, before.num_examples + examples
+            counts = [m.get("examples-processed") for m in (before.metrics, metrics)]
+            if all(type(count) is int for count in counts):
+                metrics = {**metrics, "examples-processed": sum(counts)}
+        statistics = {n: reply.arrays[n] for n in reply.buffers if n in reply.arrays}
+        return replace(
+            reply,
+            arrays=statistics,
+            delta=delta,
+            metrics=metrics,
+            num_examples=examples,
+            turns=turns,
+        )
+
+    def _remember(self, this_round: Round) -> None:
+        """Do nothing: it is noted when a reply comes, under the round of its message."""
+
+    def _advance(self, this_round: Round) -> None:
+        if self._short:
+            used = sum(reply.turns for reply in this_round.used.values())
+            raise TooFewReplies(
+                f"round {this_round.number} of {self.method}: {used} usable replies for a buffer of "
+                f"{self._plan.buffer}, and no client is left: {name_failures(this_round.failures)}"
+            )
+        super()._advance(this_round)
+
+
+def _open_ended(network: Network) -> OpenEnded | None:
+    """Return a network on which clients take their own time; None for one with a simulated clock."""
+    return network if isinstance(network, GridNetwork) and not network.at_once else None
+
+
+class FedBuff(RegStrategy):
+    """Buffered asynchronous rounds, of FedAvg or of `terms`.
+
+    Parameters
+    ----------
+    buffer : int
+        K: the server makes a step after so many usable updates.
+    max_concurrency : int, optional
+        How many clients train at a time. Default: a cohort, by `fraction_train` and `min_train_nodes`.
+    server_lr : float
+        η_g > 0.
+    seconds : str, float or callable
+        How long a client trains on the simulated clock: "half-normal", "exponential" or "uniform" (each of
+        scale 1, drawn by seed, client and turn); a number; or ``seconds(client, turn)``, where turn counts
+        all trainings from 0. Where clients run elsewhere, their own time counts.
+    terms : sequence of Term
+        The method. Clients are those of its strategy: ``FedProxClient`` for ``[Proximal(0.1)]``,
+        ``FedAvgClient`` or Flower's own where only the server runs terms.
+    weighting : {"uniform", "num-examples"}
+        The paper's ``1/K``; or by examples.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+
+    Raises
+    ------
+    ValueError
+        Terms or settings that assume a cohort; numbers out of range.
+    """
+
+    training_kind = BufferedTraining
+
+    def __init__(
+        self,
+        buffer: int = 10,
+        max_concurrency: int | None = None,
+        server_lr: float = 1.0,
+        seconds: Seconds = "half-normal",
+        terms: Sequence[Term] = (),
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        for t in chain(check_instances(terms, "FedBuff")).terms:
+            reasons = [why for ability, why in ASSUMES if isinstance(t, ability)]
+            reasons += [FINISHES] * t.acts("finish")
+            if reasons:
+                methods = [m.name for m in METHODS.values() if type(t).__name__ in m.terms]
+                named = f"'{t.name}'" + (f" (of {', '.join(methods)})" if methods else "")
+                raise ValueError(
+                    f"FedBuff has no cohorts, but {named} {reasons[0]}: run it in rounds, with a "
+                    "strategy of its own"
+                )
+        plan = Buffer(buffer, server_lr, seconds, max_concurrency)
+        super().__init__([*terms, plan], weighting=weighting, **kwargs)
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for settings that assume a cohort."""
+        for name, why in REFUSED.items():
+            if (value := getattr(self.options, name)) != getattr(Options, name):
+                raise ValueError(f"FedBuff does not go with {name}={value!r}: {why}")
+        if self.options.incomplete == "scale":
+            raise ValueError(
+                "FedBuff does not go with incomplete='scale': it weighs the updates of a cohort; use "
+                "'average' or 'drop'"
+            )
+
+    @property
+    def method_name(self) -> str:
+        """The name that clients check: of the method that has the terms which clients run."""
+        kinds = tuple(type(t).__name__ for t in self.term.terms if not t.server_only)
+        rows = [m.name for m in METHODS.values() if m.terms == kinds]
+        return rows[0] if len(rows) == 1 else super().method_name
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        plan = next(t for t in self.term.terms if isinstance(t, Buffer))
+        at_a_time = plan.max_concurrency or "a cohort"
+        log(INFO, "FedBuff: a step after %d updates, %s at a time", plan.buffer, at_a_time)
+
+    def network_of(self, grid: Grid) -> Network:
+        """Return a network for asynchronous rounds."""
+        self._check_settings()  # they may have changed
+        return super().network_of(grid) or GridNetwork(grid, self._timeout)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Raise TypeError: a step of the server has no messages that are sent at once."""
+        raise TypeError("FedBuff sends messages as clients become free: use its own start")
+
+
+class FedBuffClient(FedAvgClient):
+    """The client of :class:`FedBuff` without terms: FedAvg's."""

@@ -1,0 +1,333 @@
+"""FedBuff: the oracle's steps on any clock; what fails, lies or is interrupted changes nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+
+import flwr_regs as fr
+from flwr_regs import FedBuff, InProcessGrid, TooFewReplies
+from flwr_regs.testing.problem import app_of, start_weights
+from flwr_regs.wire.records import from_record
+from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.flower.clients.test_plain_clients import plain_app
+from tests.oracles.server_step.fedbuff import fedbuff
+
+CLIENTS = 5
+CONFIG = {"lr": 0.2, "local-epochs": 1}
+
+
+def uneven(pid: int, turn: int) -> float:
+    return [1.0, 2.5, 0.7, 1.9, 3.3][pid] + 0.01 * (turn % 3)
+
+
+def in_pairs(pid: int, turn: int) -> float:
+    return 1.0 + pid % 2
+
+
+def grid_of(
+    client: Any = fr.FedAvgClient, kind: Any = InProcessGrid, model: Any = make_model
+) -> Any:
+    return kind(app_of(client, make_clients(CLIENTS), model), CLIENTS)
+
+
+def train(
+    strategy: fr.RegStrategy,
+    grid: Any = None,
+    rounds: int = 6,
+    model: Any = make_model,
+    **more: Any,
+) -> dict[str, np.ndarray]:
+    given: dict[str, Any] = {"num_rounds": rounds, "train_config": ConfigRecord(CONFIG), **more}
+    arrays = ArrayRecord(model().state_dict())
+    return from_record(strategy.start(grid or grid_of(), arrays, **given).arrays)
+
+
+def told(strategy: fr.RegStrategy, key: str) -> list[Any]:
+    return [entry[key] for entry in strategy.history]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "working", "seconds"),
+    [
+        pytest.param(2, 3, uneven, id="stale"),
+        pytest.param(6, 2, uneven, id="a-client-twice-in-a-buffer"),
+        pytest.param(4, 5, lambda k, turn: 2.0, id="at-one-instant"),
+        pytest.param(3, 4, in_pairs, id="some-at-one-instant"),
+        pytest.param(3, 1, uneven, id="one-at-a-time"),
+    ],
+)
+def test_it_equals_the_oracle_on_any_clock(buffer: int, working: int, seconds: Any) -> None:
+    strategy = FedBuff(buffer, working, 0.5, seconds, seed=3, lr_schedule=lambda t: 1 / t)
+    got = train(strategy)
+    staleness: list[list[int]] = []
+    order = [pid for began in told(strategy, "began") for pid in began]
+    models = fedbuff(
+        *(start_weights(), to_numpy(make_clients(CLIENTS)), 6, lambda t: 0.2 / t),
+        buffer=buffer,
+        working=working,
+        seconds=seconds,
+        order=order,
+        server_lr=0.5,
+        staleness=staleness,
+    )
+    close(got, models[-1], 1e-12)
+    assert told(strategy, "staleness") == staleness
+    assert max(map(max, staleness)) > 0 or working == 1
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "num-examples"])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_a_buffer_of_one_cohort_and_equal_durations_are_fedavg_to_the_bit(
+    weighting: str, share: float
+) -> None:
+    settings: dict[str, Any] = {"weighting": weighting, "fraction_train": share, "seed": 5}
+    x, y = torch.randn(CLIENTS, 23, 4), torch.randint(0, 3, (CLIENTS, 23))
+    data = [(x[k, : 9 + 3 * k], y[k, : 9 + 3 * k]) for k in range(CLIENTS)]
+
+    def trained(strategy: fr.RegStrategy) -> dict[str, np.ndarray]:
+        model = make_model(torch.float32)
+        clients = fr.Clients(model, data, data, batch_size=4)  # which shuffle
+        arrays = ArrayRecord(model.state_dict())
+        result = strategy.start(
+            InProcessGrid(clients), arrays, 3, train_config=ConfigRecord(CONFIG)
+        )
+        return from_record(result.arrays)
+
+    buffered = FedBuff(int(CLIENTS * share), seconds=1.0, **settings)
+    close(trained(buffered), trained(fr.FedAvg(**settings)), 0.0)
+    assert told(buffered, "clock") == [1.0, 2.0, 3.0]
+
+
+def test_a_seed_is_a_run_and_a_stack_gives_the_same_up_to_rounding() -> None:
+    model, data = make_model(), [torch.utils.data.TensorDataset(*zip_of(b)) for b in make_clients()]
+
+    def trained(seed: int, kind: Any = InProcessGrid) -> dict[str, np.ndarray]:
+        grid = kind(fr.Clients(model, data, data, batch_size=5))
+        strategy = FedBuff(3, seed=seed, terms=[fr.FirstOrder(0.1)], keep_best="accuracy")
+        got = train(strategy, grid)
+        assert strategy.method_name == "FedFOR"
+        assert {0, 1, 2, 3} == {p for e in told(strategy, "evaluate") for p in e["clients"]}
+        return got
+
+    first = trained(1)
+    close(trained(1), first, 0.0)
+    close(trained(1, fr.StackedGrid), first, 1e-9)
+    assert any(np.any(a != first[n]) for n, a in trained(2).items())
+
+
+def zip_of(batches: Any) -> Any:
+    return (torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+class Stop(BaseException):
+    """The run ends here."""
+
+
+def norm_model() -> Any:
+    return make_model(batch_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("terms", "client", "model"),
+    [([], fr.FedAvgClient, make_model), ([fr.LocalBatchNorm()], fr.FedBNClient, norm_model)],
+    ids=["FedAvg", "FedBN"],
+)
+def test_a_resumed_run_goes_on_with_the_clients_that_were_at_work(
+    terms: Any, client: Any, model: Any, tmp_path: Path
+) -> None:
+    def build(**more: Any) -> FedBuff:
+        settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "seed": 2, **more}
+        return FedBuff(2, 4, seconds=uneven, terms=terms, **settings)
+
+    whole = build(checkpoint_dir=None)
+    expected = train(whole, grid_of(client, model=model), model=model)
+
+    def stop(entry: dict[str, Any]) -> None:
+        if entry["round"] == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(build(on_round=stop), grid_of(client, model=model), model=model)
+    resumed = build()
+    got = train(resumed, grid_of(client, model=model), model=model, resume_from=tmp_path)
+    close(got, expected, 0.0)
+    for key in ("began", "arrived", "staleness", "at_work", "clock", "evaluate_metrics"):
+        assert told(resumed, key) == told(whole, key)
+
+
+# Clients that fail
+
+
+def failing(*pids: int, how: Callable[[Any], Any]) -> Any:
+    """FedAvg's clients, of which some return what `how` makes of their reply, or raise what it raises."""
+
+    def make(model: Any, train_data: Any, eval_data: Any, **settings: Any) -> Any:
+        client = fr.FedAvgClient(model, train_data, eval_data, **settings)
+        pid = len(train_data) - 2  # client k has 2 + k batches
+        fit = client.fit
+        if pid in pids:
+            client.fit = lambda *a: how(fit(*a))  # type: ignore[method-assign]
+        return client
+
+    return make
+
+
+def crash(reply: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def not_finite(reply: Any) -> Any:
+    return [np.full_like(a, np.nan) for a in reply[0]], *reply[1:]
+
+
+class Liars(InProcessGrid):
+    """Clients 0 and 2 say that they began from the newest model, whatever they were given."""
+
+    newest = 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in (replies := list(super().pull_messages(message_ids))):
+            config: Any = reply.content.config_records.get("config", {})
+            if "server-round" in config:
+                self.newest = max(self.newest, int(config["server-round"]))
+                if reply.metadata.src_node_id in (1000, 1002):
+                    config["server-round"] = self.newest + 1
+        return replies
+
+
+@pytest.mark.parametrize(
+    ("grid", "why"),
+    [
+        (lambda: grid_of(failing(0, 2, how=crash)), "out of memory"),
+        (lambda: grid_of(failing(0, 2, how=not_finite)), "finite"),
+        (lambda: grid_of(kind=Liars), "belongs to round"),
+    ],
+    ids=["crash", "not-finite", "another-version"],
+)
+def test_who_fails_is_named_and_fills_no_place_of_the_buffer(grid: Any, why: str) -> None:
+    strategy = FedBuff(3, seconds=uneven, seed=1, fraction_evaluate=0.0)
+    train(strategy, grid())
+    for entry in strategy.history:
+        assert len(entry["arrived"]) == 3
+        assert not {0, 2} & set(entry["arrived"])
+        assert all(why in said for said in entry["failures"].values())
+    assert {p for entry in strategy.history for p in entry["failures"]} == {0, 2}
+
+
+def test_if_nobody_is_left_the_round_fails_and_the_model_stays() -> None:
+    strategy = FedBuff(3, seed=1, retries=1)
+    with pytest.raises(TooFewReplies, match="0 usable replies for a buffer of 3, and no client is"):
+        train(strategy, grid_of(failing(*range(CLIENTS), how=crash)))
+    assert len(strategy.history[-1]["attempts"]) == 1
+    close(from_record(strategy.arrays), start_weights(), 0.0)
+
+
+class Slowly(InProcessGrid):
+    """As nodes elsewhere: a reply comes at the second look, client 3's never; 4's message is not sent."""
+
+    replies_at_once = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.looks: dict[str, int] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent = list(messages)
+        training = [m.metadata.message_type == "train" for m in sent]
+        nodes = [m.metadata.dst_node_id for m in sent]
+        ids = super().push_messages(sent)
+        lost = [node == 1004 and trains for node, trains in zip(nodes, training, strict=True)]
+        return [None if gone else i for i, gone in zip(ids, lost, strict=True)]  # type: ignore[misc]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        ready = []
+        for i in message_ids:
+            self.looks[i] = self.looks.get(i, 0) + 1
+            reply = self._replies[i]
+            trains = reply.metadata.message_type == "train"
+            if self.looks[i] > 1 and not (trains and reply.metadata.src_node_id == 1003):
+                ready.append(i)
+        return super().pull_messages(ready)
+
+
+def test_elsewhere_clients_take_their_own_time_and_only_idle_ones_evaluate() -> None:
+    strategy = FedBuff(2, 4, seed=1, deadline=0.4)
+    train(strategy, grid_of(kind=Slowly), rounds=12)
+    failures = {p: why for entry in strategy.history for p, why in entry["failures"].items()}
+    assert "no reply" in failures.pop(4)
+    assert "within the deadline of 0.4 s" in failures.pop(3)
+    assert not failures
+    assert max(max(staleness) for staleness in told(strategy, "staleness")) > 0
+    for entry in strategy.history:
+        assert "clock" not in entry
+        assert not set(entry["at_work"]) & set(entry["evaluate"]["clients"])
+
+
+def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
+    """Client 0's update is enormous: the median bounds it."""
+    strategy = FedBuff(4, 4, seed=1, seconds=1.0, aggregator=fr.CoordinateMedian())
+    train(strategy, InProcessGrid(plain_app(), 4), rounds=2)
+    strategy = FedBuff(4, 4, seed=1, seconds=1.0, aggregator=fr.CoordinateMedian())
+    huge = failing(0, how=lambda reply: ([a + 1e3 for a in reply[0]], *reply[1:]))
+    got = train(strategy, grid_of(huge), rounds=2)
+    assert max(np.abs(a).max() for a in got.values()) < 10
+    assert strategy.history[0]["replies"] == strategy.history[0]["cohort"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"terms": fr.SCAFFOLD().term.terms},
+            "'scaffold' (of SCAFFOLD, FedGAMMA, FedLESAMS) adds up",
+        ),
+        ({"terms": fr.FedDyn(0.1).term.terms}, "'feddyn'"),
+        ({"terms": fr.FedNova().term.terms}, "weighs the updates of one cohort"),
+        ({"terms": fr.RFedAvgPlus(0.1).term.terms}, "asks a cohort before it trains"),
+        ({"terms": [fr.SparseTernary(0.1)]}, "codes updates"),
+        ({"terms": fr.MOON(1.0).term.terms}, "in `finish`"),
+        ({"privacy": fr.CentralDP(1.0, 1.0)}, "a cohort that was drawn at random"),
+        ({"cohorts": "class-covering"}, "cohorts='class-covering'"),
+        ({"downlink": "delta"}, "models of many rounds"),
+        ({"incomplete": "scale"}, "use 'average' or 'drop'"),
+        ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
+        ({"server_lr": -1.0}, "FedBuff: server_lr must be a positive number"),
+        (
+            {"seconds": "normal"},
+            "one of half-normal, exponential, uniform, a number, or a function",
+        ),
+    ],
+)
+def test_what_assumes_a_cohort_is_refused_by_name(settings: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        FedBuff(**settings)
+
+
+def test_it_needs_its_own_start_and_durations_that_end() -> None:
+    strategy = FedBuff(2, seed=1)
+    with pytest.raises(TypeError, match="use its own start"):
+        strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid_of())
+    with pytest.raises(ValueError, match=r"seconds\(\d, 0\) must be a positive number, not nan"):
+        train(FedBuff(2, seconds=lambda pid, turn: float("nan"), seed=1))
+
+
+def test_the_share_of_clients_that_evaluate_and_the_servers_own_test() -> None:
+    strategy = FedBuff(2, seed=1, fraction_evaluate=0.4)
+
+    def test(number: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"round": number})
+
+    train(strategy, evaluate_fn=test)
+    assert told(strategy, "server_metrics") == [{"round": t} for t in range(1, 7)]
+    assert {len(e["clients"]) for e in told(strategy, "evaluate")} == {2}
