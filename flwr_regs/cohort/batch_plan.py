@@ -23,7 +23,15 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
+from flwr_regs.client.train.batches import (
+    Pairs,
+    batch_size,
+    count_examples,
+    cycle,
+    mapped,
+    tensors,
+    to_device,
+)
 
 GATHERED = 2**28
 """Bytes of a round's examples that are put together for a stack."""
@@ -177,6 +185,11 @@ class Plan:
     def trained(self) -> int:
         """The number of examples of all steps."""
         return sum(map(self.size, range(len(self)))) if self.order is None else sum(self.sizes)
+
+    @property
+    def examples(self) -> int:
+        """``n_k``, the size of the client's data set."""
+        return count_examples(self.data) if self.order is None else self.order.examples
 
     @property
     def nbytes(self) -> int:
