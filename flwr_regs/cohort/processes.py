@@ -25,7 +25,8 @@ import torch
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
-from flwr_regs.cohort.stack_groups import Asked, Served, Settings
+from flwr_regs.cohort.member_view import Asked
+from flwr_regs.cohort.stack_groups import Served, Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
 
