@@ -7,7 +7,6 @@ The NumPyClient (flower/client.py), a user's own training loop (flower/client_ro
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -372,28 +371,17 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     """Seed torch for one client and round; leave the process's own random state as it was.
 
     All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
-    alone. Data that draws from numpy or `random` must seed these itself. An accelerator is seeded if the
-    client is on it, or if this process has used it before.
+    alone. Data that draws from numpy or `random` must seed these itself, and so must what draws on another
+    device than the client's.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type != "cpu" or _accelerated():
-            torch.manual_seed(seed)
-        else:  # the same, without a traceback that torch formats for each kind of accelerator
+        if (
+            device.type == "cpu"
+        ):  # torch formats a traceback for each kind of accelerator that it has yet to seed
             torch.default_generator.manual_seed(int(seed))
+        else:
+            torch.manual_seed(seed)
         yield
-
-
-def _accelerated() -> bool:
-    """Whether this process has an accelerator in use, which may draw from generators of its own."""
-    if (found := _accelerator()) is None:
-        return False
-    started = getattr(torch.get_device_module(found), "is_initialized", None)
-    return started is None or bool(started())
-
-
-@functools.cache
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
