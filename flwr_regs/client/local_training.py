@@ -250,15 +250,10 @@ class LocalTraining:
             raise RuntimeError(
                 "the method perturbs the model before the forward pass: use batches()"
             )
-        loss = self._objective(base, inputs, targets, self._task.logits(output))
-        return self._watched(loss)
+        return self._objective(base, inputs, targets, self._task.logits(output))
 
     def objective(self, inputs: Any, targets: Any) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
-        return self._watched(self.unwatched_objective(inputs, targets))
-
-    def unwatched_objective(self, inputs: Any, targets: Any) -> Tensor:
-        """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
         self._perturb()  # again, if an optimiser calls its closure more than once
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = None
@@ -278,13 +273,8 @@ class LocalTraining:
         if by_class and (wrong := remedies.wrong_label(output, targets)):
             raise ValueError(wrong)
 
-    def _watched(self, loss: Tensor) -> Tensor:
-        """Return the loss; `correct` then demands that backward goes through it."""
-        self._went_back = False
-        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
-        return loss
-
     def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+        """Return the step's loss; `correct` then demands that backward goes through it."""
         size = data.batch_size(targets)
         if not self._processed and not remedies.are_finite(data.tensors([inputs, targets])):
             raise ValueError(remedies.not_finite(self._data))
@@ -301,11 +291,12 @@ class LocalTraining:
             self._in_loss = True
             loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
             self._in_loss = False
-        self._went_back = True
         if not loss.requires_grad:
             raise RuntimeError(
                 "the loss depends on no parameter that is trained: nothing can be learnt"
             )
+        self._went_back = False
+        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
         return loss
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
@@ -452,7 +443,7 @@ def local_round(
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
-        loss = training.unwatched_objective(*batch)
+        loss = training.objective(*batch)
         torch.autograd.backward(loss)
         training.correct()
         return loss

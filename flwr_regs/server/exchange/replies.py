@@ -126,8 +126,8 @@ class Reader:
         for t in self.options.term.terms:
             if isinstance(t, Folds) and t.name in uploads:  # copied again when it is folded
                 uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
-        coded = None if coded is None else held(update, coded)
-        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, coded)
+        again = None if coded is None else held(update, coded)
+        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
