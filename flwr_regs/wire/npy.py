@@ -32,7 +32,6 @@ LONGEST_HEADER = 1024
 MOST_DIMENSIONS = 32
 SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
 """Kind of number -> the bytes that one may have."""
-PLAIN = {np.dtype(f"<{kind}{width}") for kind, widths in SIZES.items() for width in widths}
 _LENGTHS = {b"\x01\x00": struct.Struct("<H"), b"\x02\x00": struct.Struct("<I")}
 _LENGTHS[b"\x03\x00"] = _LENGTHS[b"\x02\x00"]
 """Version -> the form of a header's length."""
@@ -119,11 +118,6 @@ def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     if span > sys.maxsize:
         raise Unreadable(f"its shape {shape} of {dtype} is beyond what an array can have")
     return needed
-
-
-def is_plain(array: np.ndarray) -> bool:
-    """Whether an array's numbers can travel as they lie in memory, in C's order."""
-    return array.dtype in PLAIN and array.flags.c_contiguous and array.ndim <= MOST_DIMENSIONS
 
 
 def write_array(array: np.ndarray) -> bytes:

@@ -20,8 +20,8 @@ from flwr_regs.wire.records import (
     from_record,
     labelled,
     parcel_of,
+    to_array,
     views_of,
-    written,
 )
 from tests.server.exchange.damage import NOT_ARRAYS, npy
 
@@ -102,8 +102,8 @@ GOOD = [
 def test_an_array_is_labelled_as_its_bytes_are_and_a_sealed_one_is_not_copied(
     array: np.ndarray,
 ) -> None:
-    ours, read = labelled("w", array), labelled("w", written(array))
-    assert vars(ours) == vars(read)
+    ours = labelled("w", to_array(array).data)
+    assert (ours.dtype, tuple(ours.shape)) == (str(array.dtype), array.shape)
     np.testing.assert_array_equal(views_of({"w": ours})["w"], array)
     data = write_array(array)
     view = read_array(data)

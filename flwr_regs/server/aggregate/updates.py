@@ -1,7 +1,7 @@
 """The clients' updates, ``v_k − w_t`` in float64, read from views of what the clients sent.
 
 They are read in pieces, so that no array of a model's size is made beside the result. What came in half
-precision is widened piece by piece too, and an update that came in a method's code is decoded for one
+precision is widened piece by piece too, and an update that came in a method's code is made whole for one
 client at a time.
 """
 
@@ -102,7 +102,7 @@ def mean_delta(
     coded = any(r.coded is not None for r in replies.values())
     wide = np.dtype(np.float64)
     totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
-    # a coded update is decoded here, and forgotten before the next
+    # a coded update is made whole here, and forgotten before the next
     groups = ({pid: reply.open} for pid, reply in replies.items()) if coded else iter([replies])
     for group in groups:
         for name, w in base.items():

@@ -17,7 +17,7 @@ from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.reply import Reply, held
 from flwr_regs.server.round import UNDECIDED, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -126,8 +126,8 @@ class Reader:
         for t in self.options.term.terms:
             if isinstance(t, Folds) and t.name in uploads:  # copied again when it is folded
                 uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
-        # a coded update is decoded again when it is summed: all of them together are many models
-        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, coded)
+        again = None if coded is None else held(update, coded)
+        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
