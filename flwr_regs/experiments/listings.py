@@ -30,7 +30,11 @@ def _meanings(what: str) -> Mapping[str, str]:
     if what == "metrics":
         return {name: metric.meaning for name, metric in METRICS.items()}
     if what == "settings":
-        return settings.meanings()
+        defaults = {name: settings.shown(value) for name, value in settings.DEFAULTS.items()}
+        return {
+            name: of.meaning + (f" [{defaults[name]}]" if defaults[name] else "")
+            for name, of in settings.SETTINGS.items()
+        }
     return dict(settings.SETTINGS[what[:-1]].choices)  # type: ignore[arg-type]  # name -> meaning
 
 

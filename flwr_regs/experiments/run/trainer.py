@@ -95,7 +95,7 @@ class Trainer:
 
     def _at(self, server_round: int, phase: str = "train") -> str:
         """Say what the clients do in a round; nothing behind the last one."""
-        rounds = self.run.settings.rounds
+        rounds: int = self.run.settings.rounds
         return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
     def train(self, grid: Grid, on_round: OnRound, clock: Callable[[], float] | None) -> RunRecord:
