@@ -60,6 +60,11 @@ class Run:
         """The seed of all that is drawn."""
         return int(self.settings.seed)
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names it among the runs of a panel."""
+        return self.label, self.seed
+
     def meets(self, needs: str) -> bool:
         """Return whether a setting's `needs` are met: see settings.toml."""
         for owner, equals, values in (need.partition("=") for need in needs.split(" or ")):

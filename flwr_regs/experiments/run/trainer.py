@@ -173,8 +173,8 @@ class Trainer:
             return None
         with suppress(CheckpointError):
             checkpoint = latest(checkpoints)
-            test = [point for record in recorded([self.run], self.folder) for point in record.test]
-            points = [point for point in test if point["round"] <= checkpoint.round]
+            (record,) = recorded([self.run], self.folder).values() or [self.record]
+            points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
                 return checkpoint.path
