@@ -18,8 +18,8 @@ import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.folders import locked, write
+from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, provenance
-from flwr_regs.experiments.report.rows import last
 from flwr_regs.experiments.report.run_records import (
     RunRecord,
     file_name,
@@ -29,9 +29,9 @@ from flwr_regs.experiments.report.run_records import (
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
-    PLACES,
     experiment_of,
     first_run,
     numbers,

@@ -52,6 +52,8 @@ SETTINGS = {
 """Setting -> its declaration."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
+PLACES = ("out", "code-dir", "data-dir")
+"""Those that are folders of a machine."""
 FIELD_KEYS = {"num-server-rounds": "rounds", "learning-rate": "lr"}
 """The usual names of other Flower apps -> ours; with the value 0, ours counts."""
 

@@ -14,15 +14,13 @@ from flwr_regs.experiments.calls import literal, parse_methods, text_of, values,
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.settings import Settings, read
+from flwr_regs.experiments.settings import PLACES, Settings, read
 from flwr_regs.experiments.signatures import with_argument
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
 SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
 """Command -> its seeds, where neither the words nor a card say otherwise."""
-PLACES = ("out", "code-dir", "data-dir")
-"""Settings that are folders of a machine."""
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 

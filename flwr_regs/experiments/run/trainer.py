@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
 from flwr_regs.experiments.report.folders import CannotWrite, writing
-from flwr_regs.experiments.report.rows import on_clients
+from flwr_regs.experiments.report.metrics import on_clients
 from flwr_regs.experiments.report.run_records import (
     Recorder,
     RunRecord,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from flwr_regs.experiments.experiment import Experiment, Panel, trial_label
-from flwr_regs.experiments.report.rows import last
+from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.space import Point, shown
 
