@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,17 +15,18 @@ from torch.nn.functional import cross_entropy
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.cohort.member_view import owner
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.stacked_grid import StackedGrid
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem, spies
+from flwr_regs.testing.law import law
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, make_model, train
 
 
+@law("hooks are pure: they change no argument, return no view, and remember nothing")
 def pure(method: Method) -> None:
     """Every call of every hook in a run with partial participation and step budgets."""
     faults: list[str] = []
@@ -70,6 +70,10 @@ def flat(slots: Slot) -> dict[str, Any]:
     return {f"{t}.{key}": a for t, slot in slots.items() for key, a in slot.items()}
 
 
+@law(
+    "every runner gives the same: the plain loop and a user's own loop as the NumPyClient",
+    {"plain loop": {"loop": "plain"}, "own loop": {"loop": "own"}},
+)
 def runners(method: Method, loop: str) -> None:
     """To the bit. The plain loop runs the recorded rounds last first, so that nothing can be left over."""
     if loop == "plain":
@@ -128,6 +132,10 @@ class Remember(Term):
         return sent, {n: 2 * m for n, m in memory.items()}, memory
 
 
+@law(
+    "a cohort stacked under torch.func.vmap equals the loop",
+    {"alone": {"remembering": False}, "with client state": {"remembering": True}},
+)
 def stacked(method: Method, remembering: bool) -> None:
     """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
     if remembering:
@@ -150,6 +158,10 @@ def stacked(method: Method, remembering: bool) -> None:
     by_round(actual, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
 
 
+@law(
+    "a reply that is not used leaves no trace",
+    {"model": {"what": "model"}, "slots": {"what": "slots"}},
+)
 def unused(method: Method, what: str) -> None:
     """A client that is dropped as incomplete in a round goes on as if it had taken no step.
 
@@ -224,6 +236,10 @@ class Witness(Term):
         }, delta
 
 
+@law(
+    "an incomplete client counts what was done, not what was planned",
+    {"what it sends": {"where": "client"}, "what is seen": {"where": "server"}},
+)
 def incomplete(method: Method, where: str) -> None:
     """A client that stops after s_k of its E steps sends what one that was asked for s_k steps sends.
 
@@ -250,45 +266,3 @@ def incomplete(method: Method, where: str) -> None:
         0.0,
         "by client, [[s_k, E] in `finish`, [s_k, E] on the server]",
     )
-
-
-def slices(method: Method) -> None:
-    """Both halves of all parameters, and of one without the others; slots are cut like the parameters."""
-    terms = [t for t in method.terms if t.elementwise]
-    if not terms:
-        raise Skipped("no term says that it is elementwise")
-    faults: list[str] = []
-
-    def spy(term: Term, hook: str, original: Any, args: tuple[Any, ...]) -> Any:
-        out = original(term, *args)
-        grads, params, ctx = args
-        for half, names in product((0, 1), (list(grads), list(grads)[-1:])):
-
-            def cut(arrays: Arrays, half: int = half, names: list[str] = names) -> Arrays:
-                owners = {key: owner(key, a, grads) for key, a in arrays.items()}
-                return {
-                    key: a if owners[key] is None else _half(a, half)
-                    for key, a in arrays.items()
-                    if owners[key] is None or owners[key] in names
-                }
-
-            part = replace(
-                ctx, start=cut(ctx.start), broadcast=cut(ctx.broadcast), client=cut(ctx.client)
-            )
-            try:
-                agree(original(term, cut(grads), cut(params), part), cut(out), 0.0, "`correct`")
-            except Exception as error:  # whatever the term raises on a slice
-                faults.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
-        return out
-
-    with spies.spied(terms, ["correct"], spy):
-        train(method.build(seed=3, fraction_evaluate=0.0), method.make_client, rounds=3)
-    if faults:
-        raise LawBroken(faults[0])
-
-
-def _half(array: Any, half: int) -> Any:
-    """Return half of the entries, in one axis."""
-    row = array.reshape(-1)
-    middle = len(row) // 2
-    return row[middle:] if half else row[:middle]

@@ -197,6 +197,7 @@ WRONG = [
     ("runners", "plain loop", method(Hidden), "in the plain loop, the model"),
     ("runners", "own loop", method(Hidden), "after round"),
     ("stacked", "alone", method(Branches), "it does not run: .*data-dependent control flow"),
+    ("stacked", "alone", method(Normed), "it does not run: .*differs by"),
     ("state", "", method(Hidden), "after round 1"),
     ("repeated", "", method(Hidden), "after round 1"),
     ("downlinks", "", method(Doubled), "after round 2"),
@@ -206,7 +207,6 @@ WRONG = [
     ("identity", "last", method(strategy=of(Anchor, LosesTheLast)), "after round 1"),
     ("fixed-point", "", method(Idle, fixed_point=lambda *_: 0.0), "'v'.* is .*, expected 0 "),
     ("incomplete", "what it sends", method(Planned), "client 0, after 4 of 4|after 5 of 6 steps"),
-    ("slices", "", method(Normed), "'anchor', on half 1 of .*: `correct`"),
 ]
 
 

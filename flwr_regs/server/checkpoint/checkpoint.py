@@ -6,9 +6,9 @@
 | ``state``    | what the server keeps between rounds, as values.py writes it |
 | ``history``  | the history, a line for each round                           |
 
-and, under names of their own, the arrays and bytes of the state. A file is written beside its place, synced,
-and then moved there: a crash leaves the checkpoints that were there. The last two are kept. A lock keeps a
-second run out.
+and, under names of their own, the arrays and bytes of the state. A file is written beside its place,
+synced, and then moved there: a crash leaves the checkpoints that were there. The last two are kept. A lock
+keeps a second run out.
 """
 
 from __future__ import annotations
