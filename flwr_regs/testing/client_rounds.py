@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -19,7 +17,7 @@ from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.stacked_grid import StackedGrid
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Slot
 from flwr_regs.testing import problem, spies
 from flwr_regs.testing.law import law
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
@@ -112,35 +110,9 @@ def own_loop(method: Method) -> ClientApp:
     return app
 
 
-@dataclass(frozen=True)
-class Remember(Term):
-    """A term with client state and an upload, to show that a runner carries both."""
-
-    name: ClassVar[str] = "remember"
-    keeps_delta: ClassVar[bool] = True
-    rate: float
-
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        return base + self.rate * sum((p**2).sum() for p in params.values())
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        memory = {
-            n: (ctx.client[n] if n in ctx.client else torch.zeros_like(d)) + d / ctx.num_steps
-            for n, d in delta.items()
-        }
-        sent = {n: d + self.rate * memory[n] for n, d in delta.items()}
-        return sent, {n: 2 * m for n, m in memory.items()}, memory
-
-
-@law(
-    "a cohort stacked under torch.func.vmap equals the loop",
-    {"alone": {"remembering": False}, "with client state": {"remembering": True}},
-)
-def stacked(method: Method, remembering: bool) -> None:
+@law("a cohort stacked under torch.func.vmap equals the loop")
+def stacked(method: Method) -> None:
     """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
-    if remembering:
-        strategy, client = method.beside(Remember(0.1), seed=3)
-        method = replace(method, strategy=strategy, client=client, settings={})
     if method.build().term.coder("release") is not None:
         raise Skipped("the model travels in a code")
     calls, expected = looped(method)
@@ -149,13 +121,9 @@ def stacked(method: Method, remembering: bool) -> None:
     actual = train(method.build(seed=3), method.make_client, grid=grid)
     if grid.fallbacks:
         raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
-    kept = [
-        a
-        for c in calls
-        for slots in (c.result.upload, c.result.client)
-        for a in flat(slots).values()
-    ]
-    by_round(actual, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
+    slots = [flat(s) for call in calls for s in (call.result.upload, call.result.client)]
+    half = any(a.dtype == torch.float32 for slot in slots for a in slot.values())
+    by_round(actual, expected, 1e-6 if half else 1e-12)
 
 
 @law(
@@ -217,52 +185,10 @@ def slots_after_unused(method: Method, calls: Sequence[spies.LocalCall]) -> None
         agree(third.settings["client"].get(t.name, {}), expected, 0.0, f"client slot of '{t.name}'")
 
 
-@dataclass(frozen=True)
-class Witness(Term):
-    """Uploads the steps that `finish` sees; the server keeps them, and those that it counts itself."""
-
-    name: ClassVar[str] = "witness"
-    keeps_delta: ClassVar[bool] = True
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        return delta, {"steps": torch.tensor([ctx.num_steps, ctx.planned_steps])}, {}
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        return {
-            str(pid): np.array([upload["steps"], [r.num_steps, r.planned_steps]])
-            for (pid, upload), r in zip(uploads.items(), ctx.replies.values(), strict=True)
-        }, delta
-
-
-@law(
-    "an incomplete client counts what was done, not what was planned",
-    {"what it sends": {"where": "client"}, "what is seen": {"where": "server"}},
-)
-def incomplete(method: Method, where: str) -> None:
-    """A client that stops after s_k of its E steps sends what one that was asked for s_k steps sends.
-
-    And a term beside the method sees the s_k of every client.
-    """
-    budget = 5
-    if where == "client":
-        for call in looped(method, rounds=3, step_budget=budget)[0]:
-            asked = {"epochs": None, "steps": call.result.num_steps, "max_steps": None}
-            same_result(
-                call.result,
-                again(call, **asked),
-                f"client {call.client}, after {call.result.num_steps} of "
-                f"{call.result.planned_steps} steps",
-            )
-        return
-    strategy, client = method.beside(Witness(), seed=3, incomplete="average")
-    train(strategy, client, rounds=2, step_budget=budget)
-    planned = [2 * len(c) for c in make_clients()]
-    expected = {str(k): np.array([[min(n, budget), n]] * 2) for k, n in enumerate(planned)}
-    agree(
-        strategy.training.model.server["witness"],
-        expected,
-        0.0,
-        "by client, [[s_k, E] in `finish`, [s_k, E] on the server]",
-    )
+@law("an incomplete client counts what was done, not what was planned")
+def incomplete(method: Method) -> None:
+    """A client that stops after s_k of its E steps sends what one that was asked for s_k steps sends."""
+    for call in looped(method, rounds=3, step_budget=5)[0]:
+        done = call.result.num_steps
+        where = f"client {call.client}, after {done} of {call.result.planned_steps} steps"
+        same_result(call.result, again(call, epochs=None, steps=done, max_steps=None), where)
