@@ -80,7 +80,7 @@ class Order:
                 return id(self), 0
             firsts.add(t.storage_offset() // width)
             places.append((t.untyped_storage().data_ptr(), t.stride()))
-        return (tuple(places), firsts.pop()) if len(firsts) == 1 else (id(self), 0)
+        return (tuple(places), int(firsts.pop())) if len(firsts) == 1 else (id(self), 0)
 
     def draw(self, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
         """Return the rows of the next steps, and the steps' sizes, drawn as a loader draws them."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
@@ -162,8 +163,6 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
     given: dict[str, Any] = {
         "lr": shared.lr,
-        "device": shared.device,
-        "classifier": shared.classifier,
         "client": _in(precision, _plain(c.client)),
         "client_id": c.client_id,
         "config": shared.config,
@@ -175,7 +174,8 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
             entries[name].copy_(value)
         model.to(precision)
         if group.recipe.probes:
-            upload, kept = first_exchange(model, shared.term, data, task, **given)
+            measures = Measures(model, data, task, shared.device, shared.classifier)
+            upload, kept = first_exchange(measures, shared.term, **given)
             return Outcome({}, {}, _flat(upload, kept))
         result = local_round(
             model,
@@ -185,6 +185,8 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
             epochs=config.get("local-epochs"),
             steps=config.get("local-steps"),
             max_steps=client.step_budget,
+            device=shared.device,
+            classifier=shared.classifier,
             broadcast=_in(precision, joined(shared.broadcast, c.broadcast)),
             **vars(task),
             **given,
