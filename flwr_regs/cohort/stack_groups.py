@@ -41,6 +41,8 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import narrow
+from flwr_regs.wire.rows import Row
+from flwr_regs.wire.rows import Stack as Table
 
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
@@ -252,7 +254,15 @@ class Group:
 
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
-        uploads = _rows(result.upload, len(self.members))
+        tables = (
+            {}
+            if isinstance(result.upload, list)
+            else {
+                f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
+                for t, slot in result.upload.items()
+                if slot
+            }
+        )
         slots = _rows(result.client, len(self.members))
         state = {} if self.recipe.probes else self._state(result)
         private = {n: state.pop(n) for n in self.layout.private if state}
@@ -267,17 +277,20 @@ class Group:
             given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
         else:
             given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
+        table = Table(given)
         served: dict[int, Served] = {}
         for row, c in enumerate(self.members):
-            records: dict[str, Any] = {
-                f"{t}.upload": {k: to_numpy(a) for k, a in slot.items()}
-                for t, slot in uploads[row].items()
-                if slot
-            }
+            records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
+            if isinstance(result.upload, list):
+                records = {
+                    f"{t}.upload": {k: to_numpy(a) for k, a in slot.items()}
+                    for t, slot in result.upload[row].items()
+                    if slot
+                }
             config: dict[str, Any] = dict(base)
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
             if not self.recipe.probes:
-                arrays = {n: a[row, ...] for n, a in given.items()}
+                arrays: Mapping[str, np.ndarray] = Row(table, row)
                 if coder is not None and code is not None:
                     update = {n: d[row, ...] for n, d in code.items()}
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]

@@ -12,15 +12,13 @@ import safetensors.numpy
 
 from flwr_regs.wire.keys import NOT_TRAINED_KEY
 from flwr_regs.wire.pieces import pieces
+from flwr_regs.wire.rows import LARGEST_SUMMED, Row
 from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
-_SUMMED = 1e18
-"""Squares up to that of this number, and sums of some of them, are finite in float32."""
-
 
 OTHER_FROZEN = (
     "this client holds other frozen parameters than the others: build its model from the same pretrained "
@@ -154,6 +152,8 @@ def check_arrays(
     Arrays are numpy or torch; `arrays` and `expected` must be of the same kind. With `largest`, numpy
     arrays are checked as by :func:`check_finite`, too; constants of `expected` may stay.
     """
+    if isinstance(arrays, Row) and largest and arrays.is_usable(expected, largest):
+        return
     if arrays.keys() != expected.keys():
         raise ProtocolError(
             f"{what}: arrays do not match the model by name: missing "
@@ -183,6 +183,8 @@ def check_finite(
 
     Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
+    if isinstance(arrays, Row) and arrays.stack.small(largest)[arrays.at]:
+        return
     with np.errstate(all="ignore"):
         for name, a in arrays.items():
             if _within(a, largest):
@@ -208,7 +210,7 @@ def _within(a: np.ndarray, largest: float) -> bool:
         return True
     if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
         vector = a.reshape(-1)
-        if np.dot(vector, vector) < min(largest, _SUMMED) ** 2 / 16:
+        if np.dot(vector, vector) < min(largest, LARGEST_SUMMED) ** 2 / 16:
             return True
     if a.dtype.kind == "f":
         low, high = float(a.min()), float(a.max())  # NaN if one is

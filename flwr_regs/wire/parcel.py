@@ -11,6 +11,7 @@ import numpy as np
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.npy import npy_bytes
+from flwr_regs.wire.rows import Row
 from flwr_regs.wire.text import named
 
 
@@ -53,7 +54,8 @@ class Parcel:
         if self.size is not None:
             return self.size
         arrays = sum(
-            r.nbytes if isinstance(r, Record) else Record(r).nbytes for r in self.records.values()
+            r.nbytes if isinstance(r, Record | Row) else Record(r).nbytes
+            for r in self.records.values()
         )
         return arrays + scalar_bytes(self.config) + scalar_bytes(self.metrics or {})
 

@@ -17,6 +17,7 @@ from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.pieces import pieces, square_sum
 from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.rows import Row
 
 WHOLE = slice(None)
 TOGETHER = 32
@@ -42,19 +43,20 @@ class Moves:
         self._delta = {
             pid: r.delta[name].reshape(-1) for pid, r in replies.items() if name in r.delta
         }
-        self._sent = {
-            pid: _as_sent(r.arrays, name)
-            for pid, r in replies.items()
-            if name in r.arrays and name not in r.delta
-        }
+        sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
+        self._rows = {p: arrays for p, arrays in sent.items() if isinstance(arrays, Row)}
+        self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
     def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
         """Return some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
         base = self._w[part].astype(np.float64)
         rows = np.empty((len(pids), base.size))
+        stacks: dict[int, list[tuple[int, Row]]] = {}
         with np.errstate(invalid="ignore"):  # inf − inf
-            for row, pid in zip(rows, pids, strict=True):
-                if pid in self._delta:
+            for place, (row, pid) in enumerate(zip(rows, pids, strict=True)):
+                if (of_stack := self._rows.get(pid)) is not None:
+                    stacks.setdefault(id(of_stack.stack), []).append((place, of_stack))
+                elif pid in self._delta:
                     row[:] = self._delta[pid][part]
                 elif pid in self._sent:
                     vector, widen = self._sent[pid]
@@ -62,13 +64,17 @@ class Moves:
                     row -= base
                 else:
                     row[:] = 0.0
+            for together in stacks.values():
+                table = together[0][1].stack.table(self.name)
+                places = [place for place, _ in together]
+                rows[places] = table[[row.at for _, row in together], part] - base
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
 
     def came_from(self, pid: int) -> bool:
         """Whether a client sent the array."""
-        return pid in self._sent or pid in self._delta
+        return pid in self._rows or pid in self._sent or pid in self._delta
 
 
 def _as_sent(
@@ -142,8 +148,9 @@ def mean_delta(
                     pids = senders[first : first + TOGETHER]
                     rows = moves.read(pids, part)
                     total += np.einsum("k,kj->j", [weights[p] for p in pids], rows)
-                    for pid, row in zip(pids, rows, strict=True):
-                        lengths[name][pid] += float(np.dot(row, row))
+                    of_each = np.einsum("kj,kj->k", rows, rows).tolist()
+                    for pid, square in zip(pids, of_each, strict=True):
+                        lengths[name][pid] += square
                 totals[name][part] += total
     return {n: in_shape(totals.pop(n), w) for n, w in base.items()}
 

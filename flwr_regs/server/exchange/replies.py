@@ -34,6 +34,7 @@ from flwr_regs.wire.arrays import (
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.rows import Row
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 
@@ -189,7 +190,7 @@ def read_uploads(what: str, parcel: Parcel) -> Slot:
             name = key.removesuffix(".upload")
             uploads[name] = {k: np.array(a) for k, a in record.items()}
             where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
-            check_finite(uploads[name], where, largest=LARGEST)
+            check_finite(record if isinstance(record, Row) else uploads[name], where, None, LARGEST)
     return uploads
 
 
