@@ -243,6 +243,8 @@ class Batches:
         self._base: list[Tensor] = []
         self.form: Any = None
         """The shapes of the first step's batches."""
+        self.equal = False
+        """Whether all have batches of rows, and as many in each step."""
         orders = [p.order for p in plans if p.order is not None]
         rows = [p.rows for p in plans if p.rows is not None]
         if len(rows) < len(plans):
@@ -265,7 +267,7 @@ class Batches:
         else:
             return
         self._table = table.to(self._base[0].device)
-        self._equal = all(p.sizes == plans[0].sizes for p in plans)
+        self.equal = all(p.sizes == plans[0].sizes for p in plans)
 
     def of(self, step: int, members: Sequence[int]) -> Batch:
         """Return the batches that some members have in a step, which are of one form."""
@@ -277,7 +279,7 @@ class Batches:
         if not self._base:
             return stacked([self._plans[k] for k in members], step, self._device)
         first, size = sum(self._plans[members[0]].sizes[:step]), self._plans[members[0]].sizes[step]
-        if self._equal:  # then the members are all that there are
+        if self.equal:  # then the members are all that there are
             rows = self._table[:, first : first + size]
         else:
             firsts = [sum(self._plans[k].sizes[:step]) for k in members]

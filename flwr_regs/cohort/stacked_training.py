@@ -97,7 +97,8 @@ class Stack:
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
-                self._optimizer.step()
+                if not self._gradient.moved:
+                    self._optimizer.step()
             return self._finish()
 
     def probe(self) -> StackedResult:
@@ -298,8 +299,9 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
-        if len(set(forms)) == 1:
+        alike = self._batches.equal
+        forms = [] if alike else [m.plan.forms[step] for m in self._members[: self._rows]]
+        if alike or len(set(forms)) == 1:
             grads = self._gradients(step)
             for n, p in self._leaves.items():
                 if self._gradient.moved and (moved := grads[n]) is not None:
