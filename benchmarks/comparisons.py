@@ -143,7 +143,7 @@ def results(name: str) -> Results:
     folder = unpacked(name)
     experiment, _ = card_files.of_folder(folder)
     runs = experiment.tests(*experiment.panels)
-    return Results(records.recorded(runs, folder), baseline=runs[0].label)
+    return Results([*records.recorded(runs, folder).values()], baseline=runs[0].label)
 
 
 def table(name: str, only: str = "") -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import as_pairs, count_examples
-from flwr_regs.client.train.loss_sum import LossSum
 from flwr_regs.term import Term
 from tests.conftest import make_clients, make_model
 
@@ -231,15 +229,3 @@ def test_what_a_round_held_is_freed_at_its_end(terms: Any) -> None:
         assert result.num_steps == 3
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("steps", [1, 7, 1200])
-def test_losses_are_added_one_after_the_other_in_float32(steps: int, shape: Any) -> None:
-    torch.manual_seed(0)
-    losses, sizes = torch.rand(steps), torch.randint(1, 40, (steps,)).tolist()
-    mine, expected = LossSum(), np.float32(0)
-    for loss, size in zip(losses, sizes, strict=True):
-        mine.add(loss.reshape(shape), size)
-        expected += np.float32(loss) * np.float32(size)
-    assert mine.total() == mine.total() == float(expected)
