@@ -26,7 +26,8 @@ from typing import Any
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets, OneClient
-from flwr_regs.cohort.stack_groups import Asked, Served, Settings
+from flwr_regs.cohort.member_view import Asked
+from flwr_regs.cohort.stack_groups import Served, Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
 

@@ -105,9 +105,7 @@ def simulate(
     experiment = Experiment.of_methods(given, seeds).checked()
     experiment.check_data()
     runs = experiment.tests(experiment.panel)
-    bars = (progress if show else Progress)(
-        [(run.label, run.seed, run.settings.rounds) for run in runs]
-    )
+    bars = (progress if show else Progress)(runs)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = Path(out if out is not None else temporary).expanduser().resolve()
         if out is not None:

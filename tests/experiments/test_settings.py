@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,9 @@ CARD = Path(__file__).with_name("card.toml")
 def test_the_app_has_the_packages_settings() -> None:
     """``flwr run .`` and the command line have the same defaults, of the same kinds."""
     written = (ROOT / "pyproject.toml").read_text()
-    assert settings.toml() in written
+    for name, of in settings.SETTINGS.items():
+        line = rf"^{name} = {re.escape(json.dumps(of.default))} +# {re.escape(of.meaning)}$"
+        assert re.search(line, written, re.MULTILINE), name
     app = tomllib.loads(written)["tool"]["flwr"]["app"]["config"]
     assert {name: app.pop(name) for name in FIELD_KEYS} == dict.fromkeys(FIELD_KEYS, 0)
     assert app == DEFAULTS

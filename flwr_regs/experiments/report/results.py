@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import flwr_regs
-from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.report.terminal import columns
@@ -98,13 +98,13 @@ class Results:
         return _either(run.job[setting] for run in self.runs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each label: see :func:`flwr_regs.experiments.report.rows.rows`."""
-        return rows.rows(self.runs, self.baseline)
+        """Return a row for each label: see :func:`flwr_regs.experiments.report.metrics.rows`."""
+        return metrics.rows(self.runs, self.baseline)
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each method; accuracies are fractions.
 
-        Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
+        Its columns are those of :func:`flwr_regs.experiments.report.metrics.rows`.
         """
         import pandas as pd
 
@@ -150,6 +150,7 @@ class Results:
             y,
             target=100 * self.target if y == "accuracy" else None,
             title=self.title,
+            heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
             interval=bool(self.baseline),
             look=look,
@@ -172,6 +173,9 @@ class Results:
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
+
+    def __repr__(self) -> str:
+        return self.text()
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
@@ -220,8 +224,8 @@ class Results:
         ):
             labels = [
                 label
-                for label, runs in rows.by_label(self.runs).items()
-                if any("personal-accuracy" in c for r in runs for c in rows.tests_of_clients(r))
+                for label, runs in metrics.by_label(self.runs).items()
+                if any("personal-accuracy" in c for r in runs for c in metrics.tests_of_clients(r))
             ]
             data = "what the clients test, a mean over clients"
             if labels:
@@ -236,8 +240,8 @@ class Results:
         ]
 
     def warnings(self) -> list[str]:
-        """Say what went wrong: see :func:`flwr_regs.experiments.report.rows.warnings`."""
-        return rows.warnings(self.runs)
+        """Say what went wrong: see :func:`flwr_regs.experiments.report.metrics.warnings`."""
+        return metrics.warnings(self.runs)
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
@@ -311,8 +315,17 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
         "command": [*command],
         "versions": installed,
         "commit": _commit(),
-        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}",
     }
+
+
+def processor() -> str:
+    """Return the processor's name, where the system tells it: equal bits need an equal processor."""
+    with suppress(OSError):  # no such file, except on Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -22,18 +22,14 @@ if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
 
-MOST_KEPT = 2**28
-"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
+MOST_KEPT = 2**30
+"""The bytes of a data set up to which a process also keeps each client's examples."""
 Examples = tuple["TensorDataset", "TensorDataset | None"]
 """What a client trains on, and what it tests on if it tests."""
 
 
 class ClientFactory:
     """Makes the clients of one run, from the run and the clients' data by value.
-
-    It keeps clients' examples as far as they fit: each client asks for its own again. What does not fit is
-    made anew, and never takes the place of what is there, since all clients have their turn before the
-    first one comes again.
 
     Parameters
     ----------
@@ -49,7 +45,7 @@ class ClientFactory:
     def __init__(self, run: Run, clients: ClientData) -> None:
         self.run, self.clients = run, clients
         self.told: Callable[[str, int], None] | None = None
-        self._round, self._kept, self._bytes = 0, dict[int, Examples](), 0
+        self._kept: dict[int, Examples] = {}
 
     def app(self) -> ClientApp:
         """Return the app of these clients."""
@@ -69,10 +65,8 @@ class ClientFactory:
         from flwr_regs.experiments.data.losses import LOSSES
 
         settings, clients = self.run.settings, self.clients
-        pid, server_round = (
-            int(context.node_config["partition-id"]),
-            int(context.run_config["round"]),
-        )
+        pid = int(context.node_config["partition-id"])
+        server_round = int(context.run_config["round"])
         train, test = self.examples(pid, server_round)
         # Shuffled batches; each is one indexing of the tensors.
         sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
@@ -95,17 +89,11 @@ class ClientFactory:
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
         """Return a client's training data in a round, and its test data if it tests."""
-        server_round *= self.clients.by_round
-        if server_round != self._round:
-            self._round, self._kept, self._bytes = server_round, {}, 0
-        if pid in self._kept:
-            return self._kept[pid]
-        made = self._made(pid, server_round)
-        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
-        if self._bytes + size <= MOST_KEPT:
-            self._kept[pid] = made
-            self._bytes += size
-        return made
+        if self.clients.by_round or self.clients.data.train_x.nbytes > MOST_KEPT:
+            return self._made(pid, server_round)
+        if pid not in self._kept:
+            self._kept[pid] = self._made(pid, server_round)
+        return self._kept[pid]
 
     def _made(self, pid: int, server_round: int) -> Examples:
         import torch

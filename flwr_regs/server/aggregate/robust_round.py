@@ -16,7 +16,7 @@ clients' first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ from flwr_regs.server.aggregate.aggregators import (
     Vectors,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, summed_dtype
-from flwr_regs.server.aggregate.weights import UnusableReplies
+from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, summed_dtype
+from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
@@ -60,40 +60,31 @@ class RobustMeans:
         self.selected: list[int] | None = None
         self.bounded: set[int] = set()
 
-    def delta(
-        self,
-        base: Mapping[str, np.ndarray],
-        replies: Mapping[int, Reply],
-        weights: Mapping[int, float],
-        scaled: Mapping[int, float],
-        fixed: Collection[str],
-    ) -> dict[str, Any]:
+    def delta(self, updates: Updates) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
-        ratio = np.array([[scaled[p] / weights[p]] for p in replies])
+        base, replies = updates.base, updates.replies
+        pids, share = list(replies), np.array([updates.weights[p] for p in replies])
+        ratio = np.array([[updates.scaled[p] / updates.weights[p]] for p in pids])
         # all updates are read together, and more than once
         opened = {p: r.open for p, r in replies.items()}
         moves = {n: Moves(n, w, opened) for n, w in base.items()}
-        pids, share = list(replies), np.array([weights[p] for p in replies])
-        trained = {n: w.size for n, w in base.items() if n not in fixed}
-        updates = Vectors(
+        trained = {n: base[n].size for n in updates.trained}
+        vectors = Vectors(
             pids,
             trained,
             lambda name, part: ratio * moves[name].read(pids, part),
             np.result_type(np.float16, *(summed_dtype(base[n]) for n in trained)),
         )
-        aggregate = self._aggregate(self._aggregator, updates, share)
+        aggregate = self._aggregate(self._aggregator, vectors, share)
         self.selected = None if aggregate.selected is None else sorted(aggregate.selected)
         self.bounded = set(aggregate.bounded)
         parts = _split(aggregate.vector, trained)
-        for name in base.keys() & fixed:
+        for name in base.keys() & updates.fixed:
             buffers = Vectors(
                 pids, {name: base[name].size}, lambda name, part: moves[name].read(pids, part)
             )
             parts[name] = self._beside(buffers, share).vector
-        return {
-            n: parts[n].astype(summed_dtype(w), copy=False).reshape(w.shape)
-            for n, w in base.items()
-        }
+        return {n: in_shape(parts[n], w) for n, w in base.items()}
 
     def members(self, pids: Iterable[int]) -> list[int]:
         """Return the clients whose values count; all of them if the aggregator does not choose."""

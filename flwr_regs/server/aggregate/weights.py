@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import numpy as np
 
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_norm
-from flwr_regs.server.failures import culprits
+from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
@@ -62,14 +62,6 @@ def bounded_shares(weights: Mapping[int, float], most: float | None) -> Mapping[
     shares = cut_weights({k: w / total for k, w in positive.items()}, most)
     unit = min(positive[k] / share for k, share in shares.items())  # of one that was not cut
     return {**weights, **{k: min(positive[k], unit * share) for k, share in shares.items()}}
-
-
-class UnusableReplies(Exception):
-    """Replies that a term cannot work with: partition id -> why."""
-
-    def __init__(self, why: Mapping[int, str]) -> None:
-        super().__init__(dict(why))
-        self.why = dict(why)
 
 
 @dataclass(frozen=True)
@@ -171,15 +163,16 @@ def update_weights(
             raise TypeError(f"the weights {wrong} are no usable numbers")
         return numbers
 
+    why = f"weigh of '{weigher.name}' fails"
     try:
-        return weigh(list(replies))
+        scaled, wrong = without_culprits(replies, weigh, why, (UnusableReplies,))
     except UnusableReplies:
         raise
     except Exception as error:
-        why = f"weigh of '{weigher.name}' fails"
-        if wrong := culprits(replies, weigh, why, (UnusableReplies,)):
-            raise UnusableReplies(wrong) from error
         raise ValueError(f"{why}: {described(error)}") from error
+    if wrong:
+        raise UnusableReplies(wrong)
+    return scaled
 
 
 def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
@@ -188,10 +181,3 @@ def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
     weights = {p: ctx.weights[p] / total for p in pids}
     measured = {p: r for p, r in ctx.replies.items() if p in pids}
     return replace(ctx, weights=weights, replies=measured)
-
-
-MeanOfUpdates = Callable[..., dict[str, Any]]
-"""A mean of the replies: (model, replies, ``p_k``, ``ω_k``, names that are not trained) -> ``Δ``.
-
-``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.
-"""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.report.rows import figures
+from flwr_regs.experiments.report.metrics import figures
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 

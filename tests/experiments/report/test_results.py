@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.results import Results, number
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
@@ -37,7 +37,7 @@ def run(label: str, accuracy: list[float], seed: int = 1, **more: Any) -> RunRec
 def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     other = [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.8]
     clients = {"clients": [0.7, 0.9], "mean": 0.8, "std": 0.1, "worst": 0.7}
-    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
+    (row,) = metrics.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
     fives = [sum(GOOD[2:]) / 5, sum(other[2:]) / 5]
     counts = [row[name] for name in ("n", "diverged", "collapsed", "failures", "reached")]
     assert counts == [2, 0, 0, 0, 1]
@@ -54,7 +54,7 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
 def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     a = [run("A", [v], seed) for seed, v in enumerate((0.5, 0.6, 0.7))]
     b = [run("B", [v], seed) for seed, v in enumerate((0.52, 0.63, 0.71))]
-    first, second = rows.rows([*a, *b], "A")
+    first, second = metrics.rows([*a, *b], "A")
     # t(0.975, 2) = 4.302653; the deviation of 0.5, 0.6, 0.7 is 0.1
     assert first["last5_interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert first["difference"] is None
@@ -63,7 +63,7 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert second["difference_interval"] == pytest.approx(expected, rel=1e-6)
     # a seed that one of the two lost is left out of the difference
     b[2].error = "RoundFailed: diverged"
-    assert rows.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
+    assert metrics.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(
@@ -87,24 +87,24 @@ def test_a_stopped_seed_is_counted_and_voids_nothing(
     bad: RunRecord, counted: str, reached: int, warning: str
 ) -> None:
     both = [run("A", GOOD, 1), bad]
-    (row,) = rows.rows(both)
+    (row,) = metrics.rows(both)
     assert (row["n"], row[counted], row["reached"], row["last5_std"]) == (2, 1, reached, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
-    (said,) = rows.warnings(both)
+    (said,) = metrics.warnings(both)
     assert said.startswith(warning)
     assert f"1 of 2 seeds {counted}" in Results(both).text()
     stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
     assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
-    assert rows.rows([run("A", [], ended=False)])[0]["last5"] is None
+    assert metrics.rows([run("A", [], ended=False)])[0]["last5"] is None
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:
     fallen = run("A", [0.5, 0.8, 0.85, 0.86, 0.85, 0.84, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1])
     fallen.rounds[9]["failures"] = {"41": "array 'w' holds NaN or infinity"}
-    assert rows.collapsed(fallen)
-    assert not rows.collapsed(run("A", GOOD))
-    assert not rows.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
-    assert rows.warnings([fallen]) == [
+    assert metrics.collapsed(fallen)
+    assert not metrics.collapsed(run("A", GOOD))
+    assert not metrics.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
+    assert metrics.warnings([fallen]) == [
         "A: 1 of 1 seed collapsed; seed 1 ends at 10.0%, its best was 86.0% in round 4",
         "A: 1 replies were rejected, the first in round 10 of seed 1: client 41: array 'w' holds NaN or "
         "infinity",
@@ -157,5 +157,5 @@ def test_a_round_without_a_test_moves_no_point() -> None:
     points = Results([gap])._points()
     assert points["megabytes"].tolist() == [0.0, 0.75, 2.25]
     assert points["seconds"].tolist() == [0.0, 2.5, 7.5]
-    (row,) = rows.rows([gap])
+    (row,) = metrics.rows([gap])
     assert (row["rounds_to_target"], row["mb_to_target"]) == (3, 2.25)
