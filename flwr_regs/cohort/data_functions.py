@@ -116,7 +116,7 @@ class OverData:
             yield inputs, targets, batch_size(targets)
 
     def _loss(self, values: Arrays, inputs: Any, targets: Any) -> Tensor:
-        return self.view.shared.task.loss(self.view.call(inputs, targets, values, {}), targets)
+        return self.view.loss(self.view.call(inputs, targets, values, {}), targets)
 
     def _mean_loss(self, params: Arrays) -> Tensor:
         whole, count = self._whole(params), 0
@@ -252,6 +252,8 @@ def over_data(
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
+    if len(parts) == 1 and order == sorted(order):
+        return parts[0]
     back = torch.tensor(order, device=view.shared.device).argsort()
     return _concatenated(parts, back)
 

@@ -288,11 +288,13 @@ class Group:
                     if slot
                 }
             config: dict[str, Any] = dict(base)
+            decoded: NDArrays | None = None
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
             if not self.recipe.probes:
                 arrays: Mapping[str, np.ndarray] = Row(table, row)
                 if coder is not None and code is not None:
                     update = {n: d[row, ...] for n, d in code.items()}
+                    decoded = update
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]
                     was = self.recipe.arrays
                     arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
@@ -308,7 +310,9 @@ class Group:
             kept = memories.kinds(message, slots[row], own) if not self.recipe.probes else []
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
             config |= reply_entries(message, said)
-            served[c.asked.pid] = Served(Parcel(records, config, metrics), held, self.recipe.arrays)
+            served[c.asked.pid] = Served(
+                Parcel(records, config, metrics, decoded=decoded), held, self.recipe.arrays
+            )
         return served
 
     def _common_config(self, result: StackedResult) -> dict[str, Any]:

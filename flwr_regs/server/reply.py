@@ -10,6 +10,8 @@ import numpy as np
 
 from flwr_regs.term import Slot
 
+SMALL = 2**16
+"""The most entries of an update that is held once it is decoded."""
 MOSTLY_ZERO = 32
 """One entry of an update in so many is not zero, at most, where only these are held."""
 
@@ -61,10 +63,13 @@ class Reply:
 def held(
     update: Mapping[str, np.ndarray], decode: Callable[[], Mapping[str, np.ndarray]]
 ) -> Callable[[], Mapping[str, np.ndarray]]:
-    """Return what gives a decoded update again, but does not hold a model's memory.
+    """Return what gives a decoded update again, but does not hold a large model's memory.
 
-    Of an update that is mostly zero the other entries are held. Any other is decoded a second time.
+    A small update is held as it is; of one that is mostly zero the other entries are. Any other is decoded
+    a second time.
     """
+    if sum(a.size for a in update.values()) <= SMALL:
+        return lambda: update
     filled = sum(int(np.count_nonzero(a)) for a in update.values())
     if filled * MOSTLY_ZERO > sum(a.size for a in update.values()):
         return decode

@@ -36,6 +36,8 @@ class Parcel:
         Numbers, texts, bytes, and lists of these.
     metrics : mapping or None
         Numbers.
+    decoded : mapping or None
+        What the code of an update in the config stands for, of a client in this process.
     size : int or None
         Bytes of a received parcel; None for a parcel to be sent, whose bytes are counted.
     """
@@ -44,6 +46,7 @@ class Parcel:
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     size: int | None = None
+    decoded: Mapping[str, np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int:

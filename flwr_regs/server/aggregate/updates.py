@@ -22,6 +22,8 @@ from flwr_regs.wire.rows import Row
 WHOLE = slice(None)
 TOGETHER = 32
 """Clients whose pieces are read and summed at a time."""
+OPENED = 2**20
+"""Entries of coded updates that are made whole at a time, if one has no more."""
 
 
 class Moves:
@@ -135,9 +137,11 @@ def mean_delta(
     coded = any(r.coded is not None for r in replies.values())
     wide = np.dtype(np.float64)
     totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
-    # a coded update is made whole here, and forgotten before the next
-    groups = ({pid: reply.open} for pid, reply in replies.items()) if coded else iter([replies])
-    for group in groups:
+    # coded updates are made whole here, some at a time, and forgotten before the next
+    step = max(1, min(TOGETHER, OPENED // sum(w.size for w in base.values()))) if coded else None
+    pids = list(replies)
+    for first_one in range(0, len(pids), step or len(pids) or 1):
+        group = {p: replies[p].open for p in pids[first_one:][: step or len(pids)]}
         for name, w in base.items():
             weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
@@ -145,11 +149,11 @@ def mean_delta(
             for part in pieces(w.size):
                 total = np.zeros(w.reshape(-1)[part].size)
                 for first in range(0, len(senders), TOGETHER):
-                    pids = senders[first : first + TOGETHER]
-                    rows = moves.read(pids, part)
-                    total += np.einsum("k,kj->j", [weights[p] for p in pids], rows)
+                    some = senders[first : first + TOGETHER]
+                    rows = moves.read(some, part)
+                    total += np.einsum("k,kj->j", [weights[p] for p in some], rows)
                     of_each = np.einsum("kj,kj->k", rows, rows).tolist()
-                    for pid, square in zip(pids, of_each, strict=True):
+                    for pid, square in zip(some, of_each, strict=True):
                         lengths[name][pid] += square
                 totals[name][part] += total
     return {n: in_shape(totals.pop(n), w) for n, w in base.items()}

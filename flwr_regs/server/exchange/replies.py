@@ -121,7 +121,7 @@ class Reader:
             update, coded, expected = NDArrays(), None, model
             if keys.STEPS_KEY in entries:
                 coded = self._decoder(entries[keys.STEPS_KEY], trained)
-                update = coded()
+                update = {**parcel.decoded} if parcel.decoded else coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
             if steps is None and (setting := self.options.counts_steps):
