@@ -53,6 +53,7 @@ def tables(found: Found) -> dict[str, str]:
         "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),
         "peers": _merged(found, "peers", ("side",), PEERS),
         "profile": _profile(found),
+        "gpu": _merged(found, "gpu", ("model", "side", "grid"), PER_SECOND[:2]),
         "machine": _machine(found),
     }
 
