@@ -205,13 +205,8 @@ def _plain(slots: Slot) -> Slot:
 
 def _of(result: StackedResult, row: int) -> Outcome:
     """Return one member's outcome."""
-    upload, kept = (
-        s[row]
-        if isinstance(s, list)
-        else {t: {k: a[row] for k, a in o.items()} for t, o in s.items()}
-        for s in (result.upload, result.client)
-    )
-    state, delta = ({n: t[row] for n, t in of.items()} for of in (result.state, result.delta))
+    held = result.state, result.delta, result.upload, result.client
+    state, delta, upload, kept = (mapped(tree, lambda t: t[row]) for tree in held)
     return Outcome(state, delta, _flat(upload, kept))
 
 

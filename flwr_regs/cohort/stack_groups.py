@@ -254,15 +254,11 @@ class Group:
 
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
-        tables = (
-            {}
-            if isinstance(result.upload, list)
-            else {
-                f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
-                for t, slot in result.upload.items()
-                if slot
-            }
-        )
+        tables = {
+            f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
+            for t, slot in result.upload.items()
+            if slot
+        }
         slots = _rows(result.client, len(self.members))
         state = {} if self.recipe.probes else self._state(result)
         private = {n: state.pop(n) for n in self.layout.private if state}
@@ -281,12 +277,6 @@ class Group:
         served: dict[int, Served] = {}
         for row, c in enumerate(self.members):
             records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
-            if isinstance(result.upload, list):
-                records = {
-                    f"{t}.upload": {k: to_numpy(a) for k, a in slot.items()}
-                    for t, slot in result.upload[row].items()
-                    if slot
-                }
             config: dict[str, Any] = dict(base)
             decoded: NDArrays | None = None
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
@@ -440,10 +430,8 @@ def _form_of(slots: Slot) -> Hashable:
     )
 
 
-def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
+def _rows(slots: Slot, number: int) -> list[Slot]:
     """Return each member's slots."""
-    if isinstance(slots, list):
-        return slots
     if not any(slots.values()):
         return [slots] * number
     return [

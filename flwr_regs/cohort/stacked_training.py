@@ -23,7 +23,7 @@ from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.finishing import Held, Slots, finish
+from flwr_regs.cohort.finishing import Held, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
 from flwr_regs.cohort.member_view import Member, Shared, View, random_state
 from flwr_regs.term import Arrays, Slot
@@ -52,8 +52,8 @@ class StackedResult:
 
     state: Arrays
     delta: Arrays
-    upload: Slots
-    client: Slots
+    upload: Slot
+    client: Slot
     losses: Sequence[float]
     examples: Sequence[int]
     output_layer: str | None = None
@@ -115,7 +115,7 @@ class Stack:
 
             passes, held = [m.plan for m in self._members], self._held
             given = passes, held.entries, held.at_start, (held.told,)
-            upload, kept = over_data(view, *given, one, few=True)
+            upload, kept = over_data(view, *given, one)
             slots = self._in_order(upload), self._in_order(kept)
             return StackedResult({}, {}, *slots, (), ())
 
@@ -402,7 +402,7 @@ class Stack:
         )
 
     def _in_order(self, tree: Any) -> Any:
-        """Return nested dicts of stacked tensors, or a list, in the members' order, on the CPU."""
+        """Return nested dicts of stacked tensors, or numbers, in the members' order, on the CPU."""
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         if isinstance(tree, list):
             return [to_device(tree[row], "cpu") for row in back]
