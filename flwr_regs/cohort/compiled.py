@@ -12,7 +12,7 @@ from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flwr_regs.cohort.batch_plan import Batch
-from flwr_regs.cohort.member_view import View
+from flwr_regs.cohort.member_view import View, random_state, set_random_state
 from flwr_regs.term import Arrays
 
 LOG = logging.getLogger("flwr")
@@ -23,7 +23,7 @@ _STEPS: dict[Hashable, Callable[..., Any] | None] = {}
 
 def compiled_step(
     key: Hashable, view: View, values: Arrays, row: Mapping[str, Arrays], batch: Batch, lr: float
-) -> tuple[Arrays, Tensor, Arrays] | None:
+) -> tuple[dict[str, Any], Tensor, Arrays] | None:
     """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
     The graph is made once for a `key` and the shapes of what goes in; `key` says what else the step depends
@@ -43,8 +43,11 @@ def compiled_step(
             if len(_STEPS) == KEPT:
                 del _STEPS[next(iter(_STEPS))]
             _STEPS[key] = None
-            graph = make_fx(_step(view, names, batch, bool(lr)))(*given)
+            before = random_state(given[0].device)
+            copies = [t.clone() for t in given]  # it is run, and may write to buffers
+            graph = make_fx(_step(view, names, batch, bool(lr)))(*copies)
             _STEPS[key] = torch._inductor.compile(graph, given)
+            set_random_state(given[0].device, before)
         if (step := _STEPS[key]) is None:
             return None
         out = step(*given)
@@ -74,11 +77,12 @@ def _step(view: View, names: Any, batch: Batch, moves: bool) -> Callable[..., An
             rest = rest[len(some) :]
         (values, *others), lr = parts, rest.pop()
 
-        def total(values: Arrays) -> Any:
-            losses, buffers = view.vmapped(one)(values, *others, rest)
+        def total(values: Arrays, *others: Any) -> Any:
+            losses, buffers = view.vmapped(one)(values, *others)
             return losses.sum(), (losses.detach().float(), buffers)
 
-        grads, (_, (losses, buffers)) = grad_and_value(total, has_aux=True)(values)
+        grad = grad_and_value(total, has_aux=True)
+        grads, (_, (losses, buffers)) = grad(values, *others, rest)
         moved = [v - lr * grads[n] if moves else grads[n] for n, v in values.items()]
         return *moved, losses, *buffers.values()
 

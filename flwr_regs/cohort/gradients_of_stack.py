@@ -83,7 +83,7 @@ class Gradient:
         grads: dict[str, Any]
         lr = 0.0 if acting else self._lr
         key = None if self._reads or self._perturbs or not part.whole else view.shared.compiled
-        quick = key and compiled_step(key, view, values, part.rows, part.batch, lr)
+        quick = compiled_step(key, view, values, part.rows, part.batch, lr) if key else None
         self.moved = bool(quick and lr)
         if quick:
             grads, base, buffers = quick

@@ -268,8 +268,8 @@ class Group:
         base, given, code = self._common_config(result), sent, None
         coder = self.recipe.term.coder("finish")
         if coder is not None and not self.recipe.probes:
-            arrays = self.recipe.arrays
-            code = {n: to_numpy(d).astype(arrays[n].dtype) for n, d in result.delta.items()}
+            like = self.recipe.arrays
+            code = {n: to_numpy(d).astype(like[n].dtype) for n, d in result.delta.items()}
             given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
         else:
             given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
@@ -283,9 +283,8 @@ class Group:
             if not self.recipe.probes:
                 arrays: Mapping[str, np.ndarray] = Row(table, row)
                 if coder is not None and code is not None:
-                    update = {n: d[row, ...] for n, d in code.items()}
-                    decoded = update
-                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]
+                    decoded = {n: d[row, ...] for n, d in code.items()}
+                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
                     was = self.recipe.arrays
                     arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
                 records[keys.ARRAYS] = arrays

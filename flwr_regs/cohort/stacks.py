@@ -16,6 +16,7 @@ from flwr_regs.client.serving import Client
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.evaluation_of_stack import evaluate
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
@@ -30,6 +31,7 @@ from flwr_regs.cohort.stack_groups import (
 )
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
@@ -79,6 +81,22 @@ class Stacks:
         if len(self._known) > 2 * len(asked) + KINDS:  # an app may make its clients anew
             self._known = {}
         return served
+
+    def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
+        """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
+        kept = [one for one in asked if not self._breaks(one.client)]
+        try:
+            return evaluate(kept)
+        except (
+            Exception
+        ) as error:  # whatever torch raises under vmap: by themselves they say it better
+            LOG.debug("clients evaluate one by one", exc_info=error)
+            return {}
+
+    def _breaks(self, client: Client) -> bool:
+        """Whether clients like this one are known to break the contract."""
+        known, kinds = self._known.get(id(client), (None, {}))
+        return known is client and any(kind.refused for kind in kinds.values())
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""

@@ -264,3 +264,37 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])
+def test_clients_evaluate_in_a_stack_as_one_by_one(method: str) -> None:
+    """On test sets of unequal sizes, of which two are equal; together where they share the model."""
+    together: list[int] = []
+
+    class Noting(fr.StackedGrid):
+        def network(self, *args: Any) -> Any:
+            evaluate = self._stacks.evaluate
+
+            def noted(asked: Any) -> Any:
+                together.append(len(came := evaluate(asked)))
+                return came
+
+            self._stacks.evaluate = noted  # type: ignore[method-assign]
+            return super().network(*args)
+
+    def history(kind: Any) -> Any:
+        sets = [pair(k) for k in range(5)]
+        model = perceptron(nn.BatchNorm1d(8))
+        clients = fr.Clients(model, sets, sets, batch_size=8, device="cpu")
+        strategy = getattr(fr, method)(seed=3)
+        start = ArrayRecord(model.state_dict())
+        strategy.start(
+            kind(clients), start, 2, train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1})
+        )
+        return [entry["evaluate"] for entry in strategy.history]
+
+    expected, actual = history(fr.InProcessGrid), history(Noting)
+    assert together == ([5, 5] if method == "FedAvg" else [0, 0])
+    for a, b in zip(actual, expected, strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[name] == pytest.approx(b[name], 1e-5) for name in b)
