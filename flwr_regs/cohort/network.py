@@ -118,7 +118,9 @@ class CohortNetwork:
         asked: dict[int, Asked] = {}
         others: dict[int, Parcel] = {}
         seen: dict[Any, Any] = {}
-        kinds = TRAINING if self._apart else (*TRAINING, "evaluate")  # other processes evaluate, too
+        kinds = (
+            TRAINING if self._apart else (*TRAINING, "evaluate")
+        )  # other processes evaluate, too
         stacked = request.kind in kinds and len(request.parcels) > 1 and self._stacks
         for pid, parcel in request.parcels.items():
             try:

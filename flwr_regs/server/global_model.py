@@ -11,7 +11,7 @@ from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
-from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, mean_delta, update_of
+from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
 from flwr_regs.server.aggregate.weights import restricted
 from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
@@ -312,8 +312,8 @@ class GlobalModel(Snapshots):
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
-        for pid, reply in replies.items():
-            delta = dict(update_of(reply, self.given, self.fixed))
+        for pid, delta in each_update(replies, self.given, self.fixed):
+            reply = replies[pid]
             acc = folded if robust is None else {}
             try:  # with copies: a term may change what it gets
                 uploads = {

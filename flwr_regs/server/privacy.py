@@ -109,7 +109,7 @@ def private_mean(
     mean = {n: np.zeros(w.shape) for n, w in base.items()}
     clipped = 0
     for reply in replies.values():
-        moves = dict(update_of(reply, base, updates.fixed))
+        moves = update_of(reply, base, updates.fixed)
         with np.errstate(over="ignore"):
             norm = math.sqrt(sum(map(square_sum, moves.values())))
         clipped += norm > dp.clip_norm

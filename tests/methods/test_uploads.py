@@ -92,9 +92,11 @@ def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(
     assert "where the round asked for" in strategy.history[0]["failures"][0]
 
 
-@pytest.mark.parametrize(("density", "times"), [(0.02, 1), (1.0, 2)])
-def test_an_update_that_is_mostly_zero_is_decoded_once(
-    density: float, times: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("density", "small", "times"), [(0.02, 0, 1), (1.0, 0, 2), (1.0, 2**16, 1)]
+)
+def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
+    density: float, small: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is held of it gives the same model, to the bit, as decoding it when it is summed."""
     decoded: list[bytes] = []
@@ -105,6 +107,7 @@ def test_an_update_that_is_mostly_zero_is_decoded_once(
         return decode(term, data, like)
 
     monkeypatch.setattr(fr.SparseTernary, "decode", counted)
+    monkeypatch.setattr("flwr_regs.server.reply.SMALL", small)
     terms = {"terms": [fr.SparseTernary]}
 
     def model() -> Any:
@@ -113,5 +116,6 @@ def test_an_update_that_is_mostly_zero_is_decoded_once(
 
     got = model()
     assert len(decoded) == len(set(decoded)) * times == 4 * 2 * times
+    monkeypatch.setattr("flwr_regs.server.reply.SMALL", 0)
     monkeypatch.setattr("flwr_regs.server.reply.MOSTLY_ZERO", 1e9)  # every update is decoded twice
     close(got, model(), 0.0)

@@ -23,7 +23,7 @@ WHOLE = slice(None)
 TOGETHER = 32
 """Clients whose pieces are read and summed at a time."""
 OPENED = 2**20
-"""Entries of coded updates that are made whole at a time, if one has no more."""
+"""Entries of updates that are made whole at a time, if one has no more."""
 
 
 class Moves:
@@ -137,11 +137,8 @@ def mean_delta(
     coded = any(r.coded is not None for r in replies.values())
     wide = np.dtype(np.float64)
     totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
-    # coded updates are made whole here, some at a time, and forgotten before the next
-    step = max(1, min(TOGETHER, OPENED // sum(w.size for w in base.values()))) if coded else None
-    pids = list(replies)
-    for first_one in range(0, len(pids), step or len(pids) or 1):
-        group = {p: replies[p].open for p in pids[first_one:][: step or len(pids)]}
+    # a coded update is made whole here, and forgotten before others are
+    for group in _opened(base, replies) if coded else iter([replies]):
         for name, w in base.items():
             weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
@@ -171,14 +168,32 @@ def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
 
 def update_of(
     reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and ``v_k − w_t`` of each trained array of a client, in float64."""
-    alone = {0: reply.open}
-    for name, w in base.items():
-        if name not in fixed:
-            yield name, Moves(name, w, alone).read([0]).reshape(w.shape)
+) -> dict[str, np.ndarray]:
+    """Return ``v_k − w_t`` of each trained array of a client, in float64."""
+    ((_, update),) = each_update({0: reply}, base, fixed)
+    return update
+
+
+def each_update(
+    replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield each client's id and its :func:`update_of`; those of small models are read together."""
+    for group in _opened(base, replies):
+        rows = {n: Moves(n, w, group).read([*group]) for n, w in base.items() if n not in fixed}
+        for k, pid in enumerate(group):
+            yield pid, {n: moves[k].reshape(base[n].shape) for n, moves in rows.items()}
+
+
+def _opened(
+    base: Mapping[str, np.ndarray], replies: Mapping[int, Reply]
+) -> Iterator[dict[int, Reply]]:
+    """Yield the replies in their order, some at a time, with coded updates made whole."""
+    pids = list(replies)
+    step = max(1, min(TOGETHER, OPENED // max(sum(w.size for w in base.values()), 1)))
+    for first in range(0, len(pids), step):
+        yield {p: replies[p].open for p in pids[first : first + step]}
 
 
 def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:
     """Return ``‖v_k − w_t‖`` over all trained arrays as one vector."""
-    return float(np.sqrt(sum(square_sum(move) for _, move in update_of(reply, base, fixed))))
+    return float(np.sqrt(sum(map(square_sum, update_of(reply, base, fixed).values()))))
