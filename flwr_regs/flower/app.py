@@ -27,7 +27,7 @@ from flwr.common import (
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
-from flwr_regs.flower.node import closed, node_mod, opened
+from flwr_regs.flower.node import closed, node_mod, of_older_server, opened
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack
 from flwr_regs.wire.parcel import Parcel
@@ -92,7 +92,7 @@ class NumPyClientApp(ClientApp):
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
             )
         inner: Any = getattr(client, "numpy_client", None)  # that a Client was made of
-        return client if getattr(inner, "responder", None) is None else inner
+        return inner if hasattr(inner, "respond") else client
 
     def _serve(self, message: Message, context: Context, _: ClientAppCallable) -> Message:
         """Call the client, innermost; Flower's own way to it would write and read every array once more."""
@@ -109,8 +109,7 @@ class NumPyClientApp(ClientApp):
             raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
         if not isinstance(message.content.get(keys.ARRAYS), ArrayRecord):
             why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
-            older = any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
-            raise ForeignStrategy(f"{why}; {_OLDER}" if older else why)
+            raise ForeignStrategy(f"{why}; {_OLDER}" if of_older_server(message) else why)
         content, memory = opened(message, context)
         parcel = parcel_of(content)
         entries = parcel.config.items()
@@ -119,11 +118,10 @@ class NumPyClientApp(ClientApp):
                 f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
                 "json.dumps(...)"
             )
-        client = self._made(context)
-        respond = client.responder(kind) if hasattr(client, "responder") else None
-        if respond is None:
+        client: Any = self._made(context)
+        if not hasattr(client, "respond") or client.overrides(METHODS[kind]):
             return _called(client, kind, message, context, parcel, memory)
-        reply, memory, model = respond(parcel, memory)
+        reply, memory, model = client.respond(kind, parcel, memory)
         closed(message, context, memory, None if model is None else to_record(model))
         return Message(reply_of(reply), reply_to=message)
 
@@ -143,7 +141,7 @@ def _called(
     given = arrays_in(message.content)[keys.ARRAYS]
     beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
     config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
-    if ours := hasattr(client, "responder"):
+    if ours := hasattr(client, "respond"):
         config[keys.MEMORY] = memory
     if isinstance(
         client, NumPyClient

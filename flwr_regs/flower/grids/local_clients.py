@@ -55,7 +55,6 @@ class LocalClients:
         self.asking = False  # while messages are on their way
         self._nodes: dict[int, Node] = {}
         self._clients: dict[int, Any] = {}
-        self._plain: dict[type, str] = {}  # why clients of a class need messages; "": they do not
         self._withholds = any(issubclass(t, Withholds) for t in who.terms)
 
     def node_ids(self) -> Collection[int]:
@@ -72,12 +71,14 @@ class LocalClients:
             return self._simulated(self._source, pid, config)
         if kind == keys.LABELS:  # only the client says whether it shares them
             return None
-        made = self._made(self._source, pid, kind, config)
-        if why := self._needs_messages(made):
-            if kind in ("train", keys.PROBE):
-                self._refused(why)
-            return None
-        return made  # type: ignore[no-any-return]
+        made, why = self._made(self._source, pid, kind, config), ""
+        if not isinstance(made, RegClient):
+            why = f"{type(made).__name__} is no client of this package"
+        elif own := made.overrides(*OVERRIDES):
+            why = f"{type(made).__name__} has a {own[0]} of its own"
+        if why and kind in ("train", keys.PROBE):
+            self._refused(why)
+        return None if why else made
 
     def _simulated(self, source: Clients, pid: int, config: Mapping[str, Any]) -> OneClient:
         if (client := self._clients.get(pid)) is None:
@@ -116,17 +117,6 @@ class LocalClients:
         for mod in app.own_mods:
             context = mod.change(message, context)  # type: ignore[attr-defined]
         return app.client_fn(context)
-
-    def _needs_messages(self, client: Any) -> str:
-        """Return why a client does not train as every RegClient does; "" if it does."""
-        if not isinstance(client, RegClient):
-            return f"{type(client).__name__} is no client of this package"
-        kind, name = type(client), type(client).__name__
-        if kind not in self._plain:
-            changed = [m for m in OVERRIDES if getattr(kind, m) is not getattr(RegClient, m)]
-            self._plain[kind] = f"{name} has a {changed[0]} of its own" if changed else ""
-        own = [m for m in OVERRIDES if m in vars(client)]
-        return self._plain[kind] or (f"{name} has a {own[0]} of its own" if own else "")
 
     def node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""
