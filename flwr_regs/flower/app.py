@@ -42,13 +42,30 @@ from flwr_regs.wire.records import (
 )
 from flwr_regs.wire.text import names_text
 
-ClientFn = Callable[[Context], NumPyClient | Client]
 METHODS = {"train": "fit", "evaluate": "evaluate"}
 """Kind of message -> the method of a NumPyClient."""
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
 
 
-def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
+class MessageContext(Context):
+    """A node's context, as it is for the client of one message.
+
+    Attributes
+    ----------
+    message_type : str
+    config : mapping
+        The message's config.
+    """
+
+    def __init__(self, context: Context, message_type: str, config: Mapping[str, Any]) -> None:
+        vars(self).update(vars(context))  # the state is the node's own
+        self.message_type, self.config = message_type, config
+
+
+ClientFn = Callable[[MessageContext], NumPyClient | Client]
+
+
+def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = True) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
     Parameters
@@ -59,6 +76,9 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
     mods : sequence of Flower mods
         They see Message-API records. Flower's privacy mods (``flwr.clientapp.mod``) see only train
         messages, and refuse methods that they cannot protect.
+    once : bool
+        A :class:`flwr_regs.StackedGrid` calls `client_fn` once for each client. False: for each message, as
+        everywhere else; its ``context.config`` is the message's.
 
     Raises
     ------
@@ -71,22 +91,27 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    return NumPyClientApp(client_fn, mods)
+    return NumPyClientApp(client_fn, mods, once)
 
 
 class NumPyClientApp(ClientApp):
     """The app of :func:`client_app`, which says what it was made of; it can be pickled if that can."""
 
-    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod]) -> None:
-        self.client_fn, self.own_mods = client_fn, tuple(mods)
-        made: Any = self._made
-        super().__init__(made, mods=[node_mod, *guarded(mods), self._serve])
+    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod], once: bool) -> None:
+        self.client_fn, self.own_mods, self.once = client_fn, tuple(mods), once
+        unused: Any = lambda context: None  # noqa: E731  # `_serve` makes the client
+        super().__init__(unused, mods=[node_mod, *guarded(mods), self._serve])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumPyClientApp, (self.client_fn, self.own_mods)
+        return NumPyClientApp, (self.client_fn, self.own_mods, self.once)
 
-    def _made(self, context: Context) -> NumPyClient | Client:
-        client = self.client_fn(context)
+    def made(
+        self, context: Context, message_type: str, config: Mapping[str, Any]
+    ) -> NumPyClient | Client:
+        """Return the client of a message."""
+        own = MessageContext(context, message_type, config)
+        client = self.client_fn(own)
+        context.state = own.state
         if not isinstance(client, NumPyClient | Client):
             raise TypeError(
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
@@ -98,7 +123,7 @@ class NumPyClientApp(ClientApp):
         """Call the client, innermost; Flower's own way to it would write and read every array once more."""
         message_type = message.metadata.message_type
         if message_type == keys.LABELS:
-            return _label_counts(message, self._made(context))
+            return _label_counts(message, self.made(context, message_type, {}))
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
             older = message_type in (
@@ -118,7 +143,7 @@ class NumPyClientApp(ClientApp):
                 f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
                 "json.dumps(...)"
             )
-        client: Any = self._made(context)
+        client: Any = self.made(context, message_type, parcel.config)
         if not hasattr(client, "respond") or client.overrides(METHODS[kind]):
             return _called(client, kind, message, context, parcel, memory)
         reply, memory, model = client.respond(kind, parcel, memory)

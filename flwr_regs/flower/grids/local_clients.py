@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.member import Identity
@@ -33,7 +33,7 @@ class LocalClients:
     ----------
     contexts : Contexts
     source : Clients or NumPyClientApp
-        Whose `client_fn` makes each client once; with mods, for each message.
+        Whose `client_fn` makes each client.
     who : Identity
         The strategy's method, for `Clients`.
     ask : callable
@@ -93,30 +93,19 @@ class LocalClients:
             client.model.load_state_dict(self._source.initial())
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
-        """Return what `client_fn` makes; once, if no mod changes its context with each message."""
+        """Return what `client_fn` makes; once, if the app does not say otherwise."""
         if pid in self._clients:
             return self._clients[pid]
         context = self._contexts.of_partition(pid)
         before = {key: record.copy() for key, record in context.state.items()}
         try:
-            if not app.own_mods:
-                made = self._clients[pid] = app.client_fn(context)
-                return made
-            return self._made_for(app, context, kind, config)
+            made = app.made(context, kind, config)
         except Exception:  # whatever the user's code raises
             context.state = RecordDict(before)
             raise
-
-    @staticmethod
-    def _made_for(
-        app: NumPyClientApp, context: Context, kind: str, config: Mapping[str, Any]
-    ) -> Any:
-        """Return what `client_fn` makes of the context that the mods change."""
-        content = RecordDict({keys.CONFIG: ConfigRecord({**config})})
-        message = Message(content, context.node_id, kind)
-        for mod in app.own_mods:
-            context = mod.change(message, context)  # type: ignore[attr-defined]
-        return app.client_fn(context)
+        if app.once:
+            self._clients[pid] = made
+        return made
 
     def node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""
