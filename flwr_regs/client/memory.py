@@ -285,6 +285,8 @@ class Folder:
         """
         new = label(config[keys.ROUND_KEY], bool(config.get(keys.PROBE_KEY)))
         try:
+            for left in self._folder.glob(".*.part"):  # of a crash
+                left.unlink()
             present = {p.stem: p for p in _snapshots(self._folder)}
             for key, path in present.items():
                 if key == new or key[5:] > new[5:]:
