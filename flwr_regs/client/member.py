@@ -336,10 +336,9 @@ def evaluated_term(who: Identity, config: Mapping[str, Any]) -> Chain:
 
     Raises ValueError naming an unknown or wrong key.
     """
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
     ours = config.get(keys.METHOD_KEY) == who.method
     term = chain(_built(who, config) if ours else [])
-    check_evaluate_config(own, also=list(term.config()))
+    check_evaluate_config(_own(config), also=list(term.config()))
     return term
 
 
@@ -380,9 +379,13 @@ def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
             f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
         )
     term = chain(_built(who, config))
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
-    check_train_config(own, also=list(term.config()))
+    check_train_config(_own(config), also=list(term.config()))
     return term
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the protocol's entries."""
+    return {k: v for k, v in config.items() if not k.startswith("regs.")}
 
 
 def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:

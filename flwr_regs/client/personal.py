@@ -65,7 +65,7 @@ def own_model(
                     device=device,
                     head=head,
                 )
-        elif any(isinstance(t, Personalises) for t in term.terms):
+        elif term.able(Personalises):
             made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
         Folder(folder, config).write_personal(entries_of(made, model))
@@ -110,7 +110,7 @@ def trained_model(term: Chain, measures: Measures, result: LocalResult, **round:
 
     The model of `measures` stays as it is. `round` are `lr` and `config` of :func:`personalised`.
     """
-    kept = [t for t in term.terms if isinstance(t, Personalises) and result.client.get(t.name)]
+    kept = [t for t in term.able(Personalises) if result.client.get(t.name)]
     if not kept or not result.num_steps:
         return {}
     model = measures.model

@@ -32,7 +32,7 @@ from flwr_regs.wire.files import write_atomically
 
 LEDGER = "privacy.json"
 """Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
-_RECORDS = {"arrays": ArrayRecord, "config": ConfigRecord, "metrics": MetricRecord}
+_RECORDS = {"ConfigRecord": ConfigRecord, "MetricRecord": MetricRecord}
 _PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -156,7 +156,7 @@ class Checkpoints:
             getattr(self._result, phase).update(rounds)
         if (best := state["result"]["best"]) is not None:
             number, value, arrays = best
-            self._result.best = Best(number, value, _record("arrays", arrays))
+            self._result.best = Best(number, value, _arrays(arrays))
         log(INFO, "Resuming after round %d, from %s", resumed.round, resumed.path)
 
     def watch(self, training: Training) -> None:
@@ -303,9 +303,8 @@ def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
     """Return clients' records as plain values; the bytes of arrays are not copied."""
     return {
         node: {
-            **{key: ["arrays", _parts(r)] for key, r in state.array_records.items()},
-            **{key: ["config", dict(r)] for key, r in state.config_records.items()},
-            **{key: ["metrics", dict(r)] for key, r in state.metric_records.items()},
+            key: [type(r).__name__, _parts(r) if isinstance(r, ArrayRecord) else dict(r)]
+            for key, r in state.items()
         }
         for node, state in states.items()
     }
@@ -319,11 +318,9 @@ def _records(plain: Mapping[str, list[Any]]) -> RecordDict:
     """Return one client's records again."""
     records = RecordDict()
     for key, (kind, values) in plain.items():
-        records[key] = _record(kind, values)
+        records[key] = _arrays(values) if kind == "ArrayRecord" else _RECORDS[kind](values)
     return records
 
 
-def _record(kind: str, values: Any) -> Any:
-    if kind == "arrays":
-        values = {n: Array(*parts) for n, parts in values.items()}
-    return _RECORDS[kind](values)
+def _arrays(values: Mapping[str, list[Any]]) -> ArrayRecord:
+    return ArrayRecord({n: Array(*parts) for n, parts in values.items()})
