@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from flwr_regs.client.serving import Client
@@ -51,6 +53,8 @@ class Stacks:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        if sys.platform == "linux":  # glibc then keeps freed blocks of up to this size, instead of
+            torch.empty(31 * 2**20, dtype=torch.uint8)  # mapping them anew in each step
         self._kinds: dict[Hashable, Kind] = {}
         self._known: dict[int, tuple[Client, dict[Hashable, Kind]]] = {}
         self._last: Any = None  # (model, task and optimiser of a client, what is alike in them)

@@ -116,20 +116,16 @@ class DivergenceGuard(Snapshots):
         self._leave_out(this_round, wrong)
         length = math.sqrt(sum(square_sum(means[n]) for n in updates.trained))
         self._mean = length, length / (this_round.lr or 1.0)
-        first, *others = sorted((abs(updates.scaled[p]) * norm, p) for p, norm in norms.items())[
-            ::-1
-        ]
-        if (
-            is_long([*self.means, self._mean], FAR)
-            and others
-            and first[0] > sum(a for a, _ in others)
-        ):
+        shares = {p: abs(updates.scaled[p]) * norm for p, norm in norms.items()}
+        longest = max(shares, key=shares.__getitem__)
+        alone = len(shares) > 1 and 2 * shares[longest] > sum(shares.values())
+        if alone and is_long([*self.means, self._mean], FAR):
             usual = median(a for a, _ in self.means[-LAST:])
             text = (
                 f"with its update, the clients' mean is {self._mean[0]:.3g} long, over {FAR:g} times the "
                 f"median of the last {LAST} ({usual:.3g})"
             )
-            self._leave_out(this_round, {first[1]: text})
+            self._leave_out(this_round, {longest: text})
         return means
 
     def watch(self, this_round: Round, square: float) -> None:

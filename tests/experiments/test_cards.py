@@ -140,15 +140,6 @@ def test_a_card_extends_another() -> None:
     assert len(load("more.toml").panels) == len(base.panels)
 
 
-def test_files_of_a_data_set_are_there_or_not(tmp_path: Path) -> None:
-    assert needs.present("digits", str(tmp_path))
-    assert needs.present("mine.py:load", str(tmp_path))
-    assert not needs.present("cifar10(augment='')", str(tmp_path))
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "train.parquet").touch()
-    assert needs.present("cifar10(augment='')", str(tmp_path))
-
-
 def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -263,9 +254,3 @@ def test_every_card_starts(name: str, capsys: pytest.CaptureFixture[str], monkey
     card = load(name)
     of_panel = [*card.rows_of(card.panels[0]).values()]
     assert {row["method"] for row in rows("here")} == {of_panel[0].name, of_panel[-1].name}
-
-
-def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("protocols") == 0
-    out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in card_files.names())

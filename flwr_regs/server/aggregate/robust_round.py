@@ -15,7 +15,6 @@ clients' first.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -93,15 +92,20 @@ class RobustMeans:
     def aggregated(self, values: Mapping[int, Slot]) -> Slot:
         """Return the robust mean of one dict of arrays a client, taken as one vector: ``ctx.aggregated``.
 
-        All must have the same keys and shapes. Floats keep their dtype.
-        Raises TooFewVectors for fewer clients than the aggregator needs.
+        Floats keep their dtype. Raises ValueError unless all have the same keys and shapes, and
+        TooFewVectors for fewer clients than the aggregator needs.
         """
         like = {key: np.asarray(a) for key, a in next(iter(values.values()), {}).items()}
-        rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
         sizes = {key: a.size for key, a in like.items()}
+        rows = {p: {key: np.asarray(a) for key, a in v.items()} for p, v in values.items()}
+        shapes = {key: a.shape for key, a in like.items()}
+        if any({key: a.shape for key, a in row.items()} != shapes for row in rows.values()):
+            raise ValueError(f"other arrays than {shapes}, which another client sent")
 
         def read(key: str, part: slice) -> np.ndarray:
-            return np.stack([row[key][part] for row in rows.values()]).astype(np.float64)
+            return np.stack([row[key].reshape(-1)[part] for row in rows.values()]).astype(
+                np.float64
+            )
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
@@ -116,7 +120,6 @@ class RobustMeans:
 
         `each` has what `fold` makes of one client alone, by partition id and term name. Entries that a
         term does not add up are notes of single clients; those of the clients that count are kept.
-        Raises UnusableReplies for clients with other arrays than most.
         """
         out: dict[str, Slot] = {}
         for t in chain.terms:
@@ -124,13 +127,6 @@ class RobustMeans:
                 continue
             folded = {pid: slots[t.name] for pid, slots in each.items()}
             added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
-            kinds = {p: sorted((k, np.shape(a)) for k, a in v.items()) for p, v in added.items()}
-            usual = Counter(map(repr, kinds.values())).most_common(1)[0][0]
-            if wrong := [p for p, kind in kinds.items() if repr(kind) != usual]:
-                why = (
-                    f"what '{t.name}' adds up has other arrays than most clients': expected {usual}"
-                )
-                raise UnusableReplies(dict.fromkeys(wrong, why))
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(folded)
             out[t.name] = total | {

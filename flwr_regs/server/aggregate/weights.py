@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -87,20 +87,19 @@ class Stats:
 
     @property
     def _steps(self) -> tuple[int, int]:
-        if self._reply.steps is None:
-            raise UnusableReplies(
-                {self._pid: f"it reports no steps, which the method reads; {STEPS}"}
-            )
-        return self._reply.steps
+        return self._reply.steps or self._unusable(
+            f"it reports no steps, which the method reads; {STEPS}"
+        )
 
     @property
     def loss(self) -> float:
         loss = self._reply.metrics.get("train-loss")
         if not isinstance(loss, int | float) or not abs(loss) <= LARGEST:
-            raise UnusableReplies(
-                {self._pid: f"its train-loss is {loss!r:.40}, which the method reads"}
-            )
+            self._unusable(f"its train-loss is {loss!r:.40}, which the method reads")
         return float(loss)
+
+    def _unusable(self, why: str) -> NoReturn:
+        raise UnusableReplies({self._pid: why})
 
     @cached_property
     def norm(self) -> float:
