@@ -58,7 +58,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
         return Message(identity_reply(context.node_config), reply_to=message)
-    before = {key: record.copy() for key, record in context.state.items()}
+    before = copied(context.state)
     try:
         check_incoming(_config(message.content), context)
         return _served(message, context, call_next)
@@ -66,11 +66,11 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
         return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
     except ForeignStrategy as error:
-        context.state = RecordDict(before)
+        context.state = before
         log(ERROR, "%s", error)
         return Message(_refusal(str(error), message), reply_to=message)
     except Exception as error:  # whatever the user's code raises
-        context.state = RecordDict(before)
+        context.state = before
         return failure(message, error)
 
 
@@ -106,6 +106,11 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
     if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
         state.keep_model(model)
     return reply
+
+
+def copied(state: RecordDict) -> RecordDict:
+    """Return copies of the records of a state."""
+    return RecordDict({key: record.copy() for key, record in state.items()})
 
 
 def check_incoming(config: Mapping[str, Any], context: Context) -> None:

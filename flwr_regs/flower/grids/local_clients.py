@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.member import Identity
@@ -16,11 +16,11 @@ from flwr_regs.cohort.network import Node
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.contexts import Contexts
-from flwr_regs.flower.node import NodeState
+from flwr_regs.flower.node import NodeState, copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.records import from_record, identity, to_record
+from flwr_regs.wire.records import from_record, to_record
 
 OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
 """What a client that trains as every RegClient does has from RegClient."""
@@ -63,7 +63,7 @@ class LocalClients:
 
     def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
         """Return what these nodes say of themselves."""
-        return {node: identity(self._contexts.node_config(node)) for node in nodes}
+        return self._contexts.identities(nodes)
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> Client | None:
         """Return a client; None if messages alone reach it."""
@@ -97,11 +97,11 @@ class LocalClients:
         if pid in self._clients:
             return self._clients[pid]
         context = self._contexts.of_partition(pid)
-        before = {key: record.copy() for key, record in context.state.items()}
+        before = copied(context.state)
         try:
             made = app.made(context, kind, config)
         except Exception:  # whatever the user's code raises
-            context.state = RecordDict(before)
+            context.state = before
             raise
         if app.once:
             self._clients[pid] = made
