@@ -294,8 +294,8 @@ def evaluated(
     term = chain(_built(who, config) if ours else [])
     check_evaluate_config(_own(config), also=list(term.config()))
     check_custody(who.private, model, term)
-    if who.folder is not None and keys.START_KEY in config and not held:
-        held = Folder(who.folder, config).newest()
+    if who.folder is not None and keys.START_KEY in config:
+        held = Folder(who.folder, config).with_newest(held)
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)

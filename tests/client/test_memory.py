@@ -238,6 +238,23 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
 
 
+def test_an_evaluation_sees_a_round_that_only_the_disk_has(tmp_path: Path) -> None:
+    """The process died when it had written what it kept, and before the node had it."""
+    node: Any = {}
+    for number in (1, 2):
+        config = {
+            keys.ROUND_KEY: number,
+            keys.START_KEY: "a",
+            keys.CLIENT_KEY: 0,
+            keys.METHOD_KEY: "m",
+        }
+        folder, before = Folder(tmp_path, config), node
+        node = end(before, config, {"if-used": {"n": torch.full((1,), number)}}, None, "m")
+        assert folder.write(node, config)
+    for held in (before, {}, node):
+        assert latest(folder.with_newest(held), config).slots["if-used"]["n"] == 2
+
+
 def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     one = {"if-used": {"n": torch.ones(1)}}
     probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.SNAPSHOTS_KEY: [1, 1]}
