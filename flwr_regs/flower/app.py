@@ -123,7 +123,10 @@ class NumPyClientApp(ClientApp):
         """Call the client, innermost; Flower's own way to it would write and read every array once more."""
         message_type = message.metadata.message_type
         if message_type == keys.LABELS:
-            return _label_counts(message, self.made(context, message_type, {}))
+            made: Any = self.made(context, message_type, {})
+            called = made.to_client() if isinstance(made, NumPyClient) else made
+            told = called.get_properties(GetPropertiesIns({keys.LABELS_KEY: True})).properties
+            return Message(RecordDict({keys.CONFIG: ConfigRecord({**told})}), reply_to=message)
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
             older = message_type in (
@@ -202,16 +205,6 @@ def _called(
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)
-
-
-def _label_counts(message: Message, client: NumPyClient | Client) -> Message:
-    """Request the label counts from the client's ``get_properties``."""
-    asked: Any = {keys.LABELS_KEY: True}
-    if isinstance(client, NumPyClient):
-        counts = client.get_properties(asked)
-    else:
-        counts = client.get_properties(GetPropertiesIns(asked)).properties
-    return Message(RecordDict({keys.CONFIG: ConfigRecord({**counts})}), reply_to=message)
 
 
 class RegClientApp(ClientApp):
