@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 
 from flwr_regs import (
     ClientContext,
-    FedFOR,
-    FedFORClient,
-    InProcessGrid,
     Private,
     RegClient,
     RegStrategy,
@@ -320,51 +316,6 @@ def test_evaluation_sees_what_is_pending_and_changes_nothing() -> None:
         loss = torch.nn.functional.cross_entropy(model(x), y).item()
         assert measured[pid]["personal-loss"] == pytest.approx(loss, abs=1e-12)
         assert abs(measured[pid]["loss"] - loss) > 1e-6
-
-
-def test_an_evaluation_without_the_clients_own_model_is_named() -> None:
-    class Restarting(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            if any(m.metadata.message_type == "evaluate" for m in messages):
-                self._contexts[1002].state = RecordDict()
-            return super().push_messages(messages)
-
-    data = make_clients()
-
-    def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), mine, mine, device="cpu", terms=[Mine])
-
-    strategy = RegStrategy([Mine()], seed=3)
-    run(strategy, RegClient, rounds=1, grid=Restarting(client_app(client_fn), 4))
-    assert strategy.history[0]["evaluate"]["lost_state"] == [2]
-    assert "lost_private" not in strategy.history[0]["evaluate"]
-
-
-def test_a_client_whose_model_is_of_a_repeated_round_asks_for_the_whole() -> None:
-    """On a "delta" downlink; it then trains to the same bits."""
-    asked, models = [], []
-
-    class Watching(RepeatingGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            configs = [m.content.config_records.get("config", {}) for m in replies]
-            asked.append(sum(keys.LOST_MODEL in c.get(keys.MEMORY_KEY, []) for c in configs))
-            return replies
-
-    data = make_clients()
-    for kind in (InProcessGrid, Watching):
-
-        def client_fn(context: Any) -> Any:
-            mine = data[context.node_config["partition-id"]]
-            return FedFORClient(make_model(), mine, device="cpu")
-
-        strategy = FedFOR(alpha=0.5, seed=3, downlink="delta", fraction_evaluate=0.0)
-        grid = kind(client_app(client_fn), 4)
-        models.append(run(strategy, FedFORClient, rounds=3, grid=grid))
-    assert sum(asked) >= 4 * 2  # in rounds 2 and 3
-    close(models[0], models[1], 0.0)
 
 
 @dataclass(frozen=True)
