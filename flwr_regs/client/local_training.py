@@ -167,7 +167,8 @@ class LocalTraining:
         self._reads_steps = self._adds_loss or self._corrects
         self._in_step = self._in_loss = False
         self._step_ctx = self._ctx
-        self._loss: Any = 0.0  # a tensor until the end: to read it waits for a GPU
+        self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
+        self._sizes: list[int] = []
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         self._optimizer = ClientOptimizer(whole, self._trained, self._ctx)
@@ -252,8 +253,12 @@ class LocalTraining:
             )
         return self._objective(base, inputs, targets, self._task.logits(output))
 
-    def objective(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
+    def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
+        """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one.
+
+        Not `watched`, for a loop that is sure to run backward on it, `correct` does not look whether it
+        did.
+        """
         self._perturb()  # again, if an optimiser calls its closure more than once
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = None
@@ -266,19 +271,22 @@ class LocalTraining:
             if help_ := remedies.remedy(error, output, targets):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
-        return self._objective(base, inputs, targets, output)
+        return self._objective(base, inputs, targets, output, watched)
 
     def _check_labels(self, output: Any, targets: Any) -> None:
         by_class = remedies.is_cross_entropy(self._task.loss_fn) and isinstance(targets, Tensor)
         if by_class and (wrong := remedies.wrong_label(output, targets)):
             raise ValueError(wrong)
 
-    def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+    def _objective(
+        self, base: Tensor, inputs: Any, targets: Any, output: Any, watched: bool = True
+    ) -> Tensor:
         """Return the step's loss; `correct` then demands that backward goes through it."""
         size = data.batch_size(targets)
         if not self._processed and not remedies.are_finite(data.tensors([inputs, targets])):
             raise ValueError(remedies.not_finite(self._data))
-        self._loss = self._loss + base.detach().reshape(()).float() * size
+        self._losses.append(base.detach())
+        self._sizes.append(size)
         self._processed += size
         if not self._ctx.batch_size:
             if self._tap is not None:
@@ -295,8 +303,9 @@ class LocalTraining:
             raise RuntimeError(
                 "the loss depends on no parameter that is trained: nothing can be learnt"
             )
-        self._went_back = False
-        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
+        self._went_back = not watched
+        if watched:
+            loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
         return loss
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
@@ -408,7 +417,9 @@ class LocalTraining:
         for p in self._trained.values():
             p.grad = None
         self.close()
-        loss = float(self._loss) / max(self._processed, 1)
+        losses = torch.stack(self._losses or [torch.zeros(())]).reshape(-1).cpu().double()
+        sizes = torch.tensor(self._sizes or [0], dtype=torch.float64)
+        loss = float(losses @ sizes) / max(self._processed, 1)
         if not math.isfinite(loss) and (lost := remedies.not_finite(self._data)):
             raise ValueError(lost)
         return LocalResult(
@@ -443,7 +454,7 @@ def local_round(
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
-        loss = training.objective(*batch)
+        loss = training.objective(*batch, watched=False)
         torch.autograd.backward(loss)
         training.correct()
         return loss

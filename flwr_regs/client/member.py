@@ -235,15 +235,9 @@ def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
         client_id=member.config.get(keys.CLIENT_KEY, -1),
         config=plain(member.config),
     )
-    return end_probe(member, upload, slots, count_examples(measures.data))
-
-
-def end_probe(
-    member: Member, upload: Slot, slots: Slot, num_examples: int
-) -> tuple[Parcel, Memory]:
-    """Return (the reply to the first exchange, what the client remembers from now on)."""
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
-    return Parcel(_uploads(upload), _ended(member, held), {"num-examples": num_examples}), held
+    metrics = {"num-examples": count_examples(measures.data)}
+    return Parcel(_uploads(upload), _ended(member, held), metrics), held
 
 
 def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str, Any]:
@@ -292,13 +286,16 @@ def evaluated(
 ) -> tuple[Chain, Slot, dict[str, Any]]:
     """Load the model of an evaluation; return (the method, its slots, the reply's entries about itself).
 
-    The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does.
+    The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does,
+    and ValueError naming an unknown or wrong key.
     """
     config = message.config
-    term = evaluated_term(who, config)
+    ours = config.get(keys.METHOD_KEY) == who.method
+    term = chain(_built(who, config) if ours else [])
+    check_evaluate_config(_own(config), also=list(term.config()))
     check_custody(who.private, model, term)
-    if who.folder is not None and keys.START_KEY in config and not held:
-        held = Folder(who.folder, config).newest()
+    if who.folder is not None and keys.START_KEY in config:
+        held = Folder(who.folder, config).with_newest(held)
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)
@@ -329,18 +326,6 @@ def first_exchange(
     )
     upload, kept = term.probe(ctx)
     return to_device(upload, "cpu"), to_device(kept, "cpu")
-
-
-def evaluated_term(who: Identity, config: Mapping[str, Any]) -> Chain:
-    """Return the method of an evaluate config; a chain without terms if it is not this client's method.
-
-    Raises ValueError naming an unknown or wrong key.
-    """
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
-    ours = config.get(keys.METHOD_KEY) == who.method
-    term = chain(_built(who, config) if ours else [])
-    check_evaluate_config(own, also=list(term.config()))
-    return term
 
 
 @contextlib.contextmanager
@@ -380,9 +365,13 @@ def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
             f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
         )
     term = chain(_built(who, config))
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
-    check_train_config(own, also=list(term.config()))
+    check_train_config(_own(config), also=list(term.config()))
     return term
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the protocol's entries."""
+    return {k: v for k, v in config.items() if not k.startswith("regs.")}
 
 
 def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:

@@ -269,13 +269,14 @@ class Folder:
         wanted = [label(used), label(came), label(number, True)]
         return {**self._read(key for key in wanted if key not in memory), **memory}
 
-    def newest(self) -> Memory:
-        """Return the last round's snapshot."""
+    def with_newest(self, memory: Memory) -> Memory:
+        """Return the node's memory, with the last round's snapshot if only the disk has it."""
         try:
-            return self._read([max(_rounds(self._folder), default="")])
+            newest = max(_rounds(self._folder), default="")
         except OSError as error:
             LOG.warning("this client's saved state is lost: %s", described(error))
-            return {}
+            return memory
+        return {**self._read({newest} - {*memory}), **memory}
 
     def write(self, memory: Memory, config: Mapping[str, Any]) -> bool:
         """Write what the node remembers after a round; return whether the disk took it.
@@ -285,6 +286,8 @@ class Folder:
         """
         new = label(config[keys.ROUND_KEY], bool(config.get(keys.PROBE_KEY)))
         try:
+            for left in self._folder.glob(".*.part"):  # of a crash
+                left.unlink()
             present = {p.stem: p for p in _snapshots(self._folder)}
             for key, path in present.items():
                 if key == new or key[5:] > new[5:]:

@@ -27,7 +27,7 @@ from flwr.common import (
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
-from flwr_regs.flower.node import closed, node_mod, opened
+from flwr_regs.flower.node import closed, node_mod, of_older_server, opened
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack
 from flwr_regs.wire.parcel import Parcel
@@ -42,13 +42,30 @@ from flwr_regs.wire.records import (
 )
 from flwr_regs.wire.text import names_text
 
-ClientFn = Callable[[Context], NumPyClient | Client]
 METHODS = {"train": "fit", "evaluate": "evaluate"}
 """Kind of message -> the method of a NumPyClient."""
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
 
 
-def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
+class MessageContext(Context):
+    """A node's context, as it is for the client of one message.
+
+    Attributes
+    ----------
+    message_type : str
+    config : mapping
+        The message's config.
+    """
+
+    def __init__(self, context: Context, message_type: str, config: Mapping[str, Any]) -> None:
+        vars(self).update(vars(context))  # the state is the node's own
+        self.message_type, self.config = message_type, config
+
+
+ClientFn = Callable[[MessageContext], NumPyClient | Client]
+
+
+def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = True) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
     Parameters
@@ -59,6 +76,9 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
     mods : sequence of Flower mods
         They see Message-API records. Flower's privacy mods (``flwr.clientapp.mod``) see only train
         messages, and refuse methods that they cannot protect.
+    once : bool
+        A :class:`flwr_regs.StackedGrid` calls `client_fn` once for each client. False: for each message, as
+        everywhere else; its ``context.config`` is the message's.
 
     Raises
     ------
@@ -71,34 +91,42 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    return NumPyClientApp(client_fn, mods)
+    return NumPyClientApp(client_fn, mods, once)
 
 
 class NumPyClientApp(ClientApp):
     """The app of :func:`client_app`, which says what it was made of; it can be pickled if that can."""
 
-    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod]) -> None:
-        self.client_fn, self.own_mods = client_fn, tuple(mods)
-        made: Any = self._made
-        super().__init__(made, mods=[node_mod, *guarded(mods), self._serve])
+    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod], once: bool) -> None:
+        self.client_fn, self.own_mods, self.once = client_fn, tuple(mods), once
+        unused: Any = lambda context: None  # noqa: E731  # `_serve` makes the client
+        super().__init__(unused, mods=[node_mod, *guarded(mods), self._serve])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumPyClientApp, (self.client_fn, self.own_mods)
+        return NumPyClientApp, (self.client_fn, self.own_mods, self.once)
 
-    def _made(self, context: Context) -> NumPyClient | Client:
-        client = self.client_fn(context)
+    def made(
+        self, context: Context, message_type: str, config: Mapping[str, Any]
+    ) -> NumPyClient | Client:
+        """Return the client of a message."""
+        own = MessageContext(context, message_type, config)
+        client = self.client_fn(own)
+        context.state = own.state
         if not isinstance(client, NumPyClient | Client):
             raise TypeError(
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
             )
         inner: Any = getattr(client, "numpy_client", None)  # that a Client was made of
-        return client if getattr(inner, "responder", None) is None else inner
+        return inner if hasattr(inner, "respond") else client
 
     def _serve(self, message: Message, context: Context, _: ClientAppCallable) -> Message:
         """Call the client, innermost; Flower's own way to it would write and read every array once more."""
         message_type = message.metadata.message_type
         if message_type == keys.LABELS:
-            return _label_counts(message, self._made(context))
+            made: Any = self.made(context, message_type, {})
+            called = made.to_client() if isinstance(made, NumPyClient) else made
+            told = called.get_properties(GetPropertiesIns({keys.LABELS_KEY: True})).properties
+            return Message(RecordDict({keys.CONFIG: ConfigRecord({**told})}), reply_to=message)
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
             older = message_type in (
@@ -109,8 +137,7 @@ class NumPyClientApp(ClientApp):
             raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
         if not isinstance(message.content.get(keys.ARRAYS), ArrayRecord):
             why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
-            older = any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
-            raise ForeignStrategy(f"{why}; {_OLDER}" if older else why)
+            raise ForeignStrategy(f"{why}; {_OLDER}" if of_older_server(message) else why)
         content, memory = opened(message, context)
         parcel = parcel_of(content)
         entries = parcel.config.items()
@@ -119,11 +146,10 @@ class NumPyClientApp(ClientApp):
                 f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
                 "json.dumps(...)"
             )
-        client = self._made(context)
-        respond = client.responder(kind) if hasattr(client, "responder") else None
-        if respond is None:
+        client: Any = self.made(context, message_type, parcel.config)
+        if not hasattr(client, "respond") or client.overrides(METHODS[kind]):
             return _called(client, kind, message, context, parcel, memory)
-        reply, memory, model = respond(parcel, memory)
+        reply, memory, model = client.respond(kind, parcel, memory)
         closed(message, context, memory, None if model is None else to_record(model))
         return Message(reply_of(reply), reply_to=message)
 
@@ -143,7 +169,7 @@ def _called(
     given = arrays_in(message.content)[keys.ARRAYS]
     beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
     config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
-    if ours := hasattr(client, "responder"):
+    if ours := hasattr(client, "respond"):
         config[keys.MEMORY] = memory
     if isinstance(
         client, NumPyClient
@@ -179,16 +205,6 @@ def _called(
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)
-
-
-def _label_counts(message: Message, client: NumPyClient | Client) -> Message:
-    """Request the label counts from the client's ``get_properties``."""
-    asked: Any = {keys.LABELS_KEY: True}
-    if isinstance(client, NumPyClient):
-        counts = client.get_properties(asked)
-    else:
-        counts = client.get_properties(GetPropertiesIns(asked)).properties
-    return Message(RecordDict({keys.CONFIG: ConfigRecord({**counts})}), reply_to=message)
 
 
 class RegClientApp(ClientApp):

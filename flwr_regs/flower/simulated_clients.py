@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
-from flwr_regs.flower.app import client_app
+from flwr_regs.flower.app import MessageContext, client_app
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.compat import Mod
-from flwr_regs.flower.mods import ContextMod
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-
-ROUND = "flwr_regs.round"
-"""The entry of a context's run config that holds the message's round."""
 
 
 class Clients(ClientSets):
@@ -60,17 +55,15 @@ class Clients(ClientSets):
 
         For Flower's simulation, SuperNodes, and strategies with messages of their own.
         """
-        return self._app(partial(client_class), mods)
+        return client_app(partial(_client_of, self, client_class), mods)
 
     def app_of(self, who: Identity) -> ClientApp:
         """Return a ClientApp of these clients for any method."""
-        return self._app(partial(_of_method, who.method, tuple(who.terms)), ())
-
-    def _app(self, make: Any, mods: Sequence[Mod]) -> ClientApp:
-        return client_app(partial(_client_of, self, make), [*mods, ContextMod(_with_round)])
+        make = partial(_of_method, who.method, tuple(who.terms))
+        return client_app(partial(_client_of, self, make))
 
 
-def _client_of(clients: Clients, make: Any, context: Context) -> RegClient:
+def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClient:
     """Return the client of a context."""
     pid = int(context.node_config["partition-id"])
     if not 0 <= pid < len(clients):
@@ -84,7 +77,7 @@ def _client_of(clients: Clients, make: Any, context: Context) -> RegClient:
         optimizer=clients.optimizer,
         device=clients.device,
         classifier=clients.classifier,
-        step_budget=clients.step_budget(pid, int(context.run_config[ROUND])),
+        step_budget=clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0))),
         share_label_counts=True,  # simulated data has no secrets
     )
 
@@ -93,12 +86,3 @@ def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings:
     client = RegClient(*args, terms=terms, **settings)
     client.method = method  # type: ignore[misc]  # a class of its own would only say this
     return client
-
-
-def _with_round(message: Message, context: Context) -> Context:
-    """Return a context whose run config says the message's round."""
-    config = message.content.get(keys.CONFIG)
-    number = config.get(keys.ROUND_KEY, 0) if isinstance(config, ConfigRecord) else 0
-    run_config = {**context.run_config, ROUND: number}
-    ids = context.run_id, context.node_id, context.node_config
-    return Context(*ids, context.state, run_config)  # type: ignore[arg-type]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_regs import client_app
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.flower.mods import ContextMod
+from flwr_regs.flower.app import MessageContext
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,15 +48,9 @@ class ClientFactory:
 
     def app(self) -> ClientApp:
         """Return the app of these clients."""
-        return client_app(self, mods=[ContextMod(self._with_round)])
+        return client_app(self, once=False)
 
-    def _with_round(self, message: Message, context: Context) -> Context:
-        context = with_message(message, context)
-        if self.told is not None:
-            self.told(message.metadata.message_type, int(context.run_config["round"]))
-        return context
-
-    def __call__(self, context: Context) -> NumPyClient:
+    def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``."""
         # Imported here: on a SuperNode every message starts a process that loads this file.
         from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -66,7 +59,9 @@ class ClientFactory:
 
         settings, clients = self.run.settings, self.clients
         pid = int(context.node_config["partition-id"])
-        server_round = int(context.run_config["round"])
+        server_round = int(context.config.get("server-round", 0))  # a query has none
+        if self.told is not None:
+            self.told(context.message_type, server_round)
         train, test = self.examples(pid, server_round)
         # Shuffled batches; each is one indexing of the tensors.
         sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
@@ -146,22 +141,6 @@ class ClientFactory:
         return models.build(*self.run.settings.model_arguments)
 
 
-def with_message(message: Message, context: Context) -> Context:
-    """Return the context with the message's method and round, for a function that makes clients."""
-    config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
-    current: dict[str, str | int] = {
-        "method": str(config.get("regs.method", "")),  # a query has none
-        "round": int(config.get("server-round", 0)),
-    }
-    return Context(  # Flower refuses a changed run_config; the state is the node's own
-        context.run_id,
-        context.node_id,
-        context.node_config,
-        context.state,
-        {**context.run_config, **current},
-    )
-
-
 @dataclass(frozen=True)
 class SimulatedClients:
     """The clients of runs that share their data, for a process that gets messages of any of them.
@@ -173,12 +152,12 @@ class SimulatedClients:
 
     def app(self) -> ClientApp:
         """Return the app of these clients."""
-        return client_app(self, mods=[ContextMod(with_message)])
+        return client_app(self, once=False)
 
-    def __call__(self, context: Context) -> NumPyClient:
+    def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``, of the message's method."""
         factories = _factories(self, int(context.node_config["num-partitions"]))
-        method = str(context.run_config["method"])
+        method = str(context.config.get("regs.method", ""))
         if method and method not in factories:
             raise ValueError(f"the server runs '{method}', which is none of {[*factories]}")
         return factories[method or next(iter(factories))](context)
@@ -198,10 +177,9 @@ def _of_config(config: tuple[tuple[str, Any], ...]) -> SimulatedClients:
     return SimulatedClients(tuple(experiment.tests(panel)))
 
 
-def client_fn(context: Context) -> NumPyClient:
+def client_fn(context: MessageContext) -> NumPyClient:
     """Return a client of ``flwr run``, whose run config says what is compared."""
-    config = {k: v for k, v in context.run_config.items() if k not in ("method", "round")}
-    return _of_config(tuple(config.items()))(context)
+    return _of_config(tuple(context.run_config.items()))(context)
 
 
-app = client_app(client_fn, mods=[ContextMod(with_message)])
+app = client_app(client_fn, once=False)

@@ -19,17 +19,17 @@ from flwr.clientapp import ClientApp
 
 from flwr_regs.cohort.processes import WorkerPool
 from flwr_regs.flower.compat import identify
-from flwr_regs.flower.node import failure
+from flwr_regs.flower.node import copied, failure
 
 
 def served(app: ClientApp, message: Message, context: Context) -> Message:
     """Return the app's reply; if it raises, an error, and ``context.state`` stays as it was."""
-    before = {key: record.copy() for key, record in context.state.items()}
+    before = copied(context.state)
     message_type = message.metadata.message_type
     try:
         return app(message, context)
     except Exception as error:  # whatever an app that is not ours raises
-        context.state = type(context.state)(before)
+        context.state = before
         message.metadata.message_type = message_type
         return failure(message, error)
 
