@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    taking = verbs.add_parser("measure", help="measure, keep the results, and write the page")
+    taking = verbs.add_parser("measure", help="measure, keep the results, and write the pages")
     taking.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
     )
     taking.add_argument("--json", type=Path, help=f"the results' file (default: {report.OUT.name})")
     taking.add_argument("--as", dest="tag", choices=report.TAGS, default="now", help="(now)")
     taking.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    shown = verbs.add_parser("report", help="write the page again from the kept results")
+    shown = verbs.add_parser("report", help="write the pages again from the kept results")
     shown.add_argument("--json", type=Path, default=report.OUT, help="the results' file")
     shown.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     given = parser.parse_args(argv)
@@ -98,9 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def publish(found: Mapping[str, Any]) -> None:
-    """Write the page's tables, and draw its picture."""
-    page = report.PAGE.read_text()
-    report.PAGE.write_text(filled(page, "speed", report.tables(found)))
+    """Write the pages' tables, and draw the picture."""
+    tables = report.tables(found)
+    summary = {"summary": tables.pop("summary")}
+    for page, parts in ((report.PAGE, summary), (report.DETAILS, tables)):
+        page.write_text(filled(page.read_text(), "speed", parts))
     report.draw(found, report.PICTURE)
 
 

@@ -58,7 +58,7 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
     member = begin(message, held, model, client.identity)
     with seeded(member.config[keys.SEED_KEY], device):
         if member.probing:
-            reply, held = probe(member, model, data, device, client.classifier, task)
+            reply, held = probe(member, measures(client))
         else:
             result = local_round(
                 client.model,

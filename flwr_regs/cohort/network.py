@@ -14,8 +14,9 @@ from flwr_regs.client import serving
 from flwr_regs.client.memory import Memory
 from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.processes import StackProcesses
-from flwr_regs.cohort.stack_groups import Asked, Served
+from flwr_regs.cohort.stack_groups import Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys

@@ -93,7 +93,7 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            self._gradient = Gradient(self._view)
+            self._gradient = Gradient(self._view, self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
@@ -215,6 +215,15 @@ class Stack:
             }
         return made, leaves
 
+    def _plain_lr(self) -> float:
+        """Return the learning rate of an optimiser that is plain SGD; 0 for any other."""
+        (group, *others), shared = self._optimizer.param_groups, self._shared
+        extras = ("momentum", "weight_decay", "maximize", "nesterov")
+        plain = type(self._optimizer) is torch.optim.SGD and not any(group[k] for k in extras)
+        alone = not others and len(group["params"]) == len(self._leaves)
+        fits = plain and alone and "clip-norm" not in shared.config
+        return float(group["lr"]) if fits else 0.0
+
     def _begin(self) -> None:
         """Let the terms choose where the steps start."""
         view, term = self._view, self._shared.term
@@ -293,7 +302,10 @@ class Stack:
         if len(set(forms)) == 1:
             grads = self._gradients(step)
             for n, p in self._leaves.items():
-                p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
+                if self._gradient.moved and (moved := grads[n]) is not None:
+                    self._held.values[n] = p.data = moved
+                else:
+                    p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
             self._clip()
             return
         parts: dict[Any, list[int]] = {}

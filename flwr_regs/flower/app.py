@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,6 @@ from flwr_regs.wire.records import (
 from flwr_regs.wire.text import names_text
 
 ClientFn = Callable[[Context], NumPyClient | Client]
-Called = tuple[list[Any], dict[str, Any], Mapping[str, Any]]
-"""The arrays that a client returned (or their ``.npy``), what it measured, and its metrics."""
 METHODS = {"train": "fit", "evaluate": "evaluate"}
 """Kind of message -> the method of a NumPyClient."""
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
@@ -139,86 +136,49 @@ def _called(
     parcel: Parcel,
     memory: Mapping[str, bytes],
 ) -> Message:
-    """Call a user's own client; return its reply."""
-    names = list(arrays_in(message.content)[keys.ARRAYS])
-    given = dict(zip(names, parcel.records[keys.ARRAYS].values(), strict=True))
+    """Call a user's own client, or one of ours whose `fit` or `evaluate` is, as Flower does.
+
+    Raises RuntimeError if it says that it failed, and ProtocolError for other arrays than the message's.
+    """
+    given = arrays_in(message.content)[keys.ARRAYS]
     beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
-    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(names))}
-    ours = hasattr(client, "responder")  # with a `fit` or `evaluate` of its own
-    if ours:
+    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
+    if ours := hasattr(client, "responder"):
         config[keys.MEMORY] = memory
-    if ours or _is_plain(client, kind):
-        copies = [a.copy(order="K") for a in given.values()]
-        fitted, measured, metrics = _call(client, kind, copies, config)
-    else:
-        data = [array.data for array in arrays_in(message.content)[keys.ARRAYS].values()]
-        fitted, measured, metrics = _call_as_flower(client, kind, data, config)
-    left = dict(metrics)
+    if isinstance(
+        client, NumPyClient
+    ):  # ours also refuses foreign strategies, which node.py does here
+        client = NumPyClient.to_client(client) if ours else client.to_client()
+    parameters = Parameters([array.data for array in given.values()], "numpy.ndarray")
+    fits = kind == "train"
+    res: Any = (
+        client.fit(FitIns(parameters, config))
+        if fits
+        else client.evaluate(EvaluateIns(parameters, config))
+    )
+    if res.status.code != Code.OK:
+        raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
+    left = dict(res.metrics)
     closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
     records, numbers, texts = sorted_entries(left)
-    probing = parcel.config.get(keys.PROBE_KEY)  # then no model goes back
-    if kind == "train" and not probing:
-        if len(fitted) != len(names):
+    if fits and not parcel.config.get(keys.PROBE_KEY):  # to a probe, no model goes back
+        fitted = res.parameters.tensors
+        if len(fitted) != len(given):
             raise ProtocolError(
-                f"fit returned {len(fitted)} arrays, but {len(names)} names for them: {names}"
+                f"fit returned {len(fitted)} arrays, but {len(given)} names for them: {list(given)}"
             )
-        sent = {name: labelled(name, data) for name, data in zip(names, fitted, strict=True)}
+        sent = {name: labelled(name, data) for name, data in zip(given, fitted, strict=True)}
         if ours and keys.STEPS_KEY in texts:  # beside a coded update, only buffers that changed
-            pairs = zip(names, fitted, strict=True)
-            sent = {n: sent[n] for n, a in pairs if not np.array_equal(a, given[n])}
+            sent = {
+                n: a for n, a in sent.items() if not np.array_equal(a.numpy(), given[n].numpy())
+            }
         records[keys.ARRAYS] = record_of(sent)
-    # n_k is fit's second value, even if its metrics hold another
+    # n_k is the client's second value, even if its metrics hold another
+    measured = {"num-examples": res.num_examples, **({} if fits else {"loss": res.loss})}
     records[keys.METRICS] = MetricRecord({**numbers, **measured})
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)
-
-
-def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
-    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
-    method, home = METHODS[kind], type(client).to_client.__module__
-    return (
-        isinstance(client, NumPyClient)
-        and getattr(type(client), method) is not getattr(NumPyClient, method)
-        and home.startswith("flwr.")
-    )
-
-
-def _call(client: Any, kind: str, arrays: list[np.ndarray], config: dict[str, Any]) -> Called:
-    """Call a NumPyClient; raise TypeError as Flower does if it returns something else."""
-    method, first = METHODS[kind], list if kind == "train" else float
-    result = getattr(client, method)(arrays, config)
-    kinds = (first, int, dict)
-    if len(result) != 3 or not all(map(isinstance, result, kinds)):
-        raise TypeError(
-            f"NumPyClient.{method} must return ({', '.join(k.__name__ for k in kinds)}), not "
-            f"({', '.join(type(value).__name__ for value in result)})"
-        )
-    value, examples, metrics = result
-    if kind == "train":
-        return [np.asarray(a) for a in value], {"num-examples": examples}, metrics
-    return [], {"num-examples": examples, "loss": value}, metrics
-
-
-def _call_as_flower(
-    client: NumPyClient | Client, kind: str, data: list[bytes], config: dict[str, Any]
-) -> Called:
-    """Call a Client, or a NumPyClient that says itself how it is called (`to_client`), as Flower does.
-
-    Raises RuntimeError if it says that it failed.
-    """
-    client = client.to_client() if isinstance(client, NumPyClient) else client
-    parameters = Parameters(data, "numpy.ndarray")
-    if kind == "train":
-        res: Any = client.fit(FitIns(parameters, config))
-    else:
-        res = client.evaluate(EvaluateIns(parameters, config))
-    if res.status.code != Code.OK:
-        raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
-    measured = {"num-examples": res.num_examples}
-    if kind == "train":
-        return res.parameters.tensors, measured, res.metrics
-    return [], measured | {"loss": res.loss}, res.metrics
 
 
 def _label_counts(message: Message, client: NumPyClient | Client) -> Message:
@@ -263,13 +223,13 @@ class RegClientApp(ClientApp):
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""
-        return _registering(super().train(action, mods=guarded(mods or ())))
+        return super().train(action, mods=[*guarded(mods or ()), _with_all_records])
 
     def evaluate(
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
         """Register an evaluate function, as Flower does."""
-        return _registering(super().evaluate(action, mods=mods))
+        return super().evaluate(action, mods=[*(mods or ()), _with_all_records])
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply to a message."""
@@ -292,23 +252,11 @@ class RegClientApp(ClientApp):
         return reply
 
 
-def _registering(
-    register: Callable[[ClientAppCallable], ClientAppCallable],
-) -> Callable[[ClientAppCallable], ClientAppCallable]:
-    """Return a decorator that registers a function behind the mods, where it gets all records."""
-
-    def decorator(function: ClientAppCallable) -> ClientAppCallable:
-        register(partial(_inside_mods, function))
-        return function
-
-    return decorator
-
-
-def _inside_mods(function: ClientAppCallable, message: Message, context: Context) -> Message:
-    """Call a user's function with what came beside the model; keep what its reply leaves to the node."""
+def _with_all_records(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Give a user's function what came beside the model, too; keep what its reply leaves to the node."""
     content, memory = opened(message, context)
     message.content = RecordDict({**content, keys.MEMORY: ConfigRecord({**memory})})
-    reply = function(message, context)
+    reply = call_next(message, context)
     if isinstance(reply, Message) and not reply.has_error():
         held = reply.content.pop(keys.MEMORY, None)
         closed(message, context, held, reply.content.pop(keys.MODEL, None))  # type: ignore[arg-type]

@@ -64,11 +64,14 @@ class ClientRound(LocalTraining):
         ``FedFORClient``, or the terms of a composition in the strategy's order.
     model : nn.Module
         The global model is loaded into it by name; it is trained in place.
-    train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
+    train_data
         As for :class:`.LocalTraining`; ``n_k`` counts the examples of the data.
     private, save_private, keep_optimizer : str or sequence of str, str or path, bool
         What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
         which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.
+    **settings
+        `loss_fn`, `target_key`, `output_fn`, `device`, `classifier`, `train_mode`, `max_steps` and
+        `max_seconds` of :class:`.LocalTraining`.
 
     Raises
     ------
@@ -86,40 +89,22 @@ class ClientRound(LocalTraining):
         model: nn.Module,
         train_data: Batches,
         *,
-        loss_fn: LossFn | None = nn.functional.cross_entropy,
-        target_key: str | None = None,
-        output_fn: OutputFn | None = None,
-        device: str | torch.device = "auto",
-        classifier: str | None = None,
-        train_mode: bool = True,
-        max_steps: int | None = None,
-        max_seconds: float | None = None,
         private: Pins = (),
         save_private: Root = None,
         keep_optimizer: bool = False,
+        **settings: Any,
     ) -> None:
         name, terms, who = _described(method)
-        self._message, self._classifier = message, classifier
+        self._message = message
         if (kind := message.metadata.message_type).split(".")[0] != "train":
             raise ProtocolError(
                 f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
             )
         identity = Identity(name, terms, who, private, save_private, keep_optimizer)
         self._member = member = begin(*_content(message), uncompiled(model), identity)
-        super().__init__(
-            model,
-            member.term,
-            train_data,
-            loss_fn=loss_fn,
-            target_key=target_key,
-            output_fn=output_fn,
-            device=device,
-            train_mode=train_mode,
-            classifier=classifier,
-            max_steps=0 if member.probing else max_steps,
-            max_seconds=max_seconds,
-            **member.duration,
-        )
+        if member.probing:
+            settings["max_steps"] = 0
+        super().__init__(model, member.term, train_data, **settings, **member.duration)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -147,8 +132,7 @@ class ClientRound(LocalTraining):
         """
         result, member = self.finish(steps), self._member
         if member.probing:  # finish has put the model back to w_t
-            given = (self._data, self.device, self._classifier, self._task)
-            reply, held = probe(member, self.model, *given)
+            reply, held = probe(member, self._measures)
         else:
             own_model = partial(trained_model, member.term, self._measures, result)
             reply, held = end(member, result, own_model)

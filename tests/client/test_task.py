@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Keywords, as_pairs, label_counts, to_device
 from flwr_regs.client.train.task import Task
@@ -133,9 +132,9 @@ def test_measures_that_are_called_alone_read_mappings_too() -> None:
     got = fisher_diagonal(model, data, cross_entropy, "cpu", target_key="digit")
     for name, value in fisher_diagonal(model, pairs, cross_entropy, "cpu").items():
         assert torch.equal(got[name], value)
-    with FeatureTap(model) as tap:
-        mean = tap.mean(data, CPU, task=Task(target_key="digit"))
-        assert torch.equal(mean, tap.mean(pairs, CPU))
+    params = dict(model.named_parameters())
+    mean = Measures(model, data, Task(target_key="digit"), CPU).mean_features(params)
+    assert torch.equal(mean, Measures(model, pairs, Task(), CPU).mean_features(params))
 
 
 def test_the_targets_of_a_pair_are_the_keyword_labels() -> None:

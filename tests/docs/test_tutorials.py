@@ -94,6 +94,7 @@ def test_each_command_of_the_documents_is_accepted(
     (tmp_path / "decay.py").write_text(decay)
     card = ROOT / "docs/examples/own-card/card.toml"
     (tmp_path / "card.toml").write_text(card.read_text())
+    (tmp_path / "docs").symlink_to(ROOT / "docs")  # as in a clone
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)

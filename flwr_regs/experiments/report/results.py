@@ -150,6 +150,7 @@ class Results:
             y,
             target=100 * self.target if y == "accuracy" else None,
             title=self.title,
+            heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
             interval=bool(self.baseline),
             look=look,
@@ -172,6 +173,9 @@ class Results:
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
+
+    def __repr__(self) -> str:
+        return self.text()
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
@@ -300,8 +304,17 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
         "command": [*command],
         "versions": installed,
         "commit": _commit(),
-        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}",
     }
+
+
+def processor() -> str:
+    """Return the processor's name, where the system tells it: equal bits need an equal processor."""
+    with suppress(OSError):  # no such file, except on Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

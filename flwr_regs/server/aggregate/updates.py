@@ -1,13 +1,14 @@
 """The clients' updates, ``v_k − w_t`` in float64, read from views of what the clients sent.
 
 They are read in pieces, so that no array of a model's size is made beside the result. What came in half
-precision is widened piece by piece too, and an update that came in a method's code is decoded for one
+precision is widened piece by piece too, and an update that came in a method's code is made whole for one
 client at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,34 +79,61 @@ def _as_sent(
     return raw.reshape(-1), widen
 
 
-def mean_delta(
-    base: Mapping[str, np.ndarray],
-    replies: Mapping[int, Reply],
-    weights: Mapping[int, float],
-    scaled: Mapping[int, float],
-    fixed: Collection[str],
-    squares: dict[str, dict[int, float]] | None = None,
-) -> dict[str, np.ndarray]:
-    """Return the weighted sums of the updates: `scaled` weighs trained arrays, `weights` the `fixed` ones.
+@dataclass(frozen=True)
+class Updates:
+    """A round's replies, the model that they began from, and what each weighs.
 
-    Sums in float64 and in the order of `replies`, so that the order of arrival does not matter and a small
-    update is not lost beside a large weight. Floats come back in their own dtype, integers and booleans in
-    float64, since their mean need not be whole. This is a `MeanOfUpdates`.
+    Attributes
+    ----------
+    base : mapping
+        ``w_t`` as the clients got it.
+    replies : mapping of int to Reply
+        By partition id.
+    weights, scaled : mapping of int to float
+        ``p_k``, which weighs arrays that are not trained, and ``ω_k``, which weighs the trained ones.
+    fixed : collection of str
+        The names of the arrays that are not trained.
+    """
+
+    base: Mapping[str, np.ndarray]
+    replies: Mapping[int, Reply]
+    weights: Mapping[int, float]
+    scaled: Mapping[int, float]
+    fixed: Collection[str]
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the trained arrays."""
+        return [n for n in self.base if n not in self.fixed]
+
+
+MeanOfUpdates = Callable[[Updates], dict[str, np.ndarray]]
+"""Makes of updates what :func:`mean_delta` does, or another mean in its place."""
+
+
+def mean_delta(
+    updates: Updates, squares: dict[str, dict[int, float]] | None = None
+) -> dict[str, np.ndarray]:
+    """Return ``Σ ω_k (v_k − w_t)`` of trained arrays, and ``Σ p_k (v_k − w_t)`` of the others.
+
+    Sums in float64 and in the order of the replies, so that the order of arrival does not matter and a
+    small update is not lost beside a large weight. Floats come back in their own dtype, integers and
+    booleans in float64, since their mean need not be whole.
 
     `squares`, if given, is filled in: array -> client -> the squared length of its ``v_k − w_t``.
     """
-
-    by = {n: {p: (weights if n in fixed else scaled)[p] for p in replies} for n in base}
+    base, replies = updates.base, updates.replies
     lengths = {n: dict.fromkeys(replies, 0.0) for n in base}
     if squares is not None:
         squares |= lengths
     coded = any(r.coded is not None for r in replies.values())
     wide = np.dtype(np.float64)
     totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
-    # a coded update is decoded here, and forgotten before the next
+    # a coded update is made whole here, and forgotten before the next
     groups = ({pid: reply.open} for pid, reply in replies.items()) if coded else iter([replies])
     for group in groups:
         for name, w in base.items():
+            weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
             senders = [pid for pid in group if moves.came_from(pid)]
             for part in pieces(w.size):
@@ -113,14 +141,16 @@ def mean_delta(
                 for first in range(0, len(senders), TOGETHER):
                     pids = senders[first : first + TOGETHER]
                     rows = moves.read(pids, part)
-                    total += np.einsum("k,kj->j", [by[name][p] for p in pids], rows)
+                    total += np.einsum("k,kj->j", [weights[p] for p in pids], rows)
                     for pid, row in zip(pids, rows, strict=True):
                         lengths[name][pid] += float(np.dot(row, row))
                 totals[name][part] += total
-    return {
-        n: totals.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
-        for n, w in base.items()
-    }
+    return {n: in_shape(totals.pop(n), w) for n, w in base.items()}
+
+
+def in_shape(total: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return a vector that was summed as the mean of an array: in its shape, and the dtype of its mean."""
+    return total.astype(summed_dtype(w), copy=False).reshape(w.shape)
 
 
 def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
