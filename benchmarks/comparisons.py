@@ -33,7 +33,8 @@ from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.results import Results, number, per_cent
+from flwr_regs.experiments.report.metrics import per_cent, warnings
+from flwr_regs.experiments.report.results import Results, number
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
@@ -184,7 +185,7 @@ def table(name: str, only: str = "") -> str:
         f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures.",
     ]
     shown = Results([run for run in found.runs if run.label in wanted])
-    text += [f"\n**{warning}**" for warning in shown.warnings()]
+    text += [f"\n**{warning}**" for warning in warnings(shown.runs)]
     return "\n".join(text)
 
 

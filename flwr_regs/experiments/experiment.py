@@ -443,14 +443,9 @@ def _privacy(settings: Settings) -> CentralDP:
     return CentralDP(settings.dp_clip_norm, settings.dp_noise, accountant)
 
 
-def _start(dataset: str, model: str, *more: Any) -> ArrayRecord:
-    """Return the initial model, after a check; one of the package's is drawn once for many methods."""
-    known = ":" not in dataset + model and not dataset.startswith("image-folder")
-    return (_known_start if known else _known_start.__wrapped__)(dataset, model, *more)
-
-
 @lru_cache(maxsize=2)
-def _known_start(*arguments: Any) -> ArrayRecord:
+def _start(*arguments: Any) -> ArrayRecord:
+    """Return the initial model, after a check; it is drawn once for many methods."""
     from flwr.app import ArrayRecord
 
     from flwr_regs.experiments.models import models

@@ -155,8 +155,6 @@ def _datasets(card: Experiment) -> list[str]:
 
 def needed(card: Experiment, data_dir: str | None = None) -> str:
     """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
-    if absent := card_files.lacks(card):
-        return "not in this version: " + ", ".join(absent)
     said = []
     for name in _datasets(card):
         if needs.files(name):

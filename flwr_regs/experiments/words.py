@@ -67,12 +67,7 @@ def _of_card(
     """Return the experiment of a card as the words change it."""
     folder = given["code-dir"] if _gives(args, "code-dir") else given.pop("code-dir")
     methods = str(given.pop("methods", "")) or args.methods
-    card = card_files.load(name)
-    if absent := card_files.lacks(card):
-        raise ValueError(
-            f"card '{name}' needs what this version does not have: {', '.join(absent)}"
-        )
-    card = choices.at(card, args.setting)
+    card = choices.at(card_files.load(name), args.setting)
     card = choices.with_methods(card, methods) if methods else card
     card = replace(card.only(*choices.panels_of(card, args.panels)), **changed)
     card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)

@@ -170,19 +170,6 @@ def test_workers_train_what_is_missing_to_the_same_bits(
     assert (here / model).read_bytes() == (trained[0] / model).read_bytes()
 
 
-def test_the_rows_of_a_sweep_have_names() -> None:
-    """commands.txt has those of values and of cases."""
-    runs = planned("sweep", "lr", "--values", "0.1,0.2", "--seeds", "1")
-    rows = ["0.1, FedAvg", "0.1, FedFOR", "0.2, FedAvg", "0.2, FedFOR"]
-    assert [one.label for one in runs] == rows
-    runs = planned("sweep", "-c", "a: methods=EFL(0, 0.01)", "-c", "b: lr=1", FLAT)
-    cases = [("EFL(0, 0.01)", 0.05), ("FedAvg", 1.0)]
-    assert [(one.method, one.settings.lr) for one in runs[:2]] == cases
-    runs = planned("sweep", "FedFOR.alpha", "methods=FedAvg+FedFOR", "--values", "1,2")
-    assert [one.seed for one in runs] == [1, 1, 2, 2, 3, 3]  # whole comparisons first
-    assert [one.method for one in runs][:2] == ["FedAvg+FedFOR(alpha=1)", "FedAvg+FedFOR(alpha=2)"]
-
-
 def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
     line = ["bench", *QUICK, "--tune", "lr=0.02..2", "--tune", "FedFOR.alpha=0.01..1"]
     line += ["--trials", "3", "--seeds", "1,2", "--tuning-seeds", "9", "out=here"]

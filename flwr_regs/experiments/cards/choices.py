@@ -44,17 +44,12 @@ def at(card: Experiment, level: str = "") -> Experiment:
         raise ValueError(
             f"card '{card.name}' has no setting '{level}', only {' and '.join(levels(card))}"
         )
-    panels = tuple(
-        replace(
-            p,
-            settings=dict(p.settings)
-            if level == card.setting
-            else {**p.settings, **card.reduced, **p.reduced},
-            reduced={},
-        )
-        for p in card.panels
-    )
-    return replace(card, panels=panels, reduced={}, setting=level)
+
+    def settled(panel: Panel) -> Panel:
+        small = {} if level == card.setting else {**card.reduced, **panel.reduced}
+        return replace(panel, settings={**panel.settings, **small}, reduced={})
+
+    return replace(card, panels=tuple(map(settled, card.panels)), reduced={}, setting=level)
 
 
 def panels_of(card: Experiment, text: str) -> tuple[Panel, ...]:

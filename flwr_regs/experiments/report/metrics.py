@@ -305,12 +305,12 @@ def mean_and_spread(
 
 def shown(name: str, value: float | None, spread: float | None = None) -> str:
     """Return a metric's cell: accuracies in per cent."""
-    if value is None:
-        return "–"
+    if METRICS[name].unit == "%":
+        return per_cent(value, spread)
+    numbers = [x for x in (value, spread) if x is not None]
+    return " ± ".join(f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" for x in numbers) or "–"
 
-    def cell(x: float) -> str:
-        if METRICS[name].unit == "%":
-            return f"{100 * x:.2f}"
-        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
-    return cell(value) + ("" if spread is None else f" ± {cell(spread)}")
+def per_cent(value: float | None, spread: float | None = None) -> str:
+    """Return a cell: a fraction in per cent, and its spread if there is one."""
+    return " ± ".join(f"{100 * x:.2f}" for x in (value, spread) if x is not None) or "–"

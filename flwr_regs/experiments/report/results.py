@@ -182,7 +182,7 @@ class Results:
         cells = [self._cells(row) for row in self.rows()]
         lines = columns([[*cells[0]], *([*row.values()] for row in cells)], right=True, width=80)
         notes = [f"NOTE: {note}" for note in self.notes]
-        for text in [*self._legend(), *self.warnings(), *self._beside(), *notes]:
+        for text in [*self._legend(), *metrics.warnings(self.runs), *self._beside(), *notes]:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
@@ -194,15 +194,15 @@ class Results:
             reached += f" ({row['reached']} of {row['n']})"
         cells = {self.heading: row["method"]}
         if self.baseline:
-            cells["last 5"] = per_cent(row["last5"], row["last5_interval"])
+            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_interval"])
             first = self.baseline if len(self.baseline) <= BRIEF else "first"
-            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
+            cells[f"vs {first}"] = metrics.per_cent(row["difference"], row["difference_interval"])
         else:
-            cells["last 5"] = per_cent(row["last5"], row["last5_std"])
-            cells["final"] = per_cent(row["final"], row["final_std"])
+            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_std"])
+            cells["final"] = metrics.per_cent(row["final"], row["final_std"])
         if not several:
-            cells["best"] = per_cent(row["best"])
-        cells |= {f"to {goal}": reached, "worst": per_cent(row["worst_client"])}
+            cells["best"] = metrics.per_cent(row["best"])
+        cells |= {f"to {goal}": reached, "worst": metrics.per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
         cpu = row["processor_seconds"]
         cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
@@ -238,10 +238,6 @@ class Results:
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]
-
-    def warnings(self) -> list[str]:
-        """Say what went wrong: see :func:`flwr_regs.experiments.report.metrics.warnings`."""
-        return metrics.warnings(self.runs)
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
@@ -290,13 +286,6 @@ def _either(values: Iterable[Any]) -> str:
     """Return what all values are, or all of them if they are few."""
     different = dict.fromkeys(map(str, values))
     return " or ".join(different) if len(different) < 4 else "various"
-
-
-def per_cent(value: float | None, spread: float | None = None) -> str:
-    """Return a cell: a fraction in per cent, and its spread if there is one."""
-    if value is None:
-        return "–"
-    return f"{100 * value:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")
 
 
 def number(value: float | None) -> str:

@@ -66,33 +66,32 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert metrics.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
-@pytest.mark.parametrize(
-    ("bad", "counted", "reached", "warning"),
-    [
-        (
-            run("A", [0.9, 0.9], 2, error=NAN, diverged=True),
-            "diverged",
-            2,  # it was there before it diverged
-            "A: 1 of 2 seeds diverged; seed 2: diverged in round 3",
-        ),
-        (
-            run("A", [0.2, 0.3], 2, ended=False),  # as `plot` finds it after a kill
-            "unfinished",
-            1,
-            "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds",
-        ),
-    ],
-)
+BAD: list[tuple[RunRecord, str, int, str]] = [
+    # a run that stopped, as what it counts, the seeds that reach the target, and what is said of it
+    (
+        run("A", [0.9, 0.9], 2, error=NAN, diverged=True),
+        "diverged",
+        2,
+        "; seed 2: diverged in round 3",
+    ),
+    (
+        run("A", [0.2, 0.3], 2, ended=False),
+        "unfinished",
+        1,
+        ", in no mean; seed 2: it has 2 of 30 rounds",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "counted", "reached", "said"), BAD)
 def test_a_stopped_seed_is_counted_and_voids_nothing(
-    bad: RunRecord, counted: str, reached: int, warning: str
+    bad: RunRecord, counted: str, reached: int, said: str
 ) -> None:
     both = [run("A", GOOD, 1), bad]
     (row,) = metrics.rows(both)
     assert (row["n"], row[counted], row["reached"], row["last5_std"]) == (2, 1, reached, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
-    (said,) = metrics.warnings(both)
-    assert said.startswith(warning)
-    assert f"1 of 2 seeds {counted}" in Results(both).text()
+    assert metrics.warnings(both) == [f"A: 1 of 2 seeds {counted}{said}"]
     stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
     assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
     assert metrics.rows([run("A", [], ended=False)])[0]["last5"] is None
@@ -132,9 +131,21 @@ def test_the_table_fits_80_columns(
     assert body == [len(columns)] * 3
 
 
-def test_numbers_have_three_digits() -> None:
-    values = (None, 0.0123456, 1.5, 99.96, 1234.5)
-    assert [number(value) for value in values] == ["–", "0.0123", "1.50", "100", "1234"]
+CELLS = [
+    (number, (None,), "–"),
+    (number, (0.0123456,), "0.0123"),
+    (number, (1.5,), "1.50"),
+    (number, (99.96,), "100"),
+    (metrics.shown, ("final", 0.5, 0.0123), "50.00 ± 1.23"),
+    (metrics.shown, ("bytes-down", 19948.0), "19,948"),
+    (metrics.shown, ("training-loss", 0.1234), "0.123"),
+    (metrics.shown, ("rounds-to", None), "–"),
+]
+
+
+def test_cells_have_three_digits_and_accuracies_are_in_per_cent() -> None:
+    for cell, arguments, text in CELLS:
+        assert cell(*arguments) == text
 
 
 def test_a_label_is_shown_as_it_is_written(tmp_path: Path) -> None:

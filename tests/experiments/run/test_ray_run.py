@@ -77,7 +77,7 @@ def test_a_users_own_method_runs_in_ray_and_its_failure_is_one_sentence(tmp_path
     done, folder = in_ray(tmp_path, rounds=2, local_epochs=1, num_clients=3, methods=methods)
     assert done.returncode == 1, done.stdout[-3000:]
     assert "failing:TERM, seed 7, failed: ZeroDivisionError" in done.stderr
-    assert len((done.stdout + done.stderr).splitlines()) < 30
+    assert "Traceback" not in done.stdout + done.stderr
     assert "ZeroDivisionError" in (folder / "flower.log").read_text()
     records = [read(path) for path in (folder / "runs").iterdir()]
     assert {record.job["code-dir"] for record in records} == {str(tmp_path)}
