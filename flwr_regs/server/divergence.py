@@ -3,8 +3,8 @@
 Before the model moves, the guard looks for a client whose reply does not belong to its cohort's:
 
 - its update, an array of its upload, or of its reply in the first exchange, or its change of a buffer is
-  over 1,000 times as long as the cohort's median (squares, such as Fisher information: 1,000² times). Zeros
-  do not count for the median, and there must be three others than zero;
+  over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`. Zeros do not count
+  for the median, and there must be three others than zero;
 - a variance of BatchNorm is negative;
 - the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
   last five, and the client's share ``ω_k Δ_k`` is longer than those of all others together.
@@ -85,16 +85,20 @@ class DivergenceGuard(Snapshots):
         self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
-        squares = {t.name for t in self._options.term.terms if isinstance(t, Checks) and t.squares}
+        checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
         norms: dict[tuple[str, str], dict[int, float]] = {}
+        times: dict[str, dict[int, float]] = {}
         for pid, upload in uploads.items() if self._compares else ():
             for name, slot in upload.items():
+                if name in checks:
+                    bound = checks[name].tolerance(slot, this_round.lr)
+                    times.setdefault(name, {})[pid] = bound
                 for key, a in slot.items():
                     if np.asarray(a).dtype.kind == "f":
                         norms.setdefault((name, key), {})[pid] = math.sqrt(square_sum(a))
         wrong: dict[int, str] = {}
         for (name, key), lengths in norms.items():
-            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", FAR ** (1 + (name in squares)))
+            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", times.get(name, {}))
         self._leave_out(this_round, wrong)
 
     def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
@@ -214,8 +218,12 @@ def _note_event(this_round: Round, text: str) -> None:
     this_round.events["divergence"] = "; ".join(filter(None, texts))
 
 
-def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[int, str]:
-    """Return why, by partition id, for norms over `times` their median, the lower one of an even number.
+def beyond(
+    norms: Mapping[int, float], what: str, times: Mapping[int, float] | None = None
+) -> dict[int, str]:
+    """Return why, by partition id, for norms over 1,000 times their median, the lower one of an even number.
+
+    `times` are other bounds, by partition id.
 
     Zeros do not count: where most clients send none, those that do are not compared with them.
     """
@@ -223,10 +231,11 @@ def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[in
     if len(others) < 3:
         return {}
     usual = median_low(others)
+    bounds = dict.fromkeys(norms, FAR) | dict(times or {})
     return {
-        pid: f"its {what} is {norm:.3g} long, over {times:g} times its cohort's median ({usual:.3g})"
+        pid: f"its {what} is {norm:.3g} long, over {bounds[pid]:g} times its cohort's median ({usual:.3g})"
         for pid, norm in norms.items()
-        if norm > times * usual
+        if norm > bounds[pid] * usual
     }
 
 
