@@ -221,7 +221,7 @@ def _note_event(this_round: Round, text: str) -> None:
 def beyond(
     norms: Mapping[int, float], what: str, times: Mapping[int, float] | None = None
 ) -> dict[int, str]:
-    """Return why, by partition id, for norms over 1,000 times their median, the lower one of an even number.
+    """Return why, by partition id, for norms over 1,000 times their median, the lower one.
 
     `times` are other bounds, by partition id.
 
