@@ -33,7 +33,8 @@ from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.results import Results, number, per_cent
+from flwr_regs.experiments.report.metrics import per_cent, warnings
+from flwr_regs.experiments.report.results import Results, number
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
@@ -143,7 +144,7 @@ def results(name: str) -> Results:
     folder = unpacked(name)
     experiment, _ = card_files.of_folder(folder)
     runs = experiment.tests(*experiment.panels)
-    return Results(records.recorded(runs, folder), baseline=runs[0].label)
+    return Results([*records.recorded(runs, folder).values()], baseline=runs[0].label)
 
 
 def table(name: str, only: str = "") -> str:
@@ -166,7 +167,10 @@ def table(name: str, only: str = "") -> str:
         once = {k: n if [*names.values()].count(n) == 1 else k for k, n in names.items()}
         tuned = ", ".join(f"{once[key]} {value}" for key, value in point.items())
         cells = [f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"])]
-        cells += [per_cent(row["difference"], row["difference_interval"]), reached]
+        difference = per_cent(row["difference"], row["difference_interval"])
+        if row["difference"] is not None and abs(row["difference"]) <= row["difference_interval"]:
+            difference += " (undecided)"
+        cells += [difference, reached]
         cells += [per_cent(row["worst_client"]), number(row["mb"]), number(row["mb_to_target"])]
         cells.append(number(row["processor_seconds"]))
         epsilon = [number(row.get("epsilon"))] * private
@@ -176,10 +180,12 @@ def table(name: str, only: str = "") -> str:
     text += [
         "",
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
-        f"differences are paired by seed. Tuned: the best of {experiment.trials} trials on held-out data.",
+        "differences are paired by seed, and undecided where the interval holds 0. Tuned: the best of "
+        f"{experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
+        f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures.",
     ]
     shown = Results([run for run in found.runs if run.label in wanted])
-    text += [f"\n**{warning}**" for warning in shown.warnings()]
+    text += [f"\n**{warning}**" for warning in warnings(shown.runs)]
     return "\n".join(text)
 
 
@@ -214,7 +220,8 @@ def draw() -> None:
             target = parts[0].target
             if len(parts) == 1 and target in METHODS and target not in drawn:
                 drawn.add(target)
-                pair = Results([r for r in found.runs if r.label in (found.baseline, label)])
+                runs = [r for r in found.runs if r.label in (found.baseline, label)]
+                pair = Results(runs, baseline=found.baseline)
                 _png(pair.plot(), images / "methods" / f"{target.lower()}.png")
 
 

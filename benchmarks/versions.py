@@ -88,7 +88,6 @@ def in_ray(out: Path) -> None:
     from flwr.simulation import run_simulation
 
     from flwr_regs import client_app
-    from flwr_regs.flower.mods import ContextMod
 
     client, server, config = _app(out)
     configured_server = ServerApp()
@@ -101,8 +100,7 @@ def in_ray(out: Path) -> None:
     def main(grid: Any, context: Context) -> None:
         server(grid, configured(context))
 
-    mods = [ContextMod(lambda message, context: configured(context))]
-    configured_client = client_app(client.client_fn, mods=mods)
+    configured_client = client_app(lambda context: client.client_fn(configured(context)))
     resources: Any = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": NODES}}
     run_simulation(configured_server, configured_client, NODES, backend_config=resources)
 

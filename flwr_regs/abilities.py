@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
@@ -176,20 +176,19 @@ class FineTunes(ABC):
 
 
 class Checks(ABC):
-    """Checks each upload; all terms with uploads should.
-
-    Attributes
-    ----------
-    squares : bool
-        Whether the uploads are squares, such as Fisher information: between honest clients they may differ
-        by the square of what other uploads may, before the server takes them for signs of divergence.
-    """
-
-    squares: ClassVar[bool] = False
+    """Checks each upload; all terms with uploads should."""
 
     @abstractmethod
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         """Raise for one client's upload (of `probe`, if the term probes) that is unusable."""
+
+    def tolerance(self, upload: Slot, lr: float | None) -> float:
+        """Return how many times its cohort's median an array of an upload may be long.
+
+        An upload with a longer one is taken for a sign of divergence. `lr` is the clients' learning rate η,
+        None if only they know it.
+        """
+        return 1000.0
 
 
 class Agrees(ABC):

@@ -75,6 +75,10 @@ class Chain(
     def config(self) -> dict[str, Any]:
         return {key: value for t in self.terms for key, value in t.config().items()}
 
+    def able(self, *abilities: type) -> list[Any]:
+        """Return the terms that have one of these abilities."""
+        return [t for t in self.terms if isinstance(t, abilities)]
+
     # on a client
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -114,71 +118,65 @@ class Chain(
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
-        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.terms if isinstance(t, Probes)}
+        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.able(Probes)}
         return {n: u for n, (u, _) in pairs.items()}, {n: c for n, (_, c) in pairs.items()}
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.terms:
-            if isinstance(t, Personalises):
-                params = t.personal(params, own_context(ctx, t))
+        for t in self.able(Personalises):
+            params = t.personal(params, own_context(ctx, t))
         return params
 
     @property
     def tuner(self) -> FineTunes | None:
         """The term that trains the global model further where it is evaluated, if any."""
-        return next((t for t in self.terms if isinstance(t, FineTunes)), None)
+        return next(iter(self.able(FineTunes)), None)
 
     @property
     def personalising(self) -> list[str]:
         """The terms that give each client a model of its own."""
-        return [t.name for t in self.terms if isinstance(t, Personalises | FineTunes)]
+        return [t.name for t in self.able(Personalises, FineTunes)]
 
     def client_optimizer(self, make: Any) -> Any:
         checked: list[Steers] = []
-        for t in self.terms:
-            if isinstance(t, Steers):
-                before, make = make, t.client_optimizer(make)
-                checked += [t] if make is before else []
+        for t in self.able(Steers):
+            before, make = make, t.client_optimizer(make)
+            checked += [t] if make is before else []
         for look in checked:  # a term that changed nothing sees what those on its right made
             look.client_optimizer(make)
         return make
 
     def optimizer_start(self, ctx: ClientContext) -> Arrays:
         state: Arrays = {}
-        for t in self.terms:
-            if isinstance(t, Carries):
-                state |= t.optimizer_start(own_context(ctx, t))
+        for t in self.able(Carries):
+            state |= t.optimizer_start(own_context(ctx, t))
         return state
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.terms:
-            if isinstance(t, Perturbs):
-                params = t.point(params, own_context(ctx, t))
+        for t in self.able(Perturbs):
+            params = t.point(params, own_context(ctx, t))
         return params
 
     def restrict(self, config: Mapping[str, Any]) -> None:
-        for t in self.terms:
-            if isinstance(t, Restricts):
-                t.restrict(config)
+        for t in self.able(Restricts):
+            t.restrict(config)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
-        return {t.name: t.recover(step, lr) for t in self.terms if isinstance(t, Recovers)}
+        return {t.name: t.recover(step, lr) for t in self.able(Recovers)}
 
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
-        return {n for t in self.terms if isinstance(t, Withholds) for n in t.private(names)}
+        return {n for t in self.able(Withholds) for n in t.private(names)}
 
     def frozen(self, names: Collection[str]) -> set[str]:
-        frozen = {n for t in self.terms if isinstance(t, Freezes) for n in t.frozen(names)}
+        frozen = {n for t in self.able(Freezes) for n in t.frozen(names)}
         if unknown := sorted(frozen - set(names)):
             raise ValueError(f"frozen: the model has no {unknown}, only {sorted(names)}")
         return frozen
 
     def coder(self, hook: str) -> Compresses | None:
         """Return the term in whose code the update of `hook` ("finish" or "release") travels."""
-        coders = [t for t in self.terms if isinstance(t, Compresses)]
-        return next((t for t in coders if t.acts(hook)), None)
+        return next((t for t in self.able(Compresses) if t.acts(hook)), None)
 
     @property
     def uploading(self) -> list[str]:
@@ -213,14 +211,13 @@ class Chain(
         return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        addressing = [t for t in self.terms if isinstance(t, Addresses)]
-        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in addressing}
+        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in self.able(Addresses)}
 
     def answer(
         self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
     ) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
-        for t in (t for t in self.terms if isinstance(t, Probes)):
+        for t in self.able(Probes):
             sent = _uploads_of(t, probes)
             answers = t.answer(sent) if ctx is None else t.answer_in(sent, ctx)
             for pid, slot in answers.items():
@@ -266,15 +263,14 @@ class Chain(
     @property
     def weigher(self) -> Weighs | None:
         """The term that sets the weights, if any."""
-        return next((t for t in self.terms if isinstance(t, Weighs)), None)
+        return next(iter(self.able(Weighs)), None)
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        for t in self.terms:
-            if isinstance(t, Folds):
-                sent = dict(upload.get(t.name, {}))  # read here, one client's at a time
-                acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
+        for t in self.able(Folds):
+            sent = dict(upload.get(t.name, {}))  # read here, one client's at a time
+            acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
         return acc
 
     def update(

@@ -63,15 +63,17 @@ class Range:
     good: Callable[[Any], bool] = lambda _: True
     kind: type = Real
 
+    def fits(self, value: Any) -> bool:
+        """Return whether a value is one of them."""
+        right = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
+        return right and math.isfinite(value) and self.good(value)
+
     def check(self, owner: str, name: str, value: Any, optional: bool = False) -> None:
         """Raise ParameterError if `value`, the parameter `name` of `owner`, is none of them.
 
         None passes if the parameter is `optional`.
         """
-        if optional and value is None:
-            return
-        fits = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
-        if not (fits and math.isfinite(value) and self.good(value)):
+        if not (optional and value is None) and not self.fits(value):
             raise ParameterError(owner, name, self.expected + ", or None" * optional, value)
 
 

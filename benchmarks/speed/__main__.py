@@ -1,4 +1,4 @@
-"""``python -m benchmarks.speed measure|report``: see the package."""
+"""``python -m benchmarks.speed measure|report|gpu``: see the package."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from benchmarks.speed.timing import QUICK, Effort, Row, machine, say
 
 PARTS = {
     "step": ("step", Effort(seconds=10.0, least=5)),
-    "clients": ("clients", Effort(seconds=80.0, least=5)),
-    "aggregation": ("aggregation", Effort(seconds=30.0, least=3)),
+    "clients": ("clients", Effort(seconds=60.0, least=5)),
+    "aggregation": ("aggregation", Effort(seconds=15.0, least=3)),
     "codec": ("codec", Effort(seconds=5.0, least=5)),
     "growth": ("growth", Effort()),
     "ray": ("simulation", Effort()),
     "peers": ("peers", Effort()),
     "profile": ("profiles", Effort()),
+    "gpu": ("gpu", Effort(seconds=20.0, least=5)),
 }
 """Name -> the file that measures it, and how long its sides take turns."""
 
@@ -65,17 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    taking = verbs.add_parser("measure", help="measure, keep the results, and write the page")
+    taking = verbs.add_parser("measure", help="measure, keep the results, and write the pages")
     taking.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(list(PARTS)[:-1])}; default: all"
     )
     taking.add_argument("--json", type=Path, help=f"the results' file (default: {report.OUT.name})")
     taking.add_argument("--as", dest="tag", choices=report.TAGS, default="now", help="(now)")
     taking.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    shown = verbs.add_parser("report", help="write the page again from the kept results")
+    shown = verbs.add_parser("report", help="write the pages again from the kept results")
     shown.add_argument("--json", type=Path, default=report.OUT, help="the results' file")
     shown.add_argument("--print", action="store_true", help="print the tables, and write nothing")
+    gpu = verbs.add_parser("gpu", help="measure clients on a CUDA GPU, and print the table")
+    gpu.add_argument("--json", type=Path, default=Path("speed-gpu.json"), help="the results' file")
+    gpu.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     given = parser.parse_args(argv)
+    if given.verb == "gpu":
+        failed = measure(["gpu"], given.json, "now", given.quick)
+        print(report.tables(report.kept(given.json))["gpu"])
+        return 1 if failed else 0
     if given.verb == "report":
         found = report.kept(given.json)
         if given.print:
@@ -83,10 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             publish(found)
         return 0
-    if unknown := {*given.parts} - {*PARTS}:
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    known = [name for name in PARTS if name != "gpu"]
+    if unknown := {*given.parts} - {*known}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     out = given.json or (Path("speed-quick.json") if given.quick else report.OUT)
-    parts = given.parts or list(PARTS)
+    parts = given.parts or known
     failed = measure(parts, out, given.tag, given.quick)
     tables = report.tables(found := report.kept(out))
     print("\n\n".join(tables[n] for n in ("targets", *parts, "machine") if n in tables))
@@ -98,9 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def publish(found: Mapping[str, Any]) -> None:
-    """Write the page's tables, and draw its picture."""
-    page = report.PAGE.read_text()
-    report.PAGE.write_text(filled(page, "speed", report.tables(found)))
+    """Write the pages' tables, and draw the picture."""
+    tables = report.tables(found)
+    del tables["gpu"]  # a page shows what this machine has
+    summary = {"summary": tables.pop("summary")}
+    for page, parts in ((report.PAGE, summary), (report.DETAILS, tables)):
+        page.write_text(filled(page.read_text(), "speed", parts))
     report.draw(found, report.PICTURE)
 
 

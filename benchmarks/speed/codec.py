@@ -65,7 +65,7 @@ def _narrowed(arrays: dict[str, np.ndarray], dtype: str) -> bytes:
 
 
 def _widened(dtype: str, data: bytes) -> Any:
-    return precision.widen({"a": _from_bytes(data)}, ["a"], dtype)
+    return precision.widen({"a": _from_bytes(data)}, dtype)
 
 
 def _decoded(like: dict[str, np.ndarray], data: bytes) -> Any:

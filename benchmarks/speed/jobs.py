@@ -138,7 +138,13 @@ def rounds(
     return [b - a for a, b in pairwise(stamps)]
 
 
-def side(method: str, grid: Grid, counted: int = 1, fraction: float = 1.0) -> Callable[[], float]:
+def side(
+    method: str,
+    grid: Grid,
+    counted: int = 1,
+    fraction: float = 1.0,
+    model: Callable[[], nn.Module] = small,
+) -> Callable[[], float]:
     """Return what trains the small job's rounds on a grid, and returns the seconds of one.
 
     A training of its own each time, in whose rounds a `fraction` of the clients take part. The first round
@@ -147,7 +153,7 @@ def side(method: str, grid: Grid, counted: int = 1, fraction: float = 1.0) -> Ca
 
     def run() -> float:
         strategy = METHODS[method](seed=1, fraction_evaluate=0.0, fraction_train=fraction)
-        return sum(rounds(strategy, grid, small(), 1 + counted)[1:]) / counted
+        return sum(rounds(strategy, grid, model(), 1 + counted)[1:]) / counted
 
     return run
 

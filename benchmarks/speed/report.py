@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/performance.md, from the kept results."""
+"""The tables of docs/performance.md and docs/speed.md, and the picture, from the kept results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from benchmarks.speed.timing import ROOT, Row
 
 OUT = ROOT / "docs" / "studies" / "speed.json.gz"
 PAGE = ROOT / "docs" / "performance.md"
+"""For users; it has the table `summary`."""
+DETAILS = ROOT / "docs" / "speed.md"
+"""For developers; it has all the others."""
 PICTURE = ROOT / "docs" / "img" / "performance.png"
 TAGS = ("before", "now")
 """Results before the work on speed, and those of the present code."""
@@ -38,6 +41,7 @@ def keep(path: Path, found: Mapping[str, Any]) -> None:
 def tables(found: Found) -> dict[str, str]:
     """Return the page's tables by name."""
     return {
+        "summary": _summary(found),
         "targets": _targets(found),
         "step": _merged(found, "step", ("what", "model", "batch", "threads", "side"), RATIO),
         "clients": _merged(found, "clients", ("side", "grid", "threads"), PER_SECOND),
@@ -49,6 +53,7 @@ def tables(found: Found) -> dict[str, str]:
         "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),
         "peers": _merged(found, "peers", ("side",), PEERS),
         "profile": _profile(found),
+        "gpu": _merged(found, "gpu", ("model", "side", "grid"), PER_SECOND[:2]),
         "machine": _machine(found),
     }
 
@@ -140,6 +145,17 @@ def _profile(found: Found) -> str:
     return table(["round", "file", "calls", "time, %"], lines) if lines else f"*{MISSING}*"
 
 
+def _summary(found: Found) -> str:
+    """Return the clients a second of the present code, on one thread."""
+    lines = [
+        [r["side"], r["grid"] or "–", _range(r["per-second"]), _number(r["ratio"]["median"])]
+        for r in rows_of(found, TAGS[-1], "clients")
+        if r["threads"] == 1
+    ]
+    head = ["what trains", "grid", "clients/s", "time over the bare loop's"]
+    return table(head, lines) if lines else f"*{MISSING}*"
+
+
 def _targets(found: Found) -> str:
     """Return each target with what was measured, and whether it is met."""
     lines = []
@@ -181,18 +197,13 @@ def _parts(found: Found) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Draw clients a second on the small job: before, now, bare loops and other libraries."""
+    """Draw clients a second on the small job: the present code, bare loops and other libraries."""
     bars: dict[str, tuple[float, str]] = {}
-    colours = {"before": "#BBBBBB", "now": "#0072B2"}
-    for row in rows_of(found, TAGS[-1], "clients") or rows_of(found, TAGS[0], "clients"):
-        if row["threads"] == 1 and not row["grid"]:
-            bars[row["side"]] = (row["per-second"]["median"], "#009E73")
-    for tag in TAGS:
-        for row in rows_of(found, tag, "clients"):
-            if row["threads"] == 1 and row["grid"]:
-                name = f"{row['side']}, {row['grid']}, {tag}"
-                bars[name] = (row["per-second"]["median"], colours[tag])
-    for row in rows_of(found, TAGS[-1], "peers") or rows_of(found, TAGS[0], "peers"):
+    for row in rows_of(found, TAGS[-1], "clients"):
+        if row["threads"] == 1:
+            name = f"{row['side']}, {row['grid']}" if row["grid"] else row["side"]
+            bars[name] = (row["per-second"]["median"], "#0072B2" if row["grid"] else "#009E73")
+    for row in rows_of(found, TAGS[-1], "peers"):
         if "skipped" not in row and not row["side"].startswith("FedAvg,"):
             bars[row["side"]] = (row["per-second"]["median"], "#D55E00")
     if not bars:

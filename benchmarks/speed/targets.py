@@ -155,11 +155,23 @@ TARGETS = (
     *(
         Target(
             f"{method}, StackedGrid: clients a second over the bare vmap's",
-            0.44 if method == "FedAvg" else 0.37,
+            0.9,
             _over_bare_vmap(method),
             least=True,
         )
         for method in STACKED
+    ),
+    *(
+        Target(
+            f"FedAvg, {way}: clients a second over one stack's of all",
+            limit,
+            _quotient(_per_second("FedAvg", way), _per_second("FedAvg", "StackedGrid")),
+            least=True,
+        )
+        for way, limit in (
+            ("StackedGrid, workers=2", 1.7),
+            ("StackedGrid, a tenth of the clients", 1.0),
+        )
     ),
     Target(
         "FedAvg one by one, over the bare loop with the same loader",

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flwr_regs.experiments.report.results import processor
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flwr", "torch", "numpy", "ray")
 ALLOWED = "OMP_NUM_THREADS"
@@ -130,7 +132,7 @@ def thread_counts(effort: Effort) -> tuple[int, ...]:
 def machine() -> dict[str, Any]:
     """Return what the figures depend on: the machine, versions, and the commit."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory-GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
@@ -148,15 +150,6 @@ def resident(pid: int) -> int:
     except OSError:
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _version(package: str) -> str:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from flwr_regs.experiments import cards_table, methods_table  # noqa: E402
+from flwr_regs.experiments import listings  # noqa: E402
 from flwr_regs.experiments.cards import card_files  # noqa: E402
 from flwr_regs.experiments.cards.choices import levels  # noqa: E402
 from flwr_regs.experiments.data.augment import AUGMENTATIONS  # noqa: E402
@@ -62,7 +62,7 @@ def methods() -> str:
             *(f"`{row.example}`", row.paper),
             row.setting if row.setting == "both" else f"cross-{row.setting}",
             row.state or "–",
-            *(methods_table.down(row), f"{row.up:g}", row.beside or "–"),
+            *(listings.down(row), f"{row.up:g}", row.beside or "–"),
             *(str(row.exchanges), row.gradients or "–"),
         )
         rows.append([*cells, *("yes" if yes else "–" for yes in goes)])
@@ -150,7 +150,7 @@ def cards() -> str:
         card = card_files.load(name)
         where = f"{card.source}, {card.where}"
         rows.append(
-            (f"`{name}`", card.title, where, ", ".join(levels(card)), cards_table.needed(card))
+            (f"`{name}`", card.title, where, ", ".join(levels(card)), listings.needed(card))
         )
     return table(("card", "what", "source", "setting", "needs"), rows)
 
@@ -222,7 +222,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "fidelity driven": driven,
 }
 """What a mark names -> its table."""
-OF_A_METHOD = {"costs": methods_table.costs, "composes": methods_table.composes}
+OF_A_METHOD = {"costs": listings.costs, "composes": listings.composes}
 """What a mark with a method's name names -> its text."""
 MARK = re.compile(
     rf"(<!-- ({'|'.join([*PARTS, *OF_A_METHOD])})(?:: (\w+))? -->\n).*?(?=<!-- end -->)", re.S

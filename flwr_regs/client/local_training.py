@@ -22,8 +22,6 @@ from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures, gradients
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.distillation import StartOutputs
-from flwr_regs.client.train.loss_sum import LossSum
 from flwr_regs.client.train.optimizer import (
     ClientOptimizer,
     OptimizerFn,
@@ -133,7 +131,7 @@ class LocalTraining:
         self.num_steps = planned if max_steps is None else min(planned, max_steps)
         self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
         needs = {need for t in terms for need in t.needs}
-        self._teacher = StartOutputs(model, self._task) if "start_output" in needs else None
+        self._teaches = "start_output" in needs
         self._tap = FeatureTap(model, classifier) if "features" in needs else None
         self._layers = {name: OutputTap(model, name) for name in layers_of(terms)}
         # in the order in which they are made
@@ -168,7 +166,9 @@ class LocalTraining:
         self._adds_loss = bool(whole.overriding("loss"))
         self._reads_steps = self._adds_loss or self._corrects
         self._in_step = self._in_loss = False
-        self._step_ctx, self._losses = self._ctx, LossSum()
+        self._step_ctx = self._ctx
+        self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
+        self._sizes: list[int] = []
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         self._optimizer = ClientOptimizer(whole, self._trained, self._ctx)
@@ -251,15 +251,14 @@ class LocalTraining:
             raise RuntimeError(
                 "the method perturbs the model before the forward pass: use batches()"
             )
-        loss = self._objective(base, inputs, targets, self._task.logits(output))
-        return self._watched(loss)
+        return self._objective(base, inputs, targets, self._task.logits(output))
 
-    def objective(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
-        return self._watched(self.unwatched_objective(inputs, targets))
+    def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
+        """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one.
 
-    def unwatched_objective(self, inputs: Any, targets: Any) -> Tensor:
-        """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
+        Not `watched`, for a loop that is sure to run backward on it, `correct` does not look whether it
+        did.
+        """
         self._perturb()  # again, if an optimiser calls its closure more than once
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = None
@@ -272,24 +271,22 @@ class LocalTraining:
             if help_ := remedies.remedy(error, output, targets):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
-        return self._objective(base, inputs, targets, output)
+        return self._objective(base, inputs, targets, output, watched)
 
     def _check_labels(self, output: Any, targets: Any) -> None:
         by_class = remedies.is_cross_entropy(self._task.loss_fn) and isinstance(targets, Tensor)
         if by_class and (wrong := remedies.wrong_label(output, targets)):
             raise ValueError(wrong)
 
-    def _watched(self, loss: Tensor) -> Tensor:
-        """Return the loss; `correct` then demands that backward goes through it."""
-        self._went_back = False
-        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
-        return loss
-
-    def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+    def _objective(
+        self, base: Tensor, inputs: Any, targets: Any, output: Any, watched: bool = True
+    ) -> Tensor:
+        """Return the step's loss; `correct` then demands that backward goes through it."""
         size = data.batch_size(targets)
         if not self._processed and not remedies.are_finite(data.tensors([inputs, targets])):
             raise ValueError(remedies.not_finite(self._data))
-        self._losses.add(base, size)
+        self._losses.append(base.detach())
+        self._sizes.append(size)
         self._processed += size
         if not self._ctx.batch_size:
             if self._tap is not None:
@@ -302,27 +299,34 @@ class LocalTraining:
             self._in_loss = True
             loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
             self._in_loss = False
-        self._went_back = True
         if not loss.requires_grad:
             raise RuntimeError(
                 "the loss depends on no parameter that is trained: nothing can be learnt"
             )
+        self._went_back = not watched
+        if watched:
+            loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
         return loss
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._reads_steps:
             return self._ctx
+        tapped = self._tapped()  # before another forward pass
         return changed(
             self._ctx,
             inputs=inputs,
             targets=targets,
             output=output,
-            start_output=self._teacher(inputs, self.device) if self._teacher else None,
+            start_output=self._start_output(inputs) if self._teaches else None,
             output_at=partial(self._measures.output_at, inputs, targets),
             features_at=partial(self._measures.features_at, inputs),
-            **self._tapped(),
+            **tapped,
         )
+
+    @torch.no_grad()
+    def _start_output(self, inputs: Any) -> Any:
+        return self._measures.output_at(inputs, None, self._ctx.start)
 
     def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
@@ -413,7 +417,9 @@ class LocalTraining:
         for p in self._trained.values():
             p.grad = None
         self.close()
-        loss = self._losses.total() / max(self._processed, 1)
+        losses = torch.stack(self._losses or [torch.zeros(())]).reshape(-1).cpu().double()
+        sizes = torch.tensor(self._sizes or [0], dtype=torch.float64)
+        loss = float(losses @ sizes) / max(self._processed, 1)
         if not math.isfinite(loss) and (lost := remedies.not_finite(self._data)):
             raise ValueError(lost)
         return LocalResult(
@@ -448,7 +454,7 @@ def local_round(
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
-        loss = training.unwatched_objective(*batch)
+        loss = training.objective(*batch, watched=False)
         torch.autograd.backward(loss)
         training.correct()
         return loss

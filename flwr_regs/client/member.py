@@ -7,7 +7,6 @@ The NumPyClient (flower/client.py), a user's own training loop (flower/client_ro
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_nam
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
 from flwr_regs.client.train.batches import (
-    Batches,
     batch_size,
     count_batches,
     count_examples,
@@ -32,7 +30,6 @@ from flwr_regs.client.train.batches import (
 from flwr_regs.client.train.batches import label_counts as count_labels
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import KeptOptimizer
-from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
@@ -228,36 +225,19 @@ def end(
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 
-def probe(
-    member: Member,
-    model: nn.Module,
-    data: Batches,
-    device: torch.device,
-    classifier: str | None,
-    task: Task,
-) -> tuple[Parcel, Memory]:
+def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
     """Return (the reply to the first exchange, the terms' probes at ``w_t``; what is remembered)."""
     upload, slots = first_exchange(
-        model,
+        measures,
         member.term,
-        data,
-        task,
         lr=member.config["lr"],
-        device=device,
-        classifier=classifier,
         client=member.begun.slots,
         client_id=member.config.get(keys.CLIENT_KEY, -1),
         config=plain(member.config),
     )
-    return end_probe(member, upload, slots, count_examples(task.pairs(data)))
-
-
-def end_probe(
-    member: Member, upload: Slot, slots: Slot, num_examples: int
-) -> tuple[Parcel, Memory]:
-    """Return (the reply to the first exchange, what the client remembers from now on)."""
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
-    return Parcel(_uploads(upload), _ended(member, held), {"num-examples": num_examples}), held
+    metrics = {"num-examples": count_examples(measures.data)}
+    return Parcel(_uploads(upload), _ended(member, held), metrics), held
 
 
 def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str, Any]:
@@ -306,13 +286,16 @@ def evaluated(
 ) -> tuple[Chain, Slot, dict[str, Any]]:
     """Load the model of an evaluation; return (the method, its slots, the reply's entries about itself).
 
-    The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does.
+    The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does,
+    and ValueError naming an unknown or wrong key.
     """
     config = message.config
-    term = evaluated_term(who, config)
+    ours = config.get(keys.METHOD_KEY) == who.method
+    term = chain(_built(who, config) if ours else [])
+    check_evaluate_config(_own(config), also=list(term.config()))
     check_custody(who.private, model, term)
-    if who.folder is not None and keys.START_KEY in config and not held:
-        held = Folder(who.folder, config).newest()
+    if who.folder is not None and keys.START_KEY in config:
+        held = Folder(who.folder, config).with_newest(held)
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)
@@ -320,51 +303,29 @@ def evaluated(
 
 
 def first_exchange(
-    model: nn.Module,
-    term: Chain,
-    data: Batches,
-    task: Task,
-    *,
-    lr: float,
-    device: torch.device,
-    classifier: str | None,
-    client: Slot,
-    client_id: int,
-    config: Mapping[str, Any],
+    measures: Measures, term: Chain, *, client: Slot, **told: Any
 ) -> tuple[Slot, Slot]:
-    """Return the terms' (uploads, client slots) of a first exchange, on the CPU; `model` holds ``w_t``."""
-    pairs = task.pairs(data)
+    """Return the terms' (uploads, client slots) of a first exchange, on the CPU.
+
+    The model of `measures` holds ``w_t``; `told` are `lr`, `client_id` and `config` of a context.
+    """
+    model, pairs, device = measures.model, measures.data, measures.device
     count_batches(pairs)  # raises if there is no data
     model.to(device)
     private = private_entries(model, term)
-    trained = trained_parameters(model, term)
     with torch.random.fork_rng(devices=[]):
         _, targets = next(iter(pairs))
-    needs = {need for t in term.terms for need in t.needs}
-    ctx = Measures(model, pairs, task, device, classifier).context(
-        {n: p.detach() for n, p in trained.items() if n not in private},
-        lr,
+    counts = any("label_counts" in t.needs for t in term.terms)
+    ctx = measures.context(
+        {n: p.detach() for n, p in trained_parameters(model, term).items() if n not in private},
         num_steps=0,
         client=to_device(client, device),
-        label_counts=count_labels(pairs).to(device) if "label_counts" in needs else None,
-        client_id=client_id,
+        label_counts=count_labels(pairs).to(device) if counts else None,
         batch_size=batch_size(targets),
-        config=config,
+        **told,
     )
     upload, kept = term.probe(ctx)
     return to_device(upload, "cpu"), to_device(kept, "cpu")
-
-
-def evaluated_term(who: Identity, config: Mapping[str, Any]) -> Chain:
-    """Return the method of an evaluate config; a chain without terms if it is not this client's method.
-
-    Raises ValueError naming an unknown or wrong key.
-    """
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
-    ours = config.get(keys.METHOD_KEY) == who.method
-    term = chain(_built(who, config) if ours else [])
-    check_evaluate_config(own, also=list(term.config()))
-    return term
 
 
 @contextlib.contextmanager
@@ -372,28 +333,17 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     """Seed torch for one client and round; leave the process's own random state as it was.
 
     All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
-    alone. Data that draws from numpy or `random` must seed these itself. An accelerator is seeded if the
-    client is on it, or if this process has used it before.
+    alone. Data that draws from numpy or `random` must seed these itself, and so must what draws on another
+    device than the client's.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type != "cpu" or _accelerated():
-            torch.manual_seed(seed)
-        else:  # the same, without a traceback that torch formats for each kind of accelerator
+        if (
+            device.type == "cpu"
+        ):  # torch formats a traceback for each kind of accelerator that it has yet to seed
             torch.default_generator.manual_seed(int(seed))
+        else:
+            torch.manual_seed(seed)
         yield
-
-
-def _accelerated() -> bool:
-    """Whether this process has an accelerator in use, which may draw from generators of its own."""
-    if (found := _accelerator()) is None:
-        return False
-    started = getattr(torch.get_device_module(found), "is_initialized", None)
-    return started is None or bool(started())
-
-
-@functools.cache
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
@@ -415,9 +365,13 @@ def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
             f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
         )
     term = chain(_built(who, config))
-    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
-    check_train_config(own, also=list(term.config()))
+    check_train_config(_own(config), also=list(term.config()))
     return term
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the protocol's entries."""
+    return {k: v for k, v in config.items() if not k.startswith("regs.")}
 
 
 def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:

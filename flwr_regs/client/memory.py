@@ -39,7 +39,7 @@ from flwr_regs.abilities import TakesBack
 from flwr_regs.chain import Chain
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, ProtocolError, digest
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, digest, unpack
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.files import write_atomically
 
@@ -67,28 +67,19 @@ class Unwritten:
 
     Attributes
     ----------
-    slots : Slot
-        On the CPU, in dtypes that numpy has; nothing writes into them.
+    slots : mapping
+        By term, arrays that nothing writes into.
     method, label : str
     """
 
-    slots: Slot
+    slots: Mapping[str, NDArrays]
     method: str
     label: str
-
-    def __reduce__(self) -> tuple[Any, ...]:  # between processes, as arrays
-        slots = {t: {n: a.numpy() for n, a in slot.items()} for t, slot in self.slots.items()}
-        return _from_arrays, (slots, self.method, self.label)
 
     @cached_property
     def data(self) -> bytes:
         """The snapshot as bytes."""
         return encode(self.slots, self.method, self.label)
-
-
-def _from_arrays(slots: Slot, method: str, key: str) -> Unwritten:
-    tensors = {t: {n: torch.from_numpy(a) for n, a in slot.items()} for t, slot in slots.items()}
-    return Unwritten(tensors, method, key)
 
 
 def written(memory: Memory) -> dict[str, bytes]:
@@ -164,8 +155,7 @@ def end(
     if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
         copies = {
-            t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
-            for t, slot in snapshot.items()
+            t: {n: np.array(to_numpy(a)) for n, a in slot.items()} for t, slot in snapshot.items()
         }
         kept[label(number, probe)] = Unwritten(copies, method, label(number, probe))
     return kept
@@ -209,7 +199,7 @@ def _read(memory: Memory, key: str) -> Slot | None:
     if (kept := memory.get(key)) is None:
         return None
     if isinstance(kept, Unwritten):
-        return {t: dict(slot) for t, slot in kept.slots.items()}
+        return {t: _tensors(slot) for t, slot in kept.slots.items()}
     try:
         return decode(kept)
     except ValueError as error:
@@ -217,7 +207,11 @@ def _read(memory: Memory, key: str) -> Slot | None:
         return None
 
 
-def encode(snapshot: Slot, method: str = "", key: str = "") -> bytes:
+def _tensors(arrays: NDArrays) -> dict[str, Tensor]:
+    return {n: torch.from_numpy(a) for n, a in arrays.items()}
+
+
+def encode(snapshot: Mapping[str, Any], method: str = "", key: str = "") -> bytes:
     """Return a snapshot as safetensors bytes, which say whose they are and have a digest."""
     arrays = {f"{t}.{n}": to_numpy(a) for t, slot in snapshot.items() for n, a in slot.items()}
     arrays = {n: np.asarray(a, order="C") for n, a in arrays.items()}
@@ -226,14 +220,11 @@ def encode(snapshot: Slot, method: str = "", key: str = "") -> bytes:
 
 
 def decode(data: bytes) -> Slot:
-    """Return a snapshot's slots as tensors; raise ValueError for other bytes than `encode` made."""
+    """Return a snapshot's slots as tensors; raise ProtocolError for other bytes than `encode` made."""
     slots: Slot = {}
-    try:
-        for key, a in safetensors.numpy.load(data).items():
-            name, _, entry = key.partition(".")  # a term's name has no dot
-            slots.setdefault(name, {})[entry] = torch.from_numpy(a.copy())
-    except Exception as error:  # whatever the bytes make safetensors raise
-        raise ValueError(f"these bytes hold no snapshot: {described(error)}") from error
+    for key, tensor in _tensors(unpack(data)).items():
+        name, _, entry = key.partition(".")  # a term's name has no dot
+        slots.setdefault(name, {})[entry] = tensor
     return slots
 
 
@@ -278,13 +269,14 @@ class Folder:
         wanted = [label(used), label(came), label(number, True)]
         return {**self._read(key for key in wanted if key not in memory), **memory}
 
-    def newest(self) -> Memory:
-        """Return the last round's snapshot."""
+    def with_newest(self, memory: Memory) -> Memory:
+        """Return the node's memory, with the last round's snapshot if only the disk has it."""
         try:
-            return self._read([max(_rounds(self._folder), default="")])
+            newest = max(_rounds(self._folder), default="")
         except OSError as error:
             LOG.warning("this client's saved state is lost: %s", described(error))
-            return {}
+            return memory
+        return {**self._read({newest} - {*memory}), **memory}
 
     def write(self, memory: Memory, config: Mapping[str, Any]) -> bool:
         """Write what the node remembers after a round; return whether the disk took it.
@@ -294,6 +286,8 @@ class Folder:
         """
         new = label(config[keys.ROUND_KEY], bool(config.get(keys.PROBE_KEY)))
         try:
+            for left in self._folder.glob(".*.part"):  # of a crash
+                left.unlink()
             present = {p.stem: p for p in _snapshots(self._folder)}
             for key, path in present.items():
                 if key == new or key[5:] > new[5:]:

@@ -20,7 +20,6 @@ from flwr_regs.abilities import Personalises
 from flwr_regs.chain import Chain
 from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.accuracy import score
-from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import plain, seeded
 from flwr_regs.client.memory import Folder, Root, to_numpy
@@ -65,7 +64,7 @@ def own_model(
                     device=device,
                     head=head,
                 )
-        elif any(isinstance(t, Personalises) for t in term.terms):
+        elif term.able(Personalises):
             made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
         Folder(folder, config).write_personal(entries_of(made, model))
@@ -110,7 +109,7 @@ def trained_model(term: Chain, measures: Measures, result: LocalResult, **round:
 
     The model of `measures` stays as it is. `round` are `lr` and `config` of :func:`personalised`.
     """
-    kept = [t for t in term.terms if isinstance(t, Personalises) and result.client.get(t.name)]
+    kept = [t for t in term.able(Personalises) if result.client.get(t.name)]
     if not kept or not result.num_steps:
         return {}
     model = measures.model
@@ -144,7 +143,7 @@ def evaluate(
     """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`.evaluation.score`.
 
     Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
-    ``"personal-loss"`` and ``"personal-accuracy"``, and the name of the output layer that was calibrated.
+    ``"personal-loss"`` and ``"personal-accuracy"``.
     `how` are `optimizer` and `folder` of :func:`own_model`, to which the others are given too.
     """
     model, task, device = measures.model, measures.task, measures.device
@@ -160,6 +159,4 @@ def evaluate(
         return loss, count, metrics
     metrics["personal-loss"] = own_loss
     metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
-    if "personalise" in config and config.get("personal-part") != "all":
-        metrics[keys.LAYER_KEY] = find_classifier(model, measures.classifier)
     return loss, count, metrics

@@ -9,6 +9,7 @@ import torch
 
 from flwr_regs.client import personal
 from flwr_regs.client.local_training import local_round
+from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
 from flwr_regs.client.memory import Memory, Root
@@ -58,7 +59,7 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
     member = begin(message, held, model, client.identity)
     with seeded(member.config[keys.SEED_KEY], device):
         if member.probing:
-            reply, held = probe(member, model, data, device, client.classifier, task)
+            reply, held = probe(member, measures(client))
         else:
             result = local_round(
                 client.model,
@@ -92,8 +93,8 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     loss, count, metrics = personal.evaluate(
         measures(client), term, client.eval_data, message.config, slots, **how
     )
-    if keys.LAYER_KEY in metrics:
-        config[keys.LAYER_KEY] = metrics.pop(keys.LAYER_KEY)
+    if "personalise" in message.config and message.config.get("personal-part") != "all":
+        config[keys.LAYER_KEY] = find_classifier(uncompiled(client.model), client.classifier)
     return Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held, None
 
 

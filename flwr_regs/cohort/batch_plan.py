@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,15 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
+from flwr_regs.client.train.batches import (
+    Pairs,
+    batch_size,
+    count_examples,
+    cycle,
+    mapped,
+    tensors,
+    to_device,
+)
 
 GATHERED = 2**28
 """Bytes of a round's examples that are put together for a stack."""
@@ -32,71 +41,139 @@ class CannotStack(Exception):
     """Why a client cannot train as one of a stack; it then trains by itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class Order:
+    """How a plain loader over tensors goes through its examples.
+
+    Attributes
+    ----------
+    source : sequence of Tensor
+        Inputs and targets of the whole data set.
+    size : int
+        Of a batch.
+    drop_last, shuffle : bool
+    """
+
+    source: tuple[Tensor, ...]
+    size: int
+    drop_last: bool
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        self.examples = len(self.source[0])
+        self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
+        whole, rest = divmod(self.examples, self.size)
+        self._pass = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches of a pass."""
+        return len(self._pass)
+
+    @cached_property
+    def place(self) -> tuple[Any, int]:
+        """The larger tensors of which the source's are parts, to be compared, and the first row in them."""
+        places, firsts = [], set()
+        for t in self.source:
+            width = t.stride(0)
+            if width < 1 or t.storage_offset() % width:
+                return id(self), 0
+            firsts.add(t.storage_offset() // width)
+            places.append((t.untyped_storage().data_ptr(), t.stride()))
+        return (tuple(places), int(firsts.pop())) if len(firsts) == 1 else (id(self), 0)
+
+    def draw(self, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the rows of the next steps, and the steps' sizes, drawn as a loader draws them."""
+        number = torch.empty((), dtype=torch.int64)
+        passes: list[Tensor] = []
+        for _ in range(-(-steps // max(self.batches, 1)) if self.batches else 0):
+            number.random_(generator=generator)  # the seed of its workers
+            if self.shuffle:
+                shuffling = torch.Generator().manual_seed(int(number.random_(generator=generator)))
+                passes.append(torch.randperm(self.examples, generator=shuffling))
+            else:
+                passes.append(torch.arange(self.examples))
+        if not passes:
+            return torch.arange(0), ()
+        if len(passes) == 1 and steps == self.batches and sum(self._pass) == self.examples:
+            return passes[0], self._pass
+        sizes = (self._pass * len(passes))[:steps]
+        rows = torch.cat([rows[: sum(self._pass)] for rows in passes])
+        return rows[: sum(sizes)], sizes
+
+
+@dataclass(eq=False)
 class Plan:
     """The batches of one client's round.
 
     Attributes
     ----------
-    after : Tensor
-        The state of torch's random generator behind all that the loader drew.
+    data : Pairs
+    seed : int
+        Of torch's random generator, from which they are drawn.
+    order : Order or None
+        How the loader goes through its examples; None if `batches` are drawn.
     rows : Tensor or None
-        The rows of `source` of all steps, one after the other; None if `batches` are drawn.
+        The rows of an order's source of all steps, one after the other.
     sizes : sequence of int
         How many of the rows are each step's.
-    source : sequence of Tensor
-        Inputs and targets of the whole data set.
     batches : sequence of (inputs, targets)
+    drawn : Tensor or None
+        The state of torch's random generator behind all `batches`.
     """
 
     data: Pairs
     seed: int
-    after: Tensor
+    order: Order | None = None
     rows: Tensor | None = None
     sizes: tuple[int, ...] = ()
-    source: tuple[Tensor, ...] = ()
     batches: tuple[tuple[Any, Any], ...] = ()
+    drawn: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.forms)
 
     def batch(self, step: int) -> tuple[Any, Any]:
         """Return the inputs and targets of a step."""
-        if self.rows is None:
+        if self.order is None or self.rows is None:
             return self.batches[step]
         first = sum(self.sizes[:step])
         rows = self.rows[first : first + self.sizes[step]]
-        inputs, targets = (t.index_select(0, rows) for t in self.source)
+        inputs, targets = (t.index_select(0, rows) for t in self.order.source)
         return inputs, targets
 
     @cached_property
     def forms(self) -> tuple[Any, ...]:
         """What two batches share that can be stacked, for each step: structure, shapes, dtypes."""
-        return tuple(map(_form, self.batches)) if self.rows is None else self.sizes
+        return tuple(map(_form, self.batches)) if self.order is None else self.sizes
 
     @property
     def kind(self) -> Any:
         """What the batches of two plans share that can be in one stack."""
-        if self.rows is None:
-            return "drawn"
-        return tuple((t.shape[1:], t.dtype) for t in self.source)
+        return "drawn" if self.order is None else self.order.kind
 
     def size(self, step: int) -> int:
         """Return the number of examples of a step."""
-        return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
+        return batch_size(self.batches[step][1]) if self.order is None else self.sizes[step]
+
+    @property
+    def after(self) -> Tensor:
+        """The state of torch's random generator behind all that the loader drew."""
+        if self.drawn is not None or self.order is None:
+            return self.drawn if self.drawn is not None else torch.get_rng_state()
+        generator = torch.Generator().manual_seed(self.seed)
+        self.order.draw(generator, len(self))
+        return generator.get_state()
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
-        loader: Any = self.data.source
-        if self.rows is None:
+        if self.order is None:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self.after)
                 return replace(self, batches=tuple(self.data))
-        order = _order_of(loader)
-        assert order is not None
         generator = torch.Generator()
         generator.set_state(self.after)
-        rows, sizes = _drawn(order, generator, len(loader))
+        rows, sizes = self.order.draw(generator, self.order.batches)
         return replace(self, rows=rows, sizes=sizes)
 
     def again(self, device: torch.device, steps: int) -> Iterator[tuple[Any, Any]]:
@@ -107,7 +184,12 @@ class Plan:
     @property
     def trained(self) -> int:
         """The number of examples of all steps."""
-        return sum(map(self.size, range(len(self))))
+        return sum(map(self.size, range(len(self)))) if self.order is None else sum(self.sizes)
+
+    @property
+    def examples(self) -> int:
+        """``n_k``, the size of the client's data set."""
+        return count_examples(self.data) if self.order is None else self.order.examples
 
     @property
     def nbytes(self) -> int:
@@ -161,23 +243,31 @@ class Batches:
         self._base: list[Tensor] = []
         self.form: Any = None
         """The shapes of the first step's batches."""
+        self.equal = False
+        """Whether all have batches of rows, and as many in each step."""
+        orders = [p.order for p in plans if p.order is not None]
         rows = [p.rows for p in plans if p.rows is not None]
         if len(rows) < len(plans):
             return
-        if joined := _whole([p.source for p in plans]):
-            self._base, firsts = joined
-            rows = [r + first for r, first in zip(rows, firsts, strict=True)]
-        elif sum(_row_bytes(p) * len(p.rows) for p in plans if p.rows is not None) <= GATHERED:
+        table = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        if len({order.place[0] for order in orders}) == 1:
+            firsts = [order.place[1] for order in orders]
+            end = max(first + o.examples for first, o in zip(firsts, orders, strict=True))
+            self._base = [
+                t.as_strided((end, *t.shape[1:]), t.stride(), 0) for t in orders[0].source
+            ]
+            table = table + torch.tensor(firsts).unsqueeze(1)
+        elif sum(_row_bytes(p) * len(r) for p, r in zip(plans, rows, strict=True)) <= GATHERED:
             parts = [
-                [t.index_select(0, r) for t in p.source] for p, r in zip(plans, rows, strict=True)
+                [t.index_select(0, r) for t in o.source] for o, r in zip(orders, rows, strict=True)
             ]
             self._base = [torch.cat(leaf) for leaf in zip(*parts, strict=True)]
-            sizes = [len(r) for r in rows]
-            rows = list(torch.split(torch.arange(sum(sizes)), sizes))
+            firsts = [0, *itertools.accumulate(map(len, rows))][:-1]
+            table = torch.tensor(firsts).unsqueeze(1) + torch.arange(table.shape[1])
         else:
             return
-        self._table = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._base[0].device)
-        self._equal = all(p.sizes == plans[0].sizes for p in plans)
+        self._table = table.to(self._base[0].device)
+        self.equal = all(p.sizes == plans[0].sizes for p in plans)
 
     def of(self, step: int, members: Sequence[int]) -> Batch:
         """Return the batches that some members have in a step, which are of one form."""
@@ -189,7 +279,7 @@ class Batches:
         if not self._base:
             return stacked([self._plans[k] for k in members], step, self._device)
         first, size = sum(self._plans[members[0]].sizes[:step]), self._plans[members[0]].sizes[step]
-        if self._equal:  # then the members are all that there are
+        if self.equal:  # then the members are all that there are
             rows = self._table[:, first : first + size]
         else:
             firsts = [sum(self._plans[k].sizes[:step]) for k in members]
@@ -203,65 +293,49 @@ class Batches:
 
 
 def _row_bytes(plan: Plan) -> int:
-    return sum(t.nbytes // max(len(t), 1) for t in plan.source)
+    assert plan.order is not None
+    return sum(t.nbytes // max(len(t), 1) for t in plan.order.source)
 
 
-def _whole(sources: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]] | None:
-    """Return (the tensors of which those of all sources are parts, each one's first row); None without."""
-    base, places = [], []
-    for leaf in zip(*sources, strict=True):
-        first, width = leaf[0], leaf[0].stride(0)
-        home = first.untyped_storage().data_ptr()
-        if width < 1 or any(
-            t.untyped_storage().data_ptr() != home
-            or t.stride() != first.stride()
-            or t.storage_offset() % width
-            for t in leaf
-        ):
-            return None
-        firsts = [t.storage_offset() // width for t in leaf]
-        end = max(at + len(t) for at, t in zip(firsts, leaf, strict=True))
-        base.append(first.as_strided((end, *first.shape[1:]), first.stride(), 0))
-        places.append(firsts)
-    return (base, places[0]) if all(firsts == places[0] for firsts in places) else None
-
-
-def draw(data: Pairs, seed: int, steps: int, indexed: bool = True) -> Plan:
+def draw(data: Pairs, seed: int, steps: int) -> Plan:
     """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
 
-    The process's random state does not change. Not `indexed`: every loader is iterated. Raises CannotStack
-    for a loader with a random generator of its own, or with worker processes: their draws cannot be taken
-    back.
+    The process's random state does not change. Raises CannotStack for a loader with a random generator of
+    its own, or with worker processes: their draws cannot be taken back.
     """
-    loader = data.source
-    if isinstance(loader, DataLoader):
-        if loader.generator is not None or _own_generator(loader):
-            raise CannotStack("its loader has a random generator of its own")
-        if loader.num_workers:
-            raise CannotStack("its loader has worker processes")
-        if indexed and (order := _order_of(loader)) is not None:
-            generator = torch.Generator().manual_seed(seed)
-            rows, sizes = _drawn(order, generator, steps)
-            dataset: Any = loader.dataset
-            return Plan(data, seed, generator.get_state(), rows, sizes, dataset.tensors)
+    if (order := order_of(data)) is not None:
+        rows, sizes = order.draw(torch.Generator().manual_seed(seed), steps)
+        return Plan(data, seed, order, rows, sizes)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         batches = tuple(itertools.islice(cycle(data), steps))
-        return Plan(data, seed, torch.default_generator.get_state(), batches=batches)
+        return Plan(data, seed, batches=batches, drawn=torch.default_generator.get_state())
 
 
-@dataclass(frozen=True)
-class _Order:
-    """How a plain loader goes through its examples."""
-
-    examples: int
-    size: int
-    drop_last: bool
-    shuffle: bool
+_ORDERS: WeakKeyDictionary[Any, Order | None] = WeakKeyDictionary()
 
 
-def _order_of(loader: DataLoader[Any]) -> _Order | None:
-    """Return the order of a plain loader of pairs of tensors; None for any other."""
+def order_of(data: Pairs) -> Order | None:
+    """Return the order of a plain loader of pairs of tensors; None for any other data.
+
+    Raises what :func:`draw` raises.
+    """
+    loader: Any = data.source
+    if not isinstance(loader, DataLoader):
+        return None
+    if loader not in _ORDERS:
+        _ORDERS[loader] = _read(loader)
+    order = _ORDERS[loader]
+    if order is not None and order.source is not loader.dataset.tensors:  # type: ignore[attr-defined]
+        order = _ORDERS[loader] = _read(loader)
+    return order
+
+
+def _read(loader: DataLoader[Any]) -> Order | None:
+    if loader.generator is not None or _own_generator(loader):
+        raise CannotStack("its loader has a random generator of its own")
+    if loader.num_workers:
+        raise CannotStack("its loader has worker processes")
     batches: Any
     if loader.batch_sampler is None:  # its sampler makes the batches, and each is one indexing
         batches, whole = loader.sampler, default_convert
@@ -284,26 +358,7 @@ def _order_of(loader: DataLoader[Any]) -> _Order | None:
     in_order = type(sampler) is SequentialSampler and len(sampler) == n
     if (not shuffle and not in_order) or sampler.data_source is not dataset:
         return None
-    return _Order(n, batches.batch_size, batches.drop_last, shuffle)
-
-
-def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the rows of the next steps, and the steps' sizes, drawn from `generator` as a loader draws."""
-    full = order.examples - order.examples % order.size if order.drop_last else order.examples
-    number = torch.empty((), dtype=torch.int64)
-    passes: list[Tensor] = []
-    sizes: list[int] = []
-    while full and len(sizes) < steps:
-        number.random_(generator=generator)  # the seed of its workers
-        if order.shuffle:
-            shuffling = torch.Generator().manual_seed(int(number.random_(generator=generator)))
-            rows = torch.randperm(order.examples, generator=shuffling)
-        else:
-            rows = torch.arange(order.examples)
-        passes.append(rows[:full])
-        sizes += [min(order.size, full - i) for i in range(0, full, order.size)]
-    rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
-    return rows[: sum(sizes[:steps])], tuple(sizes[:steps])
+    return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
 
 
 def _own_generator(loader: DataLoader[Any]) -> bool:

@@ -51,37 +51,7 @@ class OneClient:
 
 
 class ClientSets:
-    """The clients of a simulation as data: they share a model and differ in their data sets.
-
-    Parameters
-    ----------
-    model : nn.Module or callable
-        The model, or what returns one without arguments. All clients of a process train in one model, one
-        after the other; entries that stay with a client begin as they are here.
-    train_sets, test_sets : sequence, mapping, callable, or a partitioner of flwr-datasets
-        Client ``k`` has entry ``k``, from 0 on: a Dataset, a pair of tensors ``(inputs, targets)`` with
-        equal first dimensions, a DataLoader or other batches, or a function of k that returns one of these
-        and is called when the client first takes part. One function for all needs `num_clients`. A
-        partitioner's partitions, or a FederatedDataset's, are Hugging Face data sets, whose batches are
-        mappings. Without `test_sets` the strategy must not evaluate on clients
-        (``fraction_evaluate=0``).
-    batch_size : int
-        Examples in a batch. Training data are shuffled in each pass, by the round's seed; batches that are
-        given stay as they are.
-    loss_fn, optimizer, target_key, output_fn, device, classifier
-        As for :class:`flwr_regs.RegClient`, the same for all clients.
-    step_budgets : sequence, mapping or callable, optional
-        The most local steps of client ``k`` in a round; or ``budget(k, round)``. None: no limit.
-    num_clients : int, optional
-        Their number, where `train_sets` does not tell.
-
-    Raises
-    ------
-    TypeError
-        No model; data sets of another kind.
-    ValueError
-        No clients; an empty data set, or inputs and targets of unequal lengths: the error names the client.
-    """
+    """What `flwr_regs.Clients` holds, without Flower; its docstring has the arguments."""
 
     def __init__(
         self,

@@ -1,94 +1,89 @@
-"""The plain loss and gradient of a stack's step under ``torch.compile``. Plain torch."""
+"""A stack's step as one compiled graph: forward, backward, and plain SGD's update. Plain torch."""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch import Tensor
+from torch.func import grad_and_value
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from flwr_regs.client.train.task import Task
-from flwr_regs.cohort.member_view import Kernels
+from flwr_regs.cohort.batch_plan import Batch
+from flwr_regs.cohort.member_view import View, random_state, set_random_state
 from flwr_regs.term import Arrays
 
 LOG = logging.getLogger("flwr")
 KEPT = 20
 """Compiled steps that are kept."""
 _STEPS: dict[Hashable, Callable[..., Any] | None] = {}
-Step = Callable[[Arrays, Arrays, Any], tuple[Arrays, Tensor, Arrays]]
-"""(trained values, other entries, batch) -> (gradients, losses, the other entries after it)."""
 
 
-def compiled(key: Hashable, model: nn.Module, task: Task) -> Step | None:
-    """Return the compiled step of a model and its task; None if it cannot be compiled.
+def compiled_step(
+    key: Hashable, view: View, values: Arrays, row: Mapping[str, Arrays], batch: Batch, lr: float
+) -> tuple[dict[str, Any], Tensor, Arrays] | None:
+    """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
-    `key` says what the step depends on beside its arguments, whose first axis is that of the members. It
-    falls back, with one sentence in the log, where there is no compiler.
+    The graph is made once for a `key` and the shapes of what goes in; `key` says what else the step depends
+    on. With a learning rate that is not 0, the parameters after a step of plain SGD come in place of the
+    gradients. Where the step cannot be traced or there is no compiler, a sentence in the log says so.
     """
-    if key not in _STEPS:
-        if len(_STEPS) == KEPT:
-            del _STEPS[next(iter(_STEPS))]
-        _STEPS[key] = (
-            None
-            if (why := _unfit(model))
-            else torch.compile(_step(copy.deepcopy(model), task), dynamic=False)
-        )
-        if why:
-            LOG.info("StackedGrid: compile=True has no effect: %s", why)
-    step = _STEPS[key]
-    if step is None:
-        return None
-
-    def guarded(values: Arrays, others: Arrays, batch: Any) -> tuple[Arrays, Tensor, Arrays]:
-        try:
-            return step(values, others, batch)  # type: ignore[no-any-return]
-        except Exception as error:
+    size = len(batch.leaves[0])
+    rest = {n: v.expand(size, *v.shape) for n, v in view.rest.items()}
+    values, held = {n: v.detach() for n, v in values.items()}, {**rest, **row["private"]}
+    names = [*values], [*held], [*row["buffers"]]
+    given = [*values.values(), *held.values(), *row["buffers"].values(), *batch.leaves]
+    given.append(torch.tensor(lr, dtype=torch.float64, device=given[0].device))
+    shapes = tuple((tuple(t.shape), t.dtype) for t in given)
+    key = key, shapes, names[0][0], bool(lr)
+    try:
+        if key not in _STEPS:
+            if len(_STEPS) == KEPT:
+                del _STEPS[next(iter(_STEPS))]
             _STEPS[key] = None
-            why = str(error).strip().partition("\n")[0]
-            LOG.warning("StackedGrid: the step is not compiled: %s", why)
-            raise CannotCompile from error
-
-    return guarded
-
-
-class CannotCompile(Exception):
-    """The step runs without ``torch.compile``."""
-
-
-def _unfit(model: nn.Module) -> str:
-    """Return why a model's step is not compiled; "" if it may be."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    if any(isinstance(m, kinds) for m in model.modules()):
-        return "the indices of its embeddings are checked in each step"
-    entries = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return (
-        "an entry of the model has two names"
-        if len({id(t) for _, t in entries}) < len(entries)
-        else ""
-    )
+            before = random_state(given[0].device)
+            copies = [t.clone() for t in given]  # it is run, and may write to buffers
+            graph = make_fx(_step(view, names, batch, bool(lr)))(*copies)
+            _STEPS[key] = torch._inductor.compile(graph, given)
+            set_random_state(given[0].device, before)
+        if (step := _STEPS[key]) is None:
+            return None
+        out = step(*given)
+    except Exception as error:  # whatever torch or a compiler raises
+        _STEPS[key] = None
+        why = str(error).strip().partition("\n")[0]
+        LOG.warning("StackedGrid: the step is not compiled: %s", why)
+        return None
+    last = len(values)
+    stepped = dict(zip(names[0], out[:last], strict=True))
+    return stepped, out[last], dict(zip(names[2], out[last + 1 :], strict=True))
 
 
-def _step(model: nn.Module, task: Task) -> Step:
-    def one(values: Arrays, others: Arrays, batch: Any) -> Any:
-        args, kwargs = task.arguments(*batch)
-        others = dict(others)
-        with Kernels():
-            output = functional_call(model, {**values, **others}, args, kwargs)
-            return task.loss(task.logits(output), batch[1]), others
+def _step(view: View, names: Any, batch: Batch, moves: bool) -> Callable[..., Any]:
+    """Return a step as a function of tensors: trained values, others, buffers, batch, learning rate."""
 
-    def total(values: Arrays, others: Arrays, batch: Any) -> Any:
-        losses, after = vmap(one, randomness="different")(values, others, batch)
-        return losses.sum(), (losses.detach().float(), after)
+    def one(values: Arrays, held: Arrays, buffers: Arrays, leaves: list[Tensor]) -> Any:
+        inputs, targets = batch.rebuilt(leaves)
+        buffers = dict(buffers)
+        output = view.call(inputs, targets, {**held, **values}, buffers)
+        return view.loss(output, targets), buffers
 
-    def step(values: Arrays, others: Arrays, batch: Any) -> Any:
-        grads, (_, (losses, after)) = grad_and_value(total, has_aux=True)(values, others, batch)
-        return grads, losses, after
+    def step(*given: Tensor) -> Any:
+        rest, parts = list(given), []
+        for some in names:
+            parts.append(dict(zip(some, rest, strict=False)))
+            rest = rest[len(some) :]
+        (values, *others), lr = parts, rest.pop()
+
+        def total(values: Arrays, *others: Any) -> Any:
+            losses, buffers = view.vmapped(one)(values, *others)
+            return losses.sum(), (losses.detach().float(), buffers)
+
+        grad = grad_and_value(total, has_aux=True)
+        grads, (_, (losses, buffers)) = grad(values, *others, rest)
+        moved = [v - lr * grads[n] if moves else grads[n] for n, v in values.items()]
+        return *moved, losses, *buffers.values()
 
     return step

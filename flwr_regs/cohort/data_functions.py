@@ -116,7 +116,7 @@ class OverData:
             yield inputs, targets, batch_size(targets)
 
     def _loss(self, values: Arrays, inputs: Any, targets: Any) -> Tensor:
-        return self.view.shared.task.loss(self.view.call(inputs, targets, values, {}), targets)
+        return self.view.loss(self.view.call(inputs, targets, values, {}), targets)
 
     def _mean_loss(self, params: Arrays) -> Tensor:
         whole, count = self._whole(params), 0
@@ -200,7 +200,6 @@ def over_data(
     at_start: Arrays,
     given: tuple[Any, ...],
     one: Callable[..., Any],
-    few: bool = False,
     training: bool = False,
 ) -> Any:
     """Return what ``one(*given, functions)`` is for each member, stacked.
@@ -215,8 +214,6 @@ def over_data(
     given : tuple
         Nested dicts of stacked tensors.
     one : callable
-    few : bool
-        Also if few of the data are of one size; else that raises CannotStack.
     training : bool
         `passes` are the batches of the round's steps, for `train` alone.
     """
@@ -225,8 +222,6 @@ def over_data(
     groups: dict[Any, list[int]] = {}
     for row, plan in enumerate(passes):
         groups.setdefault((plan.kind, plan.forms), []).append(row)
-    if 2 * len(groups) > len(passes) and not few:
-        raise CannotStack("the sizes of the members' data differ")
     parts: list[Any] = []
     order: list[int] = []
     for rows in groups.values():
@@ -252,6 +247,8 @@ def over_data(
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
+    if len(parts) == 1 and order == sorted(order):
+        return parts[0]
     back = torch.tensor(order, device=view.shared.device).argsort()
     return _concatenated(parts, back)
 

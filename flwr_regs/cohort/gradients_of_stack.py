@@ -13,7 +13,7 @@ from torch import Tensor
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
-from flwr_regs.cohort.compiled import CannotCompile, Step, compiled
+from flwr_regs.cohort.compiled import compiled_step
 from flwr_regs.cohort.member_view import View, owner, random_state, set_random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
 
@@ -44,10 +44,21 @@ class Gradient:
 
     Hooks run under vmap, but for the corrections of terms that are `elementwise`: these broadcast over the
     members.
+
+    Parameters
+    ----------
+    view : View
+    lr : float
+        Of an optimiser that is plain SGD, so that a compiled step may make its update; 0 for any other.
+
+    Attributes
+    ----------
+    moved : bool
+        Whether the last gradients are the parameters after such an update.
     """
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, lr: float = 0.0) -> None:
+        self._view, self._lr = view, lr
         terms = view.shared.term.terms
         self._acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
         self._evolves = any(isinstance(t, Evolves) for t in terms)
@@ -57,7 +68,7 @@ class Gradient:
         self._reads = watching or any(t.acts("loss") for t in terms) or not self._elementwise
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._tried = not self._acting or not self._elementwise
-        self._step: Step | None = None
+        self.moved = False
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
@@ -70,7 +81,11 @@ class Gradient:
         inner = {} if self._tried else {n: b.clone() for n, b in part.rows["buffers"].items()}
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
-        if (quick := self._compiled(part)) is not None:
+        lr = 0.0 if acting else self._lr
+        key = None if self._reads or self._perturbs or not part.whole else view.shared.compiled
+        quick = compiled_step(key, view, values, part.rows, part.batch, lr) if key else None
+        self.moved = bool(quick and lr)
+        if quick:
             grads, base, buffers = quick
         else:
             there = replace(part, values=self._perturbed(part)) if self._perturbs else part
@@ -94,27 +109,6 @@ class Gradient:
                 self._elementwise, self._reads, self._tried = False, True, True
         set_random_state(view.shared.device, before)  # the step once more, as it began
         return self.of(replace(part, rows={**part.rows, "buffers": inner}))
-
-    def _compiled(self, part: Part) -> tuple[Arrays, Tensor, Arrays] | None:
-        """Return what the compiled step makes of it; None if it runs without."""
-        shared = self._view.shared
-        if shared.compiled is None or self._reads or self._perturbs or not part.whole:
-            return None
-        if self._step is None:
-            self._step = compiled(shared.compiled, shared.model, shared.task)
-        if self._step is None:
-            return None
-        inner = list(part.rows["buffers"])
-        size = len(part.batch.leaves[0])
-        rest = {n: v.expand(size, *v.shape) for n, v in self._view.rest.items()}
-        others = {**rest, **part.rows["private"], **part.rows["buffers"]}
-        values = {n: v.detach() for n, v in part.values.items()}
-        try:
-            grads, losses, after = self._step(values, others, part.batch.rebuilt(part.batch.leaves))
-        except CannotCompile:
-            self._step = None
-            return None
-        return grads, losses, {n: after[n] for n in inner}
 
     def _perturbed(self, part: Part) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""

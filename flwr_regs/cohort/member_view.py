@@ -15,10 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.memory import Begun, Memory
+from flwr_regs.client.serving import Client
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
+from flwr_regs.wire.parcel import Parcel
 
 OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
@@ -71,7 +74,17 @@ class Shared:
     compiled: Hashable = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class Asked:
+    """A client that is asked to train: its message with the model in full, and what it remembers."""
+
+    pid: int
+    client: Client
+    message: Parcel
+    memory: Memory
+
+
+@dataclass(eq=False)
 class Member:
     """One client of a stack.
 
@@ -87,15 +100,22 @@ class Member:
         The terms' slots that are its own.
     client_id : int
     label_counts : Tensor or None
+    asked, begun : Asked, Begun
+        Its message, and what of its memory the round begins with.
+    form : hashable
+        What else must be equal in one stack.
     """
 
     plan: Plan
     planned_steps: int
-    private: Arrays = field(default_factory=dict)
-    broadcast: Slot = field(default_factory=dict)
-    client: Slot = field(default_factory=dict)
-    client_id: int = -1
-    label_counts: Tensor | None = None
+    private: Arrays
+    broadcast: Slot
+    client: Slot
+    client_id: int
+    label_counts: Tensor | None
+    asked: Asked
+    begun: Begun
+    form: Hashable
 
 
 class Number(Tensor):

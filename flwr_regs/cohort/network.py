@@ -14,8 +14,9 @@ from flwr_regs.client import serving
 from flwr_regs.client.memory import Memory
 from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.processes import StackProcesses
-from flwr_regs.cohort.stack_groups import Asked, Served
+from flwr_regs.cohort.stack_groups import Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
@@ -117,7 +118,10 @@ class CohortNetwork:
         asked: dict[int, Asked] = {}
         others: dict[int, Parcel] = {}
         seen: dict[Any, Any] = {}
-        stacked = request.kind in TRAINING and len(request.parcels) > 1 and self._stacks
+        kinds = (
+            TRAINING if self._apart else (*TRAINING, "evaluate")
+        )  # other processes evaluate, too
+        stacked = request.kind in kinds and len(request.parcels) > 1 and self._stacks
         for pid, parcel in request.parcels.items():
             try:
                 if request.kind == keys.PREFETCH:
@@ -141,7 +145,11 @@ class CohortNetwork:
                 came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
-        if stacked and self._stacks is not None:
+        if stacked and self._stacks is not None and request.kind == "evaluate":
+            together = self._stacks.evaluate(list(asked.values()))
+            came |= together
+            asked = {p: one for p, one in asked.items() if p not in together}
+        elif stacked and self._stacks is not None:
             for pid, served in self._stacked(self._stacks, list(asked.values())).items():
                 came[pid] = self._ended(asked.pop(pid), served)
         for pid, one in asked.items():

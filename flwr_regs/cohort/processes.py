@@ -1,7 +1,9 @@
-"""Processes that each train a part of a cohort as a stack; arrays go through shared memory. Plain torch.
+"""Processes that work for this one, and those of them that each train a part of a cohort as a stack.
 
-They are started anew ("spawn"), as torch's threads do not survive a fork, and get the clients once. All
-that lasts stays in the process that asks.
+Processes and not threads: what a client draws (shuffling, dropout) comes from torch's generators, which a
+process has once. They are started anew ("spawn") and not forked: torch's threads do not survive a fork. So
+what they are given is pickled. All that lasts stays in the process that asks. A stack's arrays go through
+shared memory. Plain torch.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,11 +24,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flwr_regs.client.member import Identity
-from flwr_regs.cohort.client_sets import ClientSets
-from flwr_regs.cohort.stack_groups import Asked, Served, Settings
+from flwr_regs.cohort.client_sets import ClientSets, OneClient
+from flwr_regs.cohort.member_view import Asked
+from flwr_regs.cohort.stack_groups import Served, Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
 
@@ -35,6 +37,120 @@ except ImportError:
     pickler = pickle
 
 SHARED = Path("/dev/shm")
+Work = Callable[[Connection, Any], None]
+_READY = "ready"
+
+
+class WorkerPool:
+    """Some processes that run ``work(connection, given)``; they end with this object.
+
+    Parameters
+    ----------
+    work : callable
+        A function of a module. It serves its connection until the other end is gone.
+    given : object
+    number : int
+        How many processes there are at most; torch's threads are shared out among them.
+    what, remedy : str
+        What `given` is, and what helps if it cannot be sent, for errors.
+
+    Attributes
+    ----------
+    running : dict of Connection to process
+
+    Raises
+    ------
+    TypeError
+        `given` cannot be pickled.
+    """
+
+    def __init__(self, work: Work, given: Any, number: int, what: str, remedy: str) -> None:
+        try:
+            self._given: bytes = pickler.dumps(given)
+        except Exception as error:  # of many kinds
+            if pickler is pickle:
+                remedy += ", or install cloudpickle"
+            raise TypeError(
+                f"workers={number}: {what} cannot be sent to another process, {described(error)}: "
+                f"{remedy}; or use workers=1"
+            ) from error
+        self._work, self.number = work, number
+        self.running: dict[Connection, BaseProcess] = {}
+        Finalize(self, _end, (self.running,), exitpriority=10)
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        _end(self.running)
+
+    def start(self, count: int) -> None:
+        """Start processes, and wait until all are ready; raise RuntimeError if one does not start."""
+        torch: Any = sys.modules.get("torch")
+        threads = torch.get_num_threads() if torch else os.cpu_count() or 1
+        method = multiprocessing.get_context("spawn")
+        new: dict[Connection, BaseProcess] = {}
+        for _ in range(count):
+            connection, theirs = method.Pipe()
+            told = theirs, self._work, max(1, threads // self.number)
+            # no daemon: a client's DataLoader may have processes of its own
+            process: BaseProcess = method.Process(
+                target=_serve, args=(*told, logging.getLogger("flwr").level), daemon=False
+            )
+            process.start()
+            self.running[connection] = new[connection] = process
+            theirs.close()
+            connection.send_bytes(self._given)
+        for connection, process in new.items():
+            try:
+                said = connection.recv()
+            except (EOFError, OSError):
+                process.join()
+                said = (
+                    f"it ended with exit code {process.exitcode}; in a script, start the training under "
+                    "`if __name__ == '__main__':`, because each worker imports the script"
+                )
+            if said != _READY:
+                raise RuntimeError(
+                    f"workers={self.number}: a worker process does not start: {said}"
+                )
+
+    def buried(self, connection: Connection) -> str:
+        """Forget a process that is gone; return how it ended."""
+        process = self.running.pop(connection)
+        connection.close()
+        process.join()
+        code = process.exitcode
+        why = f" ({signal.Signals(-code).name})" if code and code < 0 else ""
+        return f"ended with exit code {code}{why}"
+
+
+def _end(running: dict[Connection, BaseProcess]) -> None:
+    processes = list(running.values())
+    for connection in running:
+        connection.close()
+    running.clear()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def _serve(connection: Connection, work: Work, threads: int, level: int) -> None:
+    """Run in a process of its own."""
+    import torch  # not where the server is
+
+    # Ctrl-C goes to the process that asks, too, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("flwr").setLevel(level)
+    torch.set_num_threads(threads)
+    try:
+        given = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return
+    except Exception as error:  # whatever the user's modules raise
+        connection.send(f"what it was given cannot be read there, {described(error)}")
+        return
+    connection.send(_READY)
+    work(connection, given)
 
 
 @dataclass(frozen=True)
@@ -63,64 +179,46 @@ class StackProcesses:
     """
 
     def __init__(self, clients: ClientSets, who: Identity, settings: Settings, number: int) -> None:
-        try:
-            self._given: bytes = pickler.dumps((clients, who, settings))
-        except Exception as error:  # of many kinds
-            raise TypeError(
-                f"workers={number}: these clients cannot be sent to another process, "
-                f"{described(error)}: give them functions that stand in a module, not lambdas, or install "
-                "cloudpickle; or use workers=1"
-            ) from error
-        self._number = number
-        self._running: dict[Connection, BaseProcess] = {}
-        Finalize(self, _end, (self._running,), exitpriority=10)
+        remedy = "give them functions that stand in a module, not lambdas"
+        self._pool = WorkerPool(_work, (clients, who, settings), number, "these clients", remedy)
 
     def close(self) -> None:
         """End the processes; the next clients start new ones."""
-        _end(self._running)
+        self._pool.close()
 
     def train(self, asked: Sequence[Asked]) -> list[Part]:
         """Return what each process made of its part of the clients.
 
         Raises RuntimeError if a process ends before it is done.
         """
+        pool = self._pool
         try:
-            return self._train(asked)
+            if not pool.running:
+                pool.start(pool.number)
+            size = -(-len(asked) // pool.number)
+            parts = [asked[i : i + size] for i in range(0, len(asked), size)]
+            workers = list(pool.running)[: len(parts)]
+            for worker, part in zip(workers, parts, strict=True):
+                _send(worker, [(a.pid, a.client.step_budget, a.message, a.memory) for a in part])
+            return [self._received(worker) for worker in workers]
         except BaseException:  # such as Ctrl-C: what the processes are at is of no use
             self.close()
             raise
 
-    def _train(self, asked: Sequence[Asked]) -> list[Part]:
-        if not self._running:
-            self._start()
-        size = -(-len(asked) // self._number)
-        parts = [asked[i : i + size] for i in range(0, len(asked), size)]
-        workers = list(self._running)[: len(parts)]
-        for worker, part in zip(workers, parts, strict=True):
-            _send(worker, [(a.pid, a.client.step_budget, a.message, a.memory) for a in part])
-        return [_received(worker, self._running[worker]) for worker in workers]
-
-    def _start(self) -> None:
-        method = multiprocessing.get_context("spawn")
-        threads = max(1, torch.get_num_threads() // self._number)
-        for _ in range(self._number):
-            connection, theirs = method.Pipe()
-            process = method.Process(target=_work, args=(theirs, threads), daemon=True)
-            process.start()
-            theirs.close()
-            self._running[connection] = process
-        for connection in self._running:
-            connection.send_bytes(self._given)
+    def _received(self, worker: Connection) -> Part:
+        try:
+            return _read(worker)  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            ended = self._pool.buried(worker)
+            raise RuntimeError(f"a process that trains a stack {ended}") from None
 
 
-def _work(connection: Connection, threads: int) -> None:
-    """Run in a process of its own: train what comes until the asking process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the asking process too
+def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) -> None:
+    """Train what comes until the asking process is gone."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the asking process says it
-    torch.set_num_threads(threads)
-    clients, who, settings = pickle.loads(connection.recv_bytes())
+    clients, who, settings = given
     clients.join()
-    stacks, made = Stacks(settings), {}
+    stacks, made = Stacks(settings), dict[int, OneClient]()
     while True:
         try:
             tasks = _read(connection)
@@ -166,26 +264,3 @@ def _read(connection: Connection) -> Any:
         buffers.append(whole[first : first + size])
         first += size
     return pickle.loads(data, buffers=buffers)
-
-
-def _received(worker: Connection, process: BaseProcess) -> Part:
-    try:
-        return _read(worker)  # type: ignore[no-any-return]
-    except (EOFError, OSError):
-        process.join()
-        raise RuntimeError(
-            f"a process that trains a stack ended with exit code {process.exitcode}; in a script, start "
-            "the training under `if __name__ == '__main__':`, because each process imports the script"
-        ) from None
-
-
-def _end(running: dict[Connection, BaseProcess]) -> None:
-    """End all processes, whatever they are at."""
-    processes = list(running.values())
-    for connection in running:
-        connection.close()
-    running.clear()
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()

@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
-from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.cohort.member_view import Member, joined
-from flwr_regs.cohort.stack_groups import Candidate, Group
+from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 
@@ -102,13 +103,13 @@ def difference(group: Group) -> str:
     float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
     off. torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
-    pair = _two(group.candidates)
+    pair = _two(group.members)
     for precision, tolerance in TOLERANCES.items():
         with _undisturbed(group.shared.device):
             try:
                 result = _stacked(group, pair, precision)
-                for row, candidate in enumerate(pair):
-                    alone = _alone(group, candidate, precision)
+                for row, member in enumerate(pair):
+                    alone = _alone(group, member, precision)
                     if where := _compared(_of(result, row), alone, tolerance):
                         return where
                 return ""
@@ -118,16 +119,14 @@ def difference(group: Group) -> str:
     raise CannotStack("its result cannot be checked")
 
 
-def _two(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
+def _two(candidates: Sequence[Member]) -> tuple[Member, Member]:
     """Return the first client, and the next whose batches are of other sizes, or else the second."""
     first, *others = candidates
-    forms = first.member.plan.forms
-    return first, next((c for c in others if c.member.plan.forms != forms), others[0])
+    forms = first.plan.forms
+    return first, next((c for c in others if c.plan.forms != forms), others[0])
 
 
-def _stacked(
-    group: Group, pair: Sequence[Candidate], precision: torch.dtype | None
-) -> StackedResult:
+def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None) -> StackedResult:
     """Train two clients in a stack."""
     shared = replace(
         group.shared,
@@ -135,11 +134,12 @@ def _stacked(
         broadcast=_in(precision, group.shared.broadcast),
         precision=None,
         randomness="same",
+        compiled=None,
     )
-    members = [_member(c.member, precision) for c in pair]
+    members = [_member(c, precision) for c in pair]
     with _kept(shared.model), Quiet(shared.device):
         shared.model.to(precision)
-        return group.run(Stack(shared, members, pair[0].seed))
+        return group.run(Stack(shared, members, pair[0].plan.seed))
 
 
 def _member(member: Member, precision: torch.dtype | None) -> Member:
@@ -149,34 +149,33 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
     return replace(
         member,
-        plan=replace(plan, data=data, batches=batches, rows=None),
+        plan=Plan(data, plan.seed, batches=batches, drawn=plan.after),
         private=_in(precision, member.private),
         broadcast=_in(precision, member.broadcast),
         client=_in(precision, _plain(member.client)),
     )
 
 
-def _alone(group: Group, c: Candidate, precision: torch.dtype | None) -> Outcome:
+def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
     """Train a client alone, from the round's start; its model stays as it is."""
-    client, shared, config = c.client, group.shared, group.recipe.config
+    client, shared, config = c.asked.client, group.shared, group.recipe.config
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
     given: dict[str, Any] = {
         "lr": shared.lr,
-        "device": shared.device,
-        "classifier": shared.classifier,
-        "client": _in(precision, _plain(c.member.client)),
-        "client_id": c.member.client_id,
+        "client": _in(precision, _plain(c.client)),
+        "client_id": c.client_id,
         "config": shared.config,
     }
-    with _kept(model), seeded(c.seed, shared.device), Quiet(shared.device):
+    with _kept(model), seeded(c.plan.seed, shared.device), Quiet(shared.device):
         load(model, shared.term, group.recipe.arrays, config)
         entries = model.state_dict()
-        for name, value in c.member.private.items():
+        for name, value in c.private.items():
             entries[name].copy_(value)
         model.to(precision)
         if group.recipe.probes:
-            upload, kept = first_exchange(model, shared.term, data, task, **given)
+            measures = Measures(model, data, task, shared.device, shared.classifier)
+            upload, kept = first_exchange(measures, shared.term, **given)
             return Outcome({}, {}, _flat(upload, kept))
         result = local_round(
             model,
@@ -186,7 +185,9 @@ def _alone(group: Group, c: Candidate, precision: torch.dtype | None) -> Outcome
             epochs=config.get("local-epochs"),
             steps=config.get("local-steps"),
             max_steps=client.step_budget,
-            broadcast=_in(precision, joined(shared.broadcast, c.member.broadcast)),
+            device=shared.device,
+            classifier=shared.classifier,
+            broadcast=_in(precision, joined(shared.broadcast, c.broadcast)),
             **vars(task),
             **given,
         )
@@ -204,13 +205,8 @@ def _plain(slots: Slot) -> Slot:
 
 def _of(result: StackedResult, row: int) -> Outcome:
     """Return one member's outcome."""
-    upload, kept = (
-        s[row]
-        if isinstance(s, list)
-        else {t: {k: a[row] for k, a in o.items()} for t, o in s.items()}
-        for s in (result.upload, result.client)
-    )
-    state, delta = ({n: t[row] for n, t in of.items()} for of in (result.state, result.delta))
+    held = result.state, result.delta, result.upload, result.client
+    state, delta, upload, kept = (mapped(tree, lambda t: t[row]) for tree in held)
     return Outcome(state, delta, _flat(upload, kept))
 
 

@@ -25,39 +25,29 @@ from flwr_regs.client.member import (
     with_steps,
 )
 from flwr_regs.client.memory import Begun, Memory, to_numpy
-from flwr_regs.client.serving import Client
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
-    count_examples,
     label_counts,
     resolve_device,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.batch_plan import CannotStack, draw
-from flwr_regs.cohort.member_view import Member, Shared
+from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
+from flwr_regs.cohort.member_view import Asked, Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import narrow
+from flwr_regs.wire.rows import Row
+from flwr_regs.wire.rows import Stack as Table
 
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A client that is asked to train: its message with the model in full, and what it remembers."""
-
-    pid: int
-    client: Client
-    message: Parcel
-    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -150,26 +140,14 @@ class Recipe:
         """
         if (steps := self.config.get("local-steps")) and not self.probes:
             return int(steps)
+        epochs = 1 if self.probes else self.config.get("local-epochs", 0)
+        if order := order_of(data):
+            return int(epochs * order.batches)
         try:
             len(data)
         except TypeError:
             raise CannotStack("its data have no length") from None
-        epochs = 1 if self.probes else self.config.get("local-epochs", 0)
         return int(epochs * count_batches(data))
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A client that can train in a stack, with what it brings."""
-
-    pid: int
-    client: Client
-    config: Mapping[str, Any]
-    memory: Memory
-    begun: Begun
-    member: Member
-    examples: int
-    seed: int
 
 
 class Group:
@@ -177,8 +155,8 @@ class Group:
 
     Parameters
     ----------
-    first : Candidate
-        Its model becomes the stack's, and is loaded.
+    first : Member
+        Its client's model becomes the stack's, and is loaded.
     recipe : Recipe
     common : mapping
         The broadcasts' entries that are the same for all.
@@ -188,16 +166,16 @@ class Group:
 
     def __init__(
         self,
-        first: Candidate,
+        first: Member,
         recipe: Recipe,
         common: Mapping[str, Mapping[str, np.ndarray]],
         settings: Settings,
         kind: Kind,
     ) -> None:
-        client, term, config = first.client, recipe.term, recipe.config
+        client, term, config = first.asked.client, recipe.term, recipe.config
         model = client.model
         self.recipe, self.kind = recipe, kind
-        self.candidates: list[Candidate] = []
+        self.members: list[Member] = []
         self._fixed = self._fixed_of(model)
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
@@ -237,19 +215,19 @@ class Group:
             n: v.detach().clone() for n, v in {**parameters, **inner}.items() if n not in private
         }
 
-    def add(self, candidate: Candidate) -> None:
+    def add(self, member: Member) -> None:
         """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
-        model = candidate.client.model
-        if model is not self.shared.model and (self.candidates or self._fixed):
+        model = member.asked.client.model
+        if model is not self.shared.model and (self.members or self._fixed):
             own = self._fixed_of(model) if self._fixed else {}
             if odd := [n for n, v in self._fixed.items() if not torch.equal(v, own[n])]:
                 raise CannotStack(f"it holds other values than the others in {odd}")
-        self.candidates.append(candidate)
-        self._drawn += candidate.member.plan.nbytes
+        self.members.append(member)
+        self._drawn += member.plan.nbytes
 
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""
-        return (len(self.candidates) + 1) * self._one + self._drawn > memory
+        return (len(self.members) + 1) * self._one + self._drawn > memory
 
     def run(self, stack: Stack | None = None) -> StackedResult:
         """Train the clients in a stack; default: all of them. No client's state has changed by then.
@@ -260,7 +238,7 @@ class Group:
         model = self.shared.model
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if stack is None:
-            stack = Stack(self.shared, [c.member for c in self.candidates], self.candidates[0].seed)
+            stack = Stack(self.shared, self.members, self.members[0].plan.seed)
         try:
             result = stack.probe() if self.recipe.probes else stack.run()
         finally:
@@ -276,8 +254,12 @@ class Group:
 
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
-        uploads = _rows(result.upload, len(self.candidates))
-        slots = _rows(result.client, len(self.candidates))
+        tables = {
+            f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
+            for t, slot in result.upload.items()
+            if slot
+        }
+        slots = _rows(result.client, len(self.members))
         state = {} if self.recipe.probes else self._state(result)
         private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {
@@ -286,40 +268,40 @@ class Group:
         base, given, code = self._common_config(result), sent, None
         coder = self.recipe.term.coder("finish")
         if coder is not None and not self.recipe.probes:
-            arrays = self.recipe.arrays
-            code = {n: to_numpy(d).astype(arrays[n].dtype) for n, d in result.delta.items()}
+            like = self.recipe.arrays
+            code = {n: to_numpy(d).astype(like[n].dtype) for n, d in result.delta.items()}
             given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
         else:
             given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
+        table = Table(given)
         served: dict[int, Served] = {}
-        for row, c in enumerate(self.candidates):
-            records: dict[str, Any] = {
-                f"{t}.upload": {k: to_numpy(a) for k, a in slot.items()}
-                for t, slot in uploads[row].items()
-                if slot
-            }
+        for row, c in enumerate(self.members):
+            records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
             config: dict[str, Any] = dict(base)
-            metrics: dict[str, Any] = {"num-examples": c.examples}
+            decoded: NDArrays | None = None
+            metrics: dict[str, Any] = {"num-examples": c.plan.examples}
             if not self.recipe.probes:
-                arrays = {n: a[row, ...] for n, a in given.items()}
+                arrays: Mapping[str, np.ndarray] = Row(table, row)
                 if coder is not None and code is not None:
-                    update = {n: d[row, ...] for n, d in code.items()}
-                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]
+                    decoded = {n: d[row, ...] for n, d in code.items()}
+                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
                     was = self.recipe.arrays
                     arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
                 records[keys.ARRAYS] = arrays
                 metrics |= {
                     "train-loss": result.losses[row],
-                    "local-steps": len(c.member.plan),
-                    "planned-steps": c.member.planned_steps,
+                    "local-steps": len(c.plan),
+                    "planned-steps": c.planned_steps,
                     "examples-processed": result.examples[row],
                 }
-            own = {n: v[row] for n, v in private.items()}
-            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method)
-            kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
+            own, message = {n: v[row] for n, v in private.items()}, c.asked.message.config
+            held = memories.end(c.asked.memory, message, slots[row], own, self.recipe.who.method)
+            kept = memories.kinds(message, slots[row], own) if not self.recipe.probes else []
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
-            config |= reply_entries(c.config, said)
-            served[c.pid] = Served(Parcel(records, config, metrics), held, self.recipe.arrays)
+            config |= reply_entries(message, said)
+            served[c.asked.pid] = Served(
+                Parcel(records, config, metrics, decoded=decoded), held, self.recipe.arrays
+            )
         return served
 
     def _common_config(self, result: StackedResult) -> dict[str, Any]:
@@ -335,7 +317,7 @@ class Group:
         names = {
             n: self._first_names.get(n, n) for n in [*self.recipe.arrays, *self.layout.private]
         }
-        number, start = len(self.candidates), self.shared.start
+        number, start = len(self.members), self.shared.start
         return {
             n: result.state[name]
             if name in result.state
@@ -356,15 +338,12 @@ def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.nd
 
 
 def recipe_of(
-    recipes: list[Recipe],
-    who: Identity,
-    config: Mapping[str, Any],
-    message: Parcel,
-    model: nn.Module,
+    recipes: dict[Any, Recipe], who: Identity, message: Parcel, model: nn.Module
 ) -> Recipe:
     """Return what a message says to all clients of a kind, read and checked once."""
     came: Any = message.records[keys.ARRAYS]
-    for known in recipes:
+    config = {k: v for k, v in message.config.items() if k not in OWN_KEYS}
+    for known in recipes.values():
         if known.came is came and known.who == who and known.config == config:
             return known
     term = method_of(who, config)
@@ -378,13 +357,13 @@ def recipe_of(
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
         arrays, step = with_steps(model, term, config, came)
-    recipes.append(Recipe(who, config, term, came, arrays, step))
-    return recipes[-1]
+    recipe = recipes[len(recipes)] = Recipe(who, config, term, came, arrays, step)
+    return recipe
 
 
-def candidate_of(
+def member_of(
     asked: Asked, recipe: Recipe, common: Mapping[str, Mapping[str, np.ndarray]]
-) -> Candidate:
+) -> Member:
     """Return a client with its data, its slots, and its batches of the round."""
     client, term, config = asked.client, recipe.term, asked.message.config
     pairs, seed = client.task.pairs(client.train_data), config[keys.SEED_KEY]
@@ -404,17 +383,23 @@ def candidate_of(
             own[t.name] = {
                 k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
             }
-    member = Member(
+    private = _private(client.model, term, begun) if recipe.withholds else {}
+    counts = _label_counts(pairs, seed) if "label_counts" in recipe.needs else None
+    form: list[Hashable] = [_form_of(slots) for slots in (own, begun.slots) if slots]
+    # a term's `start` sees no more classes than the client has
+    reads = counts is not None and any(t.acts("start") for t in term.terms)
+    return Member(
         draw(pairs, seed, most),
         planned,
-        _private(client.model, term, begun) if recipe.withholds else {},
+        private,
         own,
         begun.slots,
         config.get(keys.CLIENT_KEY, -1),
-        _label_counts(pairs, seed) if "label_counts" in recipe.needs else None,
+        counts,
+        asked,
+        begun,
+        (*form, *private, len(counts) if reads and counts is not None else counts is None),
     )
-    examples = count_examples(pairs)
-    return Candidate(asked.pid, client, config, asked.memory, begun, member, examples, seed)
 
 
 def _private(model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
@@ -436,14 +421,7 @@ def _label_counts(pairs: Pairs, seed: int) -> Tensor:
         return label_counts(pairs)
 
 
-def counted(term: Chain, member: Member) -> Hashable:
-    """Return whether there are label counts; if `start` may read them, how many: it sees no more."""
-    counts = member.label_counts
-    reads = any(t.acts("start") for t in term.terms)
-    return counts is not None and (not reads or len(counts))
-
-
-def form_of(slots: Slot) -> Hashable:
+def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
     return tuple(
         (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
@@ -451,10 +429,8 @@ def form_of(slots: Slot) -> Hashable:
     )
 
 
-def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
+def _rows(slots: Slot, number: int) -> list[Slot]:
     """Return each member's slots."""
-    if isinstance(slots, list):
-        return slots
     if not any(slots.values()):
         return [slots] * number
     return [

@@ -23,7 +23,7 @@ from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.finishing import Held, Slots, finish
+from flwr_regs.cohort.finishing import Held, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
 from flwr_regs.cohort.member_view import Member, Shared, View, random_state
 from flwr_regs.term import Arrays, Slot
@@ -52,8 +52,8 @@ class StackedResult:
 
     state: Arrays
     delta: Arrays
-    upload: Slots
-    client: Slots
+    upload: Slot
+    client: Slot
     losses: Sequence[float]
     examples: Sequence[int]
     output_layer: str | None = None
@@ -93,11 +93,12 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            self._gradient = Gradient(self._view)
+            self._gradient = Gradient(self._view, self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
-                self._optimizer.step()
+                if not self._gradient.moved:
+                    self._optimizer.step()
             return self._finish()
 
     def probe(self) -> StackedResult:
@@ -114,7 +115,7 @@ class Stack:
 
             passes, held = [m.plan for m in self._members], self._held
             given = passes, held.entries, held.at_start, (held.told,)
-            upload, kept = over_data(view, *given, one, few=True)
+            upload, kept = over_data(view, *given, one)
             slots = self._in_order(upload), self._in_order(kept)
             return StackedResult({}, {}, *slots, (), ())
 
@@ -215,6 +216,15 @@ class Stack:
             }
         return made, leaves
 
+    def _plain_lr(self) -> float:
+        """Return the learning rate of an optimiser that is plain SGD; 0 for any other."""
+        (group, *others), shared = self._optimizer.param_groups, self._shared
+        extras = ("momentum", "weight_decay", "maximize", "nesterov")
+        plain = type(self._optimizer) is torch.optim.SGD and not any(group[k] for k in extras)
+        alone = not others and len(group["params"]) == len(self._leaves)
+        fits = plain and alone and "clip-norm" not in shared.config
+        return float(group["lr"]) if fits else 0.0
+
     def _begin(self) -> None:
         """Let the terms choose where the steps start."""
         view, term = self._view, self._shared.term
@@ -289,11 +299,15 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
-        if len(set(forms)) == 1:
+        alike = self._batches.equal
+        forms = [] if alike else [m.plan.forms[step] for m in self._members[: self._rows]]
+        if alike or len(set(forms)) == 1:
             grads = self._gradients(step)
             for n, p in self._leaves.items():
-                p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
+                if self._gradient.moved and (moved := grads[n]) is not None:
+                    self._held.values[n] = p.data = moved
+                else:
+                    p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
             self._clip()
             return
         parts: dict[Any, list[int]] = {}
@@ -388,7 +402,7 @@ class Stack:
         )
 
     def _in_order(self, tree: Any) -> Any:
-        """Return nested dicts of stacked tensors, or a list, in the members' order, on the CPU."""
+        """Return nested dicts of stacked tensors, or numbers, in the members' order, on the CPU."""
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         if isinstance(tree, list):
             return [to_device(tree[row], "cpu") for row in back]

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from flwr_regs.client.serving import Client
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.evaluation_of_stack import evaluate
+from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
-    OWN_KEYS,
-    Asked,
     Group,
     Kind,
     Recipe,
     Served,
     Settings,
-    candidate_of,
     common_of,
-    counted,
-    form_of,
+    member_of,
     recipe_of,
 )
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
@@ -53,14 +55,17 @@ class Stacks:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        if sys.platform == "linux":  # glibc then keeps freed blocks of up to this size, instead of
+            torch.empty(31 * 2**20, dtype=torch.uint8)  # mapping them anew in each step
         self._kinds: dict[Hashable, Kind] = {}
-        self._builds: dict[int, tuple[Client, tuple[Hashable, ...]]] = {}
+        self._known: dict[int, tuple[Client, dict[Hashable, Kind]]] = {}
+        self._last: Any = None  # (model, task and optimiser of a client, what is alike in them)
         self.fallbacks: dict[str, int] = {}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
         common = common_of([one.message.records for one in asked])
-        recipes: list[Recipe] = []
+        recipes: dict[Any, Recipe] = {}
         groups: dict[Hashable, Group] = {}
         served: dict[int, Served] = {}
         for one in asked:
@@ -73,9 +78,25 @@ class Stacks:
                 served |= self._train(groups.pop(key))
         for group in groups.values():
             served |= self._train(group)
-        present = {id(one.client) for one in asked}  # an app may make its clients anew
-        self._builds = {key: known for key, known in self._builds.items() if key in present}
+        if len(self._known) > 2 * len(asked) + KINDS:  # an app may make its clients anew
+            self._known = {}
         return served
+
+    def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
+        """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
+        kept = [one for one in asked if not self._breaks(one.client)]
+        try:
+            return evaluate(kept)
+        except (
+            Exception
+        ) as error:  # whatever torch raises under vmap: by themselves they say it better
+            LOG.debug("clients evaluate one by one", exc_info=error)
+            return {}
+
+    def _breaks(self, client: Client) -> bool:
+        """Whether clients like this one are known to break the contract."""
+        known, kinds = self._known.get(id(client), (None, {}))
+        return known is client and any(kind.refused for kind in kinds.values())
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""
@@ -90,74 +111,64 @@ class Stacks:
     def _admit(
         self,
         asked: Asked,
-        recipes: list[Recipe],
+        recipes: dict[Any, Recipe],
         groups: dict[Hashable, Group],
         common: Mapping[str, Mapping[str, np.ndarray]],
     ) -> tuple[Hashable, Group]:
         """Put a client into its group; return that. Raises CannotStack if it has none."""
-        client, message = asked.client, asked.message
-        entries = message.config
-        shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
-        recipe = recipe_of(recipes, client.identity, shared, message, client.model)
-        build = self._build(client)
-        like = *build, recipe.who.method, recipe.probes
-        kind = self._kinds.setdefault(like, Kind(build[1:]))
-        if len(self._kinds) > KINDS:
-            del self._kinds[next(iter(self._kinds))]
+        client = asked.client
+        recipe = recipe_of(recipes, client.identity, asked.message, client.model)
+        kind = self._kind(client, recipe.who.method, recipe.probes)
         if kind.refused:
             raise CannotStack(kind.refused)
-        candidate = candidate_of(asked, recipe, common)
-        member = candidate.member
-        key = (
-            id(recipe),
-            kind,
-            member.plan.kind,
-            member.plan.forms[0],
-            form_of(member.broadcast),
-            form_of(member.client),
-            tuple(member.private),
-            counted(recipe.term, member),
-        )
+        member = member_of(asked, recipe, common)
+        plan = member.plan
+        key = id(recipe), kind, plan.kind, plan.forms[0], member.form
         if (group := groups.get(key)) is None:
-            group = groups[key] = Group(candidate, recipe, common, self._settings, kind)
-        group.add(candidate)
+            group = groups[key] = Group(member, recipe, common, self._settings, kind)
+        group.add(member)
         return key, group
 
+    def _kind(self, client: Client, *how: Hashable) -> Kind:
+        """Return what is known of clients that go together: of one model, loss, optimiser, device."""
+        known, kinds = self._known.get(id(client), (None, {}))
+        if known is not client:
+            known, kinds = self._known[id(client)] = client, {}
+        if how not in kinds:
+            build = self._build(client)
+            kinds[how] = self._kinds.setdefault((build, *how), Kind(build[1:]))
+            if len(self._kinds) > KINDS:
+                del self._kinds[next(iter(self._kinds))]
+        return kinds[how]
+
     def _build(self, client: Client) -> tuple[Hashable, ...]:
-        """Return what clients share that go together: model, loss, optimiser, device."""
-        known = self._builds.get(id(client))
-        if known is not None and known[0] is client:
-            return known[1]
-        if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
-            raise CannotStack(f"{client.identity.who} has a compiled model")
+        """Return what clients share that go together."""
+        model, who = client.model, client.identity
+        if any(name.endswith("_orig_mod") for name, _ in model.named_modules()):
+            raise CannotStack(f"{who.who} has a compiled model")
         settings = ("time_budget", "save_private")
         if given := [s for s in settings if getattr(client, s) is not None]:
-            raise CannotStack(f"{client.identity.who} has a {given[0]}")
-        model = client.model
+            raise CannotStack(f"{who.who} has a {given[0]}")
         if resolve_device(client.device).type == "cpu" and any(map(_convolves, model.modules())):
             raise CannotStack("its convolutions are slower in a stack on a CPU")
-        others = (c for c, _ in self._builds.values() if c.model is model)
-        if (other := next(others, None)) is not None and other.task is client.task:
-            build = self._builds[id(other)][1]
-        else:
+        source = model, client.task, client.optimizer
+        if not self._last or any(a is not b for a, b in zip(self._last[0], source, strict=True)):
             called = alike((*vars(client.task).values(), client.optimizer))
-            who = client.identity
-            kinds = who.who, who.method, tuple(who.terms), who.keeps_optimizer
-            build = (kinds, build_of(model), called, str(client.device), client.classifier)
-        self._builds[id(client)] = client, build
-        return build
+            self._last = source, (build_of(model), called)  # of `Clients`, all have the same
+        kinds = who.who, who.method, tuple(who.terms), who.keeps_optimizer
+        return kinds, *self._last[1], str(client.device), client.classifier
 
     # training
 
     def _train(self, group: Group) -> dict[int, Served]:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
-            if len(group.candidates) == 1:
+            if len(group.members) == 1:
                 raise CannotStack(ALONE)
             self._check_result(group)
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
-            self.note(error, len(group.candidates))
+            self.note(error, len(group.members))
             return {}
 
     def _check_result(self, group: Group) -> None:

@@ -18,8 +18,8 @@ import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.folders import locked, write
+from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, provenance
-from flwr_regs.experiments.report.rows import last
 from flwr_regs.experiments.report.run_records import (
     RunRecord,
     file_name,
@@ -29,14 +29,15 @@ from flwr_regs.experiments.report.run_records import (
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
-    PLACES,
     experiment_of,
     first_run,
     numbers,
     out_folder,
     read_words,
+    refuse_results,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +50,12 @@ BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dr
 def train(args: argparse.Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
     if args.resume:
-        experiment, folder, out = _resumed(args), args.resume, ""
+        experiment, out = _resumed(args), ""
     else:
         experiment, out = experiment_of(args)
+        refuse_results(out)
     _check_runner(args, experiment)
-    with Heartbeat(lambda text: print(text, flush=True)) as heartbeat:
+    with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
         experiment.check_data()
@@ -61,19 +63,20 @@ def train(args: argparse.Namespace) -> int:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
             _dry_run(experiment, panel, place, args.workers)
         return 0
-    if not args.resume:
-        folder = out_folder(out)
+    folder = args.resume or out_folder(out)
     if experiment.metrics:
         experiment = choices.with_notes(experiment)
     if not args.resume:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
-    status = 0
     with locked(folder), keeping(folder, args.command):
-        for panel, place in places(experiment, folder):
-            status = max(status, _train_panel(args, experiment, panel, place))
+        trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
     if experiment.metrics:
-        _report_card(experiment, folder)
-    return status
+        _report_card(experiment, [results for _, results in trained], folder)
+    return max(status for status, _ in trained)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
@@ -121,47 +124,43 @@ def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
     """Write experiment.toml into the results' folder, and of each panel into its own."""
     from flwr_regs.experiments.partition.client_data import client_data_of
 
+    came = {**came, "card": experiment.name}
+    write(folder / card_files.FILE, card_files.text(experiment, came))
     for panel, place in places(experiment, folder):
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(exist_ok=True)
         tests = experiment.tests(panel)
-        partitions = {str(run.seed): client_data_of(run.settings).hash for run in tests}
-        made = {**came, "card": experiment.name, "partitions": partitions}
-        write(place / card_files.FILE, card_files.text(experiment.only(panel), made))
-    if len(experiment.panels) > 1:
-        write(
-            folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name})
-        )
+        hashes = {str(run.seed): client_data_of(run.settings).hash for run in tests}
+        text = card_files.text(experiment.only(panel), {**came, "partitions": hashes})
+        write(place / card_files.FILE, text)
 
 
 def _train_panel(
     args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
-) -> int:
+) -> tuple[int, Results]:
     """Tune and test in a panel's folder, as far as that is not done; return the exit status."""
     if experiment.metrics:
-        print(
-            f"{experiment.name}, {experiment.source}, {experiment.where}: {panel.name}", flush=True
-        )
+        _say(f"{experiment.name}, {experiment.source}, {experiment.where}: {panel.name}")
         for note in panel.notes:
-            print(f"NOTE: {note}", flush=True)
+            _say(f"NOTE: {note}")
     chosen = _tuned(args, experiment, panel, folder)
     if experiment.baseline:
-        print(f"test: {folder}", flush=True)
+        _say(f"test: {folder}")
     tests = experiment.tests(panel, chosen)
     check_records(tests, folder)
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
     results.save(folder, pictures=not experiment.smoke)
-    print(results.text() + f"results: {folder}", flush=True)
+    _say(results.text() + f"results: {folder}")
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
         print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
-    wrong = ("diverged", "failed", "collapsed", "failures")
-    judged = experiment.baseline and not experiment.smoke
-    if judged and any(row[what] for row in results.rows() for what in wrong):
-        return 1
-    diverged = not experiment.smoke and any(run.diverged for run in results.runs)
-    nothing = all(run.error for run in results.runs)
-    return 1 if failed or diverged or nothing or missing(tests, folder) else 0
+    bad = bool(failed) or all(run.error for run in results.runs) or bool(missing(tests, folder))
+    if not experiment.smoke:
+        bad |= any(run.diverged for run in results.runs)
+        if experiment.baseline:
+            wrong = ("collapsed", "failures")
+            bad |= any(row[what] for row in results.rows() for what in wrong)
+    return int(bad), results
 
 
 def _tuned(
@@ -172,11 +171,12 @@ def _tuned(
 
     _, made = card_files.of_folder(folder)
     if experiment.tune and "chosen" not in made:
-        print(f"tuning on held-out data: {folder / 'tuning'}", flush=True)
+        _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
         trials = experiment.trial_runs(panel)
         _train(trials, folder / "tuning", "trial", args)
-        made["chosen"] = tuning.chosen(experiment, panel, recorded(trials, folder / "tuning"))
+        records = recorded(trials, folder / "tuning").values()
+        made["chosen"] = tuning.chosen(experiment, panel, records)
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 
@@ -195,13 +195,13 @@ def chosen_of(experiment: Experiment, folder: Path) -> Mapping[str, Point]:
 
 def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
     """Return a note on records that are of none of the runs; ValueError for one of other settings."""
-    settings = {(run.label, run.seed): run.settings.config for run in runs}
-    for record in recorded(runs, folder):
-        wanted = settings[record.label, record.seed]
+    settings = {run.key: run.settings.config for run in runs}
+    for key, record in recorded(runs, folder).items():
+        wanted = settings[key]
         if other := [k for k in wanted if k not in PLACES and record.job.get(k) != wanted[k]]:
-            path = record_path(folder, record.label, record.seed)
+            path = record_path(folder, *key)
             raise ValueError(f"{path} is of another experiment: it differs in {', '.join(other)}")
-    ours = {record_path(folder, run.label, run.seed) for run in runs}
+    ours = {record_path(folder, *key) for key in settings}
     foreign = sorted({*(folder / "runs").glob("*")} - ours)
     names = ", ".join(str(path.relative_to(folder)) for path in foreign)
     return [f"no run of {card_files.FILE}: {names}"] if foreign else []
@@ -213,9 +213,9 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
 
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
-    if not (records := recorded(tests, folder)):
-        raise ValueError(f"{folder} has no runs yet")
     notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    if not (records := [*recorded(tests, folder).values()]):
+        raise ValueError(f"{folder} has no runs yet")
     first = records[0].label if experiment.baseline else ""
     return Results(records, notes, experiment.heading, experiment.ordered, first)
 
@@ -236,19 +236,18 @@ def _train(
     settings, n = lacking[0].settings, len({run.label for run in lacking})
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
-    print(
+    _say(
         f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, {settings.rounds} rounds; "
         f"{settings.dataset}, partition {settings.partition} over {settings.num_clients} clients\n"
-        f"results: {folder}",
-        flush=True,
+        f"results: {folder}"
     )
-    bars = progress([(run.label, run.seed, run.settings.rounds) for run in lacking])
 
     def tables(records: Sequence[RunRecord]) -> None:
         Results(records, (), heading, ordered).save_tables(folder)
 
     gpus = args.gpus_per_client
+    bars = progress(lacking)
     engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=gpus)
 
 
@@ -279,24 +278,22 @@ def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -
     chosen = begun and "chosen" in card_files.of_folder(folder)[1]
     lacking = [] if chosen else missing(experiment.trial_runs(panel), folder / "tuning")
     lacking += missing(experiment.tests(panel), folder)
-    with Heartbeat(lambda text: print(text, flush=True)) as heartbeat:
+    with Heartbeat(_say) as heartbeat:
         heartbeat.at("timing a step and a test batch")
         for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
-            print(line, flush=True)
+            _say(line)
 
 
-def _report_card(experiment: Experiment, folder: Path) -> None:
+def _report_card(experiment: Experiment, results: Sequence[Results], folder: Path) -> None:
     """Write and print what a card's experiment gave beside what its source reports."""
     import pandas as pd
 
     from flwr_regs.experiments.cards import card_report
 
-    named = {panel.name: place for panel, place in places(experiment, folder)}
-    rows = card_report.report_rows(experiment, named)
-    table = pd.DataFrame(rows, columns=[*rows[0]] if rows else ["panel"])
-    write(folder / "protocol.csv", table.to_csv(index=False))
+    rows = card_report.report_rows(experiment, results)
+    write(folder / "protocol.csv", pd.DataFrame(rows).to_csv(index=False))
     write(folder / "protocol.txt", text := card_report.as_text(experiment, rows))
-    print(text + f"results: {folder}", flush=True)
+    _say(text + f"results: {folder}")
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -314,7 +311,7 @@ def plot(args: argparse.Namespace) -> int:
     folder = Path(args.what)
     experiment, _ = card_files.of_folder(folder)
     every = places(experiment, folder)
-    begun = [(panel, place) for panel, place in every if recorded(experiment.tests(panel), place)]
+    begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
     for panel, place in begun or every[:1]:
         results = results_of(experiment, panel, place)
         results.save(place, look=_look(args))
@@ -351,19 +348,18 @@ def reproduce(args: argparse.Namespace) -> int:
     again = replace(kept, seeds=trained, tune=()).given(here).checked()
     again.check_data()
     _check_runner(args, again)
-    equal, total = 0, 0
+    equal: list[bool] = []
     for panel, place in places(kept, args.folder):
         chosen = chosen_of(kept, place)
         check_records(kept.tests(panel, chosen), place)
         runs = replace(kept, seeds=trained).given(here).tests(panel, chosen)
-        old = {(record.label, record.seed): record for record in recorded(runs, place)}
+        old = recorded(runs, place)
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             _train(runs, Path(temporary), kept.heading, args)
-            for record in recorded(runs, Path(temporary)):
-                total += 1
-                equal += _is_equal(old.get((record.label, record.seed)), record, args.tolerance)
-    print(f"{equal} of {total} runs are equal within {args.tolerance:g} points")
-    return 0 if equal == total else 1
+            for key, record in recorded(runs, Path(temporary)).items():
+                equal.append(_is_equal(old.get(key), record, args.tolerance))
+    print(f"{sum(equal)} of {len(equal)} runs are equal within {args.tolerance:g} points")
+    return 0 if all(equal) else 1
 
 
 def _is_equal(old: RunRecord | None, new: RunRecord, tolerance: float) -> bool:

@@ -6,13 +6,14 @@ Both are values. Text becomes an `Experiment` at an edge: words.py (the command 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments import signatures
-from flwr_regs.experiments.calls import Call, check_name, parse_methods, text_of
+from flwr_regs.experiments.calls import Call, parse_methods, text_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, points, shown
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
     from flwr_regs import CentralDP, RegStrategy
 
+OF_STRATEGIES = (
+    *("seed", "fraction_train", "cohorts", "overlap", "wire_dtype", "drop_inactive"),
+    *("restart_lr", "on_divergence"),
+)
+"""The settings that a strategy takes by the same name."""
 HELD_OUT = 0.2
 """The share of each client's data that tuning measures on, unless held-out-share says otherwise."""
 
@@ -47,12 +53,17 @@ class Run:
     @property
     def method(self) -> str:
         """The method in one form of spaces and quotes."""
-        return self.settings.methods
+        return text_of(self.calls)
 
     @property
     def seed(self) -> int:
         """The seed of all that is drawn."""
-        return self.settings.seed
+        return int(self.settings.seed)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names it among the runs of a panel."""
+        return self.label, self.seed
 
     def meets(self, needs: str) -> bool:
         """Return whether a setting's `needs` are met: see settings.toml."""
@@ -76,27 +87,23 @@ class Run:
         from flwr_regs.experiments.strategies import build
 
         settings = self.settings
-        common: dict[str, Any] = {
-            "seed": settings.seed,
-            "lr_schedule": lambda t: settings.lr_decay ** (t - 1),
-            "server_lr_schedule": lambda t: settings.server_lr_decay ** (t - 1),
-            "fraction_train": settings.fraction_train,
-            "min_train_nodes": 1,
-            "min_available_nodes": 1,
-            "min_evaluate_nodes": 1,
-            "fraction_evaluate": float(bool(settings.personalise or settings.test_on_clients)),
-            "cohorts": settings.cohorts,
-            "overlap": settings.overlap,
-            "wire_dtype": settings.wire_dtype or None,
-            "drop_inactive": settings.drop_inactive or None,
-            "restart_lr": settings.restart_lr,
-            "on_divergence": settings.on_divergence,
-        }
-        if settings.dp_clip_norm:
-            common["privacy"] = _privacy(settings)
+        common: dict[str, Any] = dict.fromkeys(
+            ("min_train_nodes", "min_available_nodes", "min_evaluate_nodes"), 1
+        )
+        common |= {name: getattr(settings, name) for name in OF_STRATEGIES}
+        common |= {name: common[name] or None for name in ("wire_dtype", "drop_inactive")}
         papers = {"weighting": settings.weighting, "incomplete": settings.incomplete}
         common |= {name: value for name, value in papers.items() if value != "paper"}
-        return build(self.calls, settings.code_dir, **common)
+        common["fraction_evaluate"] = float(bool(settings.personalise or settings.test_on_clients))
+        if settings.dp_clip_norm:
+            common["privacy"] = _privacy(settings)
+        return build(
+            self.calls,
+            settings.code_dir,
+            lr_schedule=lambda t: settings.lr_decay ** (t - 1),
+            server_lr_schedule=lambda t: settings.server_lr_decay ** (t - 1),
+            **common,
+        )
 
     def check(self) -> None:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
@@ -193,7 +200,8 @@ class Experiment:
     @property
     def ordered(self) -> bool:
         """Whether the rows are the values of an ordered parameter."""
-        return self.heading not in ("method", "case") and all(_is_number(r.name) for r in self.rows)
+        is_number = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?").fullmatch
+        return self.heading not in ("method", "case") and all(is_number(r.name) for r in self.rows)
 
     def rows_of(self, panel: Panel) -> dict[str, Row]:
         """Return label -> row of a panel, in order.
@@ -220,9 +228,11 @@ class Experiment:
             raise ValueError(f"'{twice}' stands here twice: name each method once")
         return dict(zip(labels, rows, strict=True))
 
-    def points_of(self, row: Row) -> list[Point]:
-        """Return the points that are tried for a method."""
+    def points_of(self, row: Row, ends: bool = False) -> list[Point]:
+        """Return the points that are tried for a method; or the first and the last value of each space."""
         spaces = [s for s in self.tune if s.applies(row.calls) and s.key not in row.settings]
+        if ends:
+            return [{space.key: space.at(share) for space in spaces} for share in (0.0, 1 - 1e-9)]
         return points(spaces, self.trials)
 
     @property
@@ -240,14 +250,14 @@ class Experiment:
             self.run_of(panel, label, (chosen or {}).get(label, {}), seed) for seed, label in pairs
         ]
 
-    def trial_runs(self, panel: Panel) -> list[Run]:
-        """Return the runs that tuning needs: each method at each of its points."""
+    def trial_runs(self, panel: Panel, ends: bool = False) -> list[Run]:
+        """Return the runs that tuning needs: each method at each of its points, or at their `ends`."""
         if not self.tune:
             return []
         return [
             self.run_of(panel, label, point, seed, trial=True)
             for label, row in self.rows_of(panel).items()
-            for point in self.points_of(row)
+            for point in self.points_of(row, ends)
             for seed in self.tuning_seeds
         ]
 
@@ -275,9 +285,7 @@ class Experiment:
     @cached_property
     def runs(self) -> list[Run]:
         """The runs of all panels, trials among them, before anything is tuned."""
-        return [
-            run for panel in self.panels for run in [*self.trial_runs(panel), *self.tests(panel)]
-        ]
+        return [r for p in self.panels for r in [*self.trial_runs(p), *self.tests(p)]]
 
     def fair(self) -> Experiment:
         """Return the experiment in which the clients test every method of a panel if they must test one.
@@ -297,24 +305,18 @@ class Experiment:
             raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
-        if self.baseline and any(run.settings.held_out_clients for run in self.runs):
+        ends = [r for p in self.panels for r in [*self.trial_runs(p, ends=True), *self.tests(p)]]
+        if self.baseline and any(run.settings.held_out_clients for run in ends):
             raise ValueError(
                 "bench tests on the test set and tunes on held-out-share: leave held-out-clients out"
             )
-        for row in self.rows:
-            for call in row.calls:
-                check_name(call)
         for space in self.tune:
             if not any(space.applies(row.calls) for row in self.rows):
                 texts = ", ".join(text_of(row.calls) for row in self.rows)
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
-        for run in self.runs:
-            run.settings.check()
         if not self.smoke:
-            refuse_dead(self.runs, but="test-on-clients")  # before anything is loaded
-        calls = {(str(c), r.settings.code_dir): c for r in self.runs for c in r.calls}
-        for (_, folder), call in calls.items():
-            signatures.check(call, folder)
+            refuse_dead(ends, but="test-on-clients")
+        check_words(ends)
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.runs)
@@ -382,6 +384,15 @@ class Experiment:
         )
 
 
+def check_words(runs: Sequence[Run]) -> None:
+    """Raise ValueError for settings or arguments that are wrong by themselves; nothing is loaded."""
+    for run in runs:
+        run.settings.check()
+    calls = {(str(call), run.settings.code_dir): call for run in runs for call in run.calls}
+    for (_, folder), call in calls.items():
+        signatures.check(call, folder)
+
+
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
     """Raise ValueError for a setting that does nothing in any of the runs that have it.
 
@@ -402,14 +413,6 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
 def trial_label(label: str, point: Point) -> str:
     """Return the label of a trial."""
     return f"{label} [{shown(point)}]"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _privacy(settings: Settings) -> CentralDP:
@@ -440,14 +443,9 @@ def _privacy(settings: Settings) -> CentralDP:
     return CentralDP(settings.dp_clip_norm, settings.dp_noise, accountant)
 
 
-def _start(dataset: str, model: str, *more: Any) -> ArrayRecord:
-    """Return the initial model, after a check; one of the package's is drawn once for many methods."""
-    known = ":" not in dataset + model and not dataset.startswith("image-folder")
-    return (_known_start if known else _known_start.__wrapped__)(dataset, model, *more)
-
-
 @lru_cache(maxsize=2)
-def _known_start(*arguments: Any) -> ArrayRecord:
+def _start(*arguments: Any) -> ArrayRecord:
+    """Return the initial model, after a check; it is drawn once for many methods."""
     from flwr.app import ArrayRecord
 
     from flwr_regs.experiments.models import models

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 NAME = "flwr-regs"
 
@@ -16,35 +13,21 @@ NAME = "flwr-regs"
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this package, such as ``"bench"``.
 
-    In a clone that was installed as editable, ``pip install -e "<the clone>[bench]"``; from a wheel,
-    the packages of the extra by name, because the package itself need not be on an index. Where it was not
-    installed at all (the sources are on Python's path), what to call in the clone.
+    It names the packages of the extra, because the package itself need not be on an index. Where it was not
+    installed at all (the sources are on Python's path), it is one for the clone.
     """
     try:
-        installed = distribution(NAME)
+        requires = distribution(NAME).requires or ()
     except PackageNotFoundError:
         return f'pip install -e ".[{extra}]" in the clone'
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        clone = url2pathname(urlparse(origin["url"]).path)
-        return f'pip install -e "{clone}[{extra}]"'
-    return " ".join(["pip install", *packages_of(extra, installed)])
-
-
-def packages_of(extra: str, installed: Distribution) -> list[str]:
-    """Return the packages of an extra, as `pip install` takes them; ValueError without such an extra."""
     names = []
-    for requirement in installed.requires or ():
+    for requirement in requires:
         name, _, marker = requirement.partition(";")
-        others, of_extra = re.subn(
-            rf"(\s*and\s*)?extra == ['\"]{re.escape(extra)}['\"]", "", marker
-        )
+        others, of_extra = re.subn(rf"(\s*and\s*)?extra == ['\"]{extra}['\"]", "", marker)
         if of_extra:
             needed = ";".join(part for part in (name.strip(), others.rstrip()) if part)
             names.append(f'"{needed}"' if re.search(r"[^\w.-]", needed) else needed)
-    if not names:
-        raise ValueError(f"{NAME} has no extra '{extra}'")
-    return sorted(names, key=lambda name: name.strip('"').lower())
+    return " ".join(["pip install", *sorted(names, key=lambda name: name.strip('"').lower())])
 
 
 def missing_extra(package: str, purpose: str, extra: str = "bench") -> ImportError:

@@ -1,21 +1,47 @@
-"""What ``flwr-regs list``, ``methods`` and ``protocols`` print."""
+"""What ``flwr-regs list``, ``methods`` and ``protocols`` print: the registry, the cards, and names."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import shlex
+import textwrap
+import tomllib
+from pathlib import Path
 
+from flwr_regs.experiments import settings, signatures
+from flwr_regs.experiments.calls import catalogue
+from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.cards.choices import levels
+from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.report.metrics import METRICS
 from flwr_regs.experiments.report.terminal import columns
+from flwr_regs.methods.registry import COMPOSITIONS, METHODS, Method
+from flwr_regs.wire.config import nearest
+
+LEGEND = Path(__file__).with_name("methods_legend.txt").read_text(encoding="utf-8")
+"""What the columns of the methods' table are."""
+HEAD = (
+    *("method", "for", "down", "up", "trips", "state", "SecAgg", "DP", "robust", "streams", "stacks"),
+)  # fmt: skip
 
 
 def listing(args: argparse.Namespace) -> str:
     """Return names with their meanings; of methods the registry, or what one of them costs."""
-    from flwr_regs.experiments import methods_table
-
     if args.what == "methods":
         name = getattr(args, "name", None)
-        return methods_table.one(name) if name else methods_table.text()
-    lines = columns([[name, meaning] for name, meaning in _meanings(args.what).items()])
+        return method(name) if name else methods()
+    if args.what == "metrics":
+        meanings = {name: metric.meaning for name, metric in METRICS.items()}
+    elif args.what == "settings":
+        defaults = {name: settings.shown(value) for name, value in settings.DEFAULTS.items()}
+        meanings = {
+            name: of.meaning + (f" [{defaults[name]}]" if defaults[name] else "")
+            for name, of in settings.SETTINGS.items()
+        }
+    else:
+        meanings = dict(settings.SETTINGS[args.what[:-1]].choices)  # type: ignore[arg-type]
+    lines = columns([*meanings.items()])
     if args.what in ("datasets", "models"):
         lines += ["", f"your own: {args.what[:-1]}=mine.py:name, or module:name"]
     if args.what == "partitions":
@@ -23,28 +49,144 @@ def listing(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _meanings(what: str) -> Mapping[str, str]:
-    from flwr_regs.experiments import settings
-    from flwr_regs.experiments.report.metrics import METRICS
-
-    if what == "metrics":
-        return {name: metric.meaning for name, metric in METRICS.items()}
-    if what == "settings":
-        return settings.meanings()
-    return dict(settings.SETTINGS[what[:-1]].choices)  # type: ignore[arg-type]  # name -> meaning
-
-
 def protocols(args: argparse.Namespace) -> str:
     """Return the cards as a table, or one of them."""
-    from flwr_regs.experiments import cards_table
-    from flwr_regs.experiments.cards import card_files
-
     if args.name and "=" in args.name and not args.name.endswith(".toml"):
         args.name, args.settings = None, [args.name, *args.settings]
     given = dict(text.partition("=")[::2] for text in args.settings)
     if wrong := [name for name in given if name != "data-dir"]:
         raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
     folder = given.get("data-dir", "")
-    if args.name:
-        return cards_table.one(card_files.load(args.name), folder, args.name)
-    return cards_table.table(folder)
+    return card(card_files.load(args.name), folder, args.name) if args.name else cards(folder)
+
+
+def methods() -> str:
+    """Return the registry as plain text, at most 80 columns wide."""
+    cells = [HEAD, *map(_short, METHODS.values())]
+    terms = [name for name in catalogue() if name not in METHODS]
+    lines = [*columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
+    lines += [f"  {row.example}" for row in METHODS.values()]
+    lines += ["terms, which compose with + (FedADC+SparseTernary(density_up=0.01));"]
+    lines += ["`flwr-regs methods SparseTernary` shows the arguments of one:"]
+    lines += [f"  {line}" for line in textwrap.wrap(", ".join(terms), 76)]
+    return "\n".join(lines)
+
+
+def method(name: str) -> str:
+    """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
+    if name in METHODS:
+        return f"{costs(METHODS[name])}\n\n{composes(METHODS[name])}"
+    if name not in catalogue():
+        raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
+    return f"{name}{signatures.signature(name)}\n\n{signatures.document(name)}"
+
+
+def costs(row: Method) -> str:
+    """Return the table of a method's page on what it costs and goes with."""
+    down = f"{_models(row.down)} to each client"
+    if row.down_delta is not None:
+        down += f'; {_models(row.down_delta)} with `downlink="delta"`, if it is in sync'
+    goes = {
+        "secure aggregation": row.secure_aggregation,
+        "central differential privacy": row.central_dp,
+        "robust aggregators": row.robust,
+    }
+    lines = {
+        f"`{row.example}`": "cost",
+        "---": "---",
+        "down in a round": down,
+        "up in a round": f"{_models(row.up)} from each client",
+        "beside these, and small": row.beside or "nothing",
+        "exchanges with a client in a round": str(row.exchanges),
+        "a client keeps between rounds": row.state or "nothing",
+        "a client computes beside one gradient a step": row.gradients or "nothing",
+        "made for": f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
+        "goes with": ", ".join(what for what, yes in goes.items() if yes) or "–",
+        "does not go with": ", ".join(what for what, yes in goes.items() if not yes) or "–",
+    }
+    return "\n".join(f"| {left} | {right} |" for left, right in lines.items())
+
+
+def composes(row: Method) -> str:
+    """Return what of the package a method does not go with, and the reason that the package gives."""
+    refused = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[row.name]
+    text = textwrap.fill(
+        f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
+        "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
+        + (", but for these:" if refused else "."),
+        118,
+    )
+    if not refused:
+        return text
+    lines = ["| refused | the package's reason |", "| --- | --- |"]
+    lines += [f"| `{what}` | {why} |" for what, why in refused.items()]
+    return "\n".join([text, "", *lines])
+
+
+def _short(row: Method) -> tuple[str, ...]:
+    small = "+" if row.beside else ""
+    flags = (
+        *(bool(row.state), row.secure_aggregation, row.central_dp),
+        *(row.robust, row.streams, row.stacks),
+    )
+    up = f"{row.up:g}{small}"
+    return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *map(_mark, flags))
+
+
+def _models(size: float) -> str:
+    return f"{size:g} model" + "s" * (size != 1)
+
+
+def down(row: Method) -> str:
+    """Return what a client receives in a round, in models; in brackets: with ``downlink="delta"``."""
+    delta = "" if row.down_delta is None else f" ({row.down_delta:g})"
+    return f"{row.down:g}{delta}"
+
+
+def _mark(yes: bool) -> str:
+    return "yes" if yes else "–"
+
+
+def _datasets(card: Experiment) -> list[str]:
+    """Return the data sets of all panels, at the card's own setting, without their arguments."""
+    merged = [{**settings.DEFAULTS, **card.settings, **panel.settings} for panel in card.panels]
+    return list(dict.fromkeys(str(s["dataset"]).partition("(")[0] for s in merged))
+
+
+def needed(card: Experiment, data_dir: str | None = None) -> str:
+    """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
+    said = []
+    for name in _datasets(card):
+        if needs.files(name):
+            said.append(f"files of {name}")
+            if data_dir is not None:
+                said[-1] += ": there" if needs.present(name, data_dir) else ": absent"
+    return ", ".join(said) or "nothing"
+
+
+def cards(data_dir: str = "") -> str:
+    """Return all cards as lines: name, source, setting, and what each needs."""
+    lines = [["card", "source", "setting", "needs"]]
+    for name in card_files.names():
+        one = card_files.load(name)
+        source = f"{one.source}, {one.where}"
+        lines.append([name, source, "/".join(levels(one)), needed(one, data_dir)])
+    text = columns(lines)
+    text += [
+        "",
+        "flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)",
+    ]
+    return "\n".join(text)
+
+
+def card(experiment: Experiment, data_dir: str = "", name: str = "") -> str:
+    """Return all that a card holds, and what it needs; `name` is what `bench` finds it by."""
+    names = _datasets(experiment)
+    hashes = {of: needs.expected(of, experiment.hashes) or "not known" for of in names}
+    command = f"flwr-regs bench {shlex.quote(name or experiment.name)}"
+    lines = [f"needs: {needed(experiment, data_dir)}"]
+    lines += [f"  {of}: {needs.files(of)}" for of in names if needs.files(of)]
+    known = ", ".join(f"{of} {of_data}" for of, of_data in hashes.items())
+    lines += [f"hashes of the data: {known}", "", command]
+    lines += [f"{command} --setting reduced"] * ("reduced" in levels(experiment)[1:])
+    return "\n".join([*lines, "", card_files.text(experiment)])

@@ -11,7 +11,7 @@ import operator
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,76 +52,17 @@ SETTINGS = {
 """Setting -> its declaration."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
+PLACES = ("out", "code-dir", "data-dir")
+"""Those that are folders of a machine."""
 FIELD_KEYS = {"num-server-rounds": "rounds", "learning-rate": "lr"}
 """The usual names of other Flower apps -> ours; with the value 0, ours counts."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a comparison can be told. Field ``a_b`` is the setting ``a-b``."""
+_FIELDS = [(name.replace("-", "_"), type(of.default)) for name, of in SETTINGS.items()]
 
-    methods: str
-    code_dir: str
-    dataset: str
-    data_dir: str
-    model: str
-    projection: int
-    partition: str
-    shards_per_client: int
-    classes_per_client: int
-    dirichlet_alpha: float
-    similarity: float
-    quantity_alpha: float
-    noise_level: float
-    pachinko_alpha: float
-    pachinko_beta: float
-    interpolation: float
-    sample_share: float
-    long_tail: float
-    swap_probability: float
-    num_clients: int
-    examples_per_client: int
-    test_examples: int
-    examples: int
-    num_classes: int
-    synthetic: bool
-    held_out_clients: int
-    held_out_share: float
-    test_on_clients: bool
-    test_split: str
-    rounds: int
-    checkpoint_every: float
-    fraction_train: float
-    cohorts: str
-    overlap: bool
-    wire_dtype: str
-    ensemble: int
-    personalise: str
-    personal_lr: float
-    lr: float
-    optimizer: str
-    momentum: float
-    weight_decay: float
-    clip_norm: float
-    lr_decay: float
-    local_epochs: int
-    local_steps: int
-    batch_size: int
-    weighting: str
-    seed: int
-    target_accuracy: float
-    server_lr_decay: float
-    incomplete: str
-    drop_inactive: float
-    restart_lr: bool
-    on_divergence: str
-    straggler_share: float
-    straggler_speed: float
-    drop_out: float
-    dp_clip_norm: float
-    dp_noise: float
-    dp_delta: float
-    out: str
+
+class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore[misc]
+    """What a comparison can be told. Field ``a_b`` is the setting ``a-b``."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
@@ -141,12 +82,12 @@ class Settings:
             if name not in DEFAULTS:
                 raise ValueError(nearest_setting(name))
         values = {**DEFAULTS, **given}
-        return cls(**{field(name): _checked(of, values[name]) for name, of in SETTINGS.items()})
+        return cls(*(_checked(of, values[name]) for name, of in SETTINGS.items()))
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings by name, as a run config has them."""
-        return {name: getattr(self, field(name)) for name in SETTINGS}
+        return {key(name): value for name, value in vars(self).items()}
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -241,23 +182,6 @@ def legal(of: Setting) -> str:
         text += f", or your own such as {of.own}" if of.own else ""
     bounds = [(words, getattr(of, name)) for name, (_, words) in _BOUNDS.items()]
     return text + "".join(f" {words} {bound}" for words, bound in bounds if bound is not None)
-
-
-def meanings() -> dict[str, str]:
-    """Return setting -> its meaning and default, for a terminal."""
-    return {
-        name: of.meaning + ("" if of.default == "" else f" [{shown(of.default)}]")
-        for name, of in SETTINGS.items()
-    }
-
-
-def toml() -> str:
-    """Return the settings as the lines of ``[tool.flwr.app.config]``, each with its meaning."""
-    lines = [
-        f"{f'{name} = {json.dumps(of.default)}':<27}  # {of.meaning}"
-        for name, of in SETTINGS.items()
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _checked(of: Setting, value: Any) -> Any:

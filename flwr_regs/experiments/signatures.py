@@ -20,7 +20,7 @@ import flwr_regs
 from flwr_regs import term
 from flwr_regs.experiments.calls import Call, check_name
 from flwr_regs.experiments.user_code import load
-from flwr_regs.methods.registry import METHODS, TERMS
+from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import check_ranges
@@ -57,12 +57,11 @@ def check(call: Call, folder: str = "") -> None:
     That is an unknown name; an argument that is missing, unknown, too many or out of its range. Of a user's
     own code, only whether it is there is looked at.
     """
-    if ":" in call.target:
-        with named(str(call)):
-            find(call, folder)
-        return
     check_name(call)
     with named(str(call)):
+        if ":" in call.target:
+            find(call, folder)
+            return
         call = with_values(call)
         takes = signature(call.target)
         is_strategy = call.target in METHODS
@@ -123,17 +122,18 @@ def with_argument(
     calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
 ) -> tuple[Call, ...]:
     """Return a method with one argument of each call of `target` replaced or added."""
-    return tuple(_with(c, name, value, folder) if c.target == target else c for c in calls)
 
+    def changed(call: Call) -> Call:
+        if call.target != target:
+            return call
+        with named(str(call)):
+            names = [*of_call(call, folder).parameters][: len(call.args)]
+        if name in names:
+            at = names.index(name)
+            return replace(call, args=(*call.args[:at], value, *call.args[at + 1 :]))
+        return replace(call, kwargs={**call.kwargs, name: value}, called=True)
 
-def _with(call: Call, name: str, value: Any, folder: str) -> Call:
-    with named(str(call)):
-        names = [*of_call(call, folder).parameters][: len(call.args)]
-    if name in names:
-        args = list(call.args)
-        args[names.index(name)] = value
-        return replace(call, args=tuple(args))
-    return replace(call, kwargs={**call.kwargs, name: value}, called=True)
+    return tuple(map(changed, calls))
 
 
 def of_call(call: Call, folder: str = "") -> Signature:
@@ -165,11 +165,11 @@ def document(name: str) -> str:
 
 def _of_init(args: ast.arguments) -> Iterator[tuple[str, Parameter]]:
     plain = args.args[1:]  # without self
-    defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
-    for arg, default in zip(plain, defaults, strict=True):
-        yield arg.arg, _parameter(arg.arg, default)
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield arg.arg, _parameter(arg.arg, default).replace(kind=Parameter.KEYWORD_ONLY)
+    defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults + args.kw_defaults
+    for arg, default in zip([*plain, *args.kwonlyargs], defaults, strict=True):
+        parameter = _parameter(arg.arg, default)
+        kind = Parameter.KEYWORD_ONLY if arg in args.kwonlyargs else parameter.kind
+        yield arg.arg, parameter.replace(kind=kind)
     if args.kwarg:
         yield args.kwarg.arg, Parameter(args.kwarg.arg, Parameter.VAR_KEYWORD)
 
@@ -199,26 +199,18 @@ def _ranges(name: str) -> dict[str, term.Range]:
 
 def _line(name: str) -> list[ast.ClassDef]:
     """Return the source of a class and of those that it derives from, the most general one first."""
-    rows = [row for row in METHODS.values() if name == row.name or name in row.terms]
-    classes = _classes(TERMS.get(name) or rows[0].module)
     line, bases = [], [name]
     while bases:
-        if (base := bases.pop()) in classes:
-            line.append(classes[base])
-            bases += [base.id for base in classes[base].bases if isinstance(base, ast.Name)]
+        if made := _classes().get(bases.pop()):
+            line.append(made)
+            bases += [base.id for base in made.bases if isinstance(base, ast.Name)]
     return line[::-1]
 
 
 @lru_cache
-def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """Return name -> source of the classes of a file in methods/, with those that it imports from there."""
-    path = FOLDER / f"{module.replace('.', '/')}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes: dict[str, ast.ClassDef] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            parent, _, other = str(node.module).partition("flwr_regs.methods.")
-            classes |= _classes(other) if other and not parent else {}
-        elif isinstance(node, ast.ClassDef):
-            classes[node.name] = node
-    return classes
+def _classes() -> Mapping[str, ast.ClassDef]:
+    """Return name -> source of the classes of methods/, where each name is one class's."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py"))
+    return {
+        node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)
+    }

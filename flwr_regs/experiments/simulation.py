@@ -77,11 +77,9 @@ def simulate(
     >>> result.table()["n"].tolist()
     [2, 2]
     """
-    seeds = [s.item() if isinstance(s, np.generic) else s for s in seeds]
-    if not seeds:
-        raise ValueError("seeds must hold a seed, such as (1, 2, 3)")
-    if len({*seeds}) < len(seeds):
-        raise ValueError(f"seeds must differ, not {seeds}")
+    seeds = [*map(_plain, seeds)]
+    if not seeds or len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds must differ, and at least one, such as (1, 2, 3), not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
     if workers < 1:
@@ -89,10 +87,7 @@ def simulate(
     if runner not in RUNNERS:
         raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
     several = methods if isinstance(methods, list | tuple) else [methods]
-    given = {
-        key(name): value.item() if isinstance(value, np.generic) else value
-        for name, value in settings.items()
-    }
+    given = {key(name): _plain(value) for name, value in settings.items()}
     given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
     given |= {"dataset": _named(dataset), "model": _named(model)}
     given["code-dir"] = given.get("code-dir") or os.getcwd()
@@ -105,9 +100,7 @@ def simulate(
     experiment = Experiment.of_methods(given, seeds).checked()
     experiment.check_data()
     runs = experiment.tests(experiment.panel)
-    bars = (progress if show else Progress)(
-        [(run.label, run.seed, run.settings.rounds) for run in runs]
-    )
+    bars = (progress if show else Progress)(runs)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = Path(out if out is not None else temporary).expanduser().resolve()
         if out is not None:
@@ -120,6 +113,11 @@ def simulate(
         if out is not None:
             results.save(folder)
     return results
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy's as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _named(thing: Any) -> str:

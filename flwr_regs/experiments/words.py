@@ -14,15 +14,13 @@ from flwr_regs.experiments.calls import literal, parse_methods, text_of, values,
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.settings import Settings, read
+from flwr_regs.experiments.settings import PLACES, Settings, read
 from flwr_regs.experiments.signatures import with_argument
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
-SEEDS, SWEEP_SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "1,2,3", "101", 8
-"""Of `bench`, of `sweep`, and of tuning, where neither the words nor a card say otherwise."""
-PLACES = ("out", "code-dir", "data-dir")
-"""Settings that are folders of a machine."""
+SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
+"""Command -> its seeds, where neither the words nor a card say otherwise."""
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 
@@ -32,29 +30,29 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
 
     Raises ValueError or OSError that says what is wrong.
     """
-    if args.command == "bench":
-        if card := _card_of(args):
-            return _of_card(args, card)
-        if wrong := [option for option in OF_CARDS if getattr(args, option)]:
-            raise ValueError(
-                f"--{wrong[0]} goes with a card, such as: flwr-regs bench fedadc-t1 (`flwr-regs protocols` "
-                "shows all)"
-            )
-    default = {"run": "", "sweep": SWEEP_SEEDS, "bench": SEEDS}[args.command]
-    args.seeds = args.seeds or default
+    card = _card_of(args) if args.command == "bench" else ""
+    if wrong := [option for option in OF_CARDS if not card and getattr(args, option, None)]:
+        raise ValueError(
+            f"--{wrong[0]} goes with a card, such as: flwr-regs bench fedadc-t1 (`flwr-regs protocols` "
+            "shows all)"
+        )
     heading, cases = _cases(args) if args.command == "sweep" else ("method", {})
+    seeds = args.seeds or ("" if card else SEEDS.get(args.command, ""))
     every_word = [*args.settings, *(word for case in cases.values() for word in case)]
-    if args.seeds and any(word.startswith("seed=") for word in every_word):
-        raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
+    if (seeds or card) and any(word.startswith("seed=") for word in every_word):
+        beside = f"--seeds ({seeds}): leave it out" if seeds else "a card's seeds: give --seeds"
+        raise ValueError(f"'seed' does not count beside {beside}")
     given = settings_of(args)
     out = str(given.pop("out", ""))
-    seeds = numbers(args.seeds, "--seeds") if args.seeds else ()
-    more: dict[str, Any] = {"heading": heading}
+    changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
     if args.command == "bench":
-        trials = TRIALS if args.trials is None else args.trials
-        more |= {"baseline": True, "tune": tuple(map(Space.read, args.tune)), "trials": trials}
-        more["tuning_seeds"] = numbers(args.tuning_seeds or TUNING_SEEDS, "--tuning-seeds")
-    experiment = Experiment.of_methods(given, seeds, **more)
+        changed |= {"tune": tuple(map(Space.read, args.tune)), "trials": args.trials}
+        changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")
+    changed = {key: value for key, value in changed.items() if value not in ((), None)}
+    if card:
+        return _of_card(args, card, given, changed), out
+    whole = Experiment.of_methods(given, heading=heading, baseline=args.command == "bench")
+    experiment = replace(whole, **changed)
     if cases:
         rows = [
             row for label, case in cases.items() for row in _rows(args, label, case, experiment)
@@ -63,32 +61,17 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
     return experiment, out
 
 
-def _of_card(args: argparse.Namespace, name: str) -> tuple[Experiment, str]:
+def _of_card(
+    args: argparse.Namespace, name: str, given: dict[str, Any], changed: Mapping[str, Any]
+) -> Experiment:
     """Return the experiment of a card as the words change it."""
-    given = settings_of(args)
-    folder = given.pop("code-dir") if not _gives(args, "code-dir") else given["code-dir"]
-    out, methods = str(given.pop("out", "")), str(given.pop("methods", "")) or args.methods
-    if "seed" in given:
-        raise ValueError("'seed' does not count beside a card's seeds: give --seeds")
-    card = card_files.load(name)
-    if absent := card_files.lacks(card):
-        raise ValueError(
-            f"card '{name}' needs what this version does not have: {', '.join(absent)}"
-        )
-    card = choices.at(card, args.setting)
+    folder = given["code-dir"] if _gives(args, "code-dir") else given.pop("code-dir")
+    methods = str(given.pop("methods", "")) or args.methods
+    card = choices.at(card_files.load(name), args.setting)
     card = choices.with_methods(card, methods) if methods else card
-    card = card.only(*choices.panels_of(card, args.panels))
-    changed = {
-        "tune": tuple(map(Space.read, args.tune)),
-        "trials": args.trials,
-        "seeds": numbers(args.seeds, "--seeds") if args.seeds else (),
-        "tuning_seeds": numbers(args.tuning_seeds, "--tuning-seeds") if args.tuning_seeds else (),
-    }
-    card = replace(
-        card, **{key: value for key, value in changed.items() if value not in ((), None)}
-    )
+    card = replace(card.only(*choices.panels_of(card, args.panels)), **changed)
     card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)
-    return choices.smoke(card, given) if args.smoke else card, out
+    return choices.smoke(card, given) if args.smoke else card
 
 
 def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
@@ -202,7 +185,12 @@ def _case(text: str) -> tuple[str, list[str]]:
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Return the whole numbers of an option, separated by commas; ValueError for anything else."""
+    """Return the whole numbers of an option, separated by commas; ValueError for anything else.
+
+    An option that is not given has none.
+    """
+    if not text:
+        return ()
     try:
         several = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -219,10 +207,12 @@ def out_folder(out: str) -> Path:
     """
     if not out:
         return new_folder(Path.cwd() / "results")
-    folder = Path(out)
-    check_writable(folder)
-    if (folder / card_files.FILE).exists():
-        raise ValueError(
-            f"{folder} holds results: go on with --resume {folder}, or give another out="
-        )
-    return folder
+    check_writable(Path(out))
+    refuse_results(out)
+    return Path(out)
+
+
+def refuse_results(out: str) -> None:
+    """Raise ValueError if the folder that `out` names holds results already."""
+    if out and (Path(out) / card_files.FILE).exists():
+        raise ValueError(f"{out} holds results: go on with --resume {out}, or give another out=")

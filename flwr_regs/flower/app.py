@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from flwr.common import (
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
-from flwr_regs.flower.node import closed, node_mod, opened
+from flwr_regs.flower.node import closed, node_mod, of_older_server, opened
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack
 from flwr_regs.wire.parcel import Parcel
@@ -43,15 +42,30 @@ from flwr_regs.wire.records import (
 )
 from flwr_regs.wire.text import names_text
 
-ClientFn = Callable[[Context], NumPyClient | Client]
-Called = tuple[list[Any], dict[str, Any], Mapping[str, Any]]
-"""The arrays that a client returned (or their ``.npy``), what it measured, and its metrics."""
 METHODS = {"train": "fit", "evaluate": "evaluate"}
 """Kind of message -> the method of a NumPyClient."""
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
 
 
-def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
+class MessageContext(Context):
+    """A node's context, as it is for the client of one message.
+
+    Attributes
+    ----------
+    message_type : str
+    config : mapping
+        The message's config.
+    """
+
+    def __init__(self, context: Context, message_type: str, config: Mapping[str, Any]) -> None:
+        vars(self).update(vars(context))  # the state is the node's own
+        self.message_type, self.config = message_type, config
+
+
+ClientFn = Callable[[MessageContext], NumPyClient | Client]
+
+
+def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = True) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
     Parameters
@@ -62,6 +76,9 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
     mods : sequence of Flower mods
         They see Message-API records. Flower's privacy mods (``flwr.clientapp.mod``) see only train
         messages, and refuse methods that they cannot protect.
+    once : bool
+        A :class:`flwr_regs.StackedGrid` calls `client_fn` once for each client. False: for each message, as
+        everywhere else; its ``context.config`` is the message's.
 
     Raises
     ------
@@ -74,34 +91,42 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    return NumPyClientApp(client_fn, mods)
+    return NumPyClientApp(client_fn, mods, once)
 
 
 class NumPyClientApp(ClientApp):
     """The app of :func:`client_app`, which says what it was made of; it can be pickled if that can."""
 
-    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod]) -> None:
-        self.client_fn, self.own_mods = client_fn, tuple(mods)
-        made: Any = self._made
-        super().__init__(made, mods=[node_mod, *guarded(mods), self._serve])
+    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod], once: bool) -> None:
+        self.client_fn, self.own_mods, self.once = client_fn, tuple(mods), once
+        unused: Any = lambda context: None  # noqa: E731  # `_serve` makes the client
+        super().__init__(unused, mods=[node_mod, *guarded(mods), self._serve])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumPyClientApp, (self.client_fn, self.own_mods)
+        return NumPyClientApp, (self.client_fn, self.own_mods, self.once)
 
-    def _made(self, context: Context) -> NumPyClient | Client:
-        client = self.client_fn(context)
+    def made(
+        self, context: Context, message_type: str, config: Mapping[str, Any]
+    ) -> NumPyClient | Client:
+        """Return the client of a message."""
+        own = MessageContext(context, message_type, config)
+        client = self.client_fn(own)
+        context.state = own.state
         if not isinstance(client, NumPyClient | Client):
             raise TypeError(
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
             )
         inner: Any = getattr(client, "numpy_client", None)  # that a Client was made of
-        return client if getattr(inner, "responder", None) is None else inner
+        return inner if hasattr(inner, "respond") else client
 
     def _serve(self, message: Message, context: Context, _: ClientAppCallable) -> Message:
         """Call the client, innermost; Flower's own way to it would write and read every array once more."""
         message_type = message.metadata.message_type
         if message_type == keys.LABELS:
-            return _label_counts(message, self._made(context))
+            made: Any = self.made(context, message_type, {})
+            called = made.to_client() if isinstance(made, NumPyClient) else made
+            told = called.get_properties(GetPropertiesIns({keys.LABELS_KEY: True})).properties
+            return Message(RecordDict({keys.CONFIG: ConfigRecord({**told})}), reply_to=message)
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
             older = message_type in (
@@ -112,8 +137,7 @@ class NumPyClientApp(ClientApp):
             raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
         if not isinstance(message.content.get(keys.ARRAYS), ArrayRecord):
             why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
-            older = any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
-            raise ForeignStrategy(f"{why}; {_OLDER}" if older else why)
+            raise ForeignStrategy(f"{why}; {_OLDER}" if of_older_server(message) else why)
         content, memory = opened(message, context)
         parcel = parcel_of(content)
         entries = parcel.config.items()
@@ -122,11 +146,10 @@ class NumPyClientApp(ClientApp):
                 f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
                 "json.dumps(...)"
             )
-        client = self._made(context)
-        respond = client.responder(kind) if hasattr(client, "responder") else None
-        if respond is None:
+        client: Any = self.made(context, message_type, parcel.config)
+        if not hasattr(client, "respond") or client.overrides(METHODS[kind]):
             return _called(client, kind, message, context, parcel, memory)
-        reply, memory, model = respond(parcel, memory)
+        reply, memory, model = client.respond(kind, parcel, memory)
         closed(message, context, memory, None if model is None else to_record(model))
         return Message(reply_of(reply), reply_to=message)
 
@@ -139,96 +162,49 @@ def _called(
     parcel: Parcel,
     memory: Mapping[str, bytes],
 ) -> Message:
-    """Call a user's own client; return its reply."""
-    names = list(arrays_in(message.content)[keys.ARRAYS])
-    given = dict(zip(names, parcel.records[keys.ARRAYS].values(), strict=True))
+    """Call a user's own client, or one of ours whose `fit` or `evaluate` is, as Flower does.
+
+    Raises RuntimeError if it says that it failed, and ProtocolError for other arrays than the message's.
+    """
+    given = arrays_in(message.content)[keys.ARRAYS]
     beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
-    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(names))}
-    ours = hasattr(client, "responder")  # with a `fit` or `evaluate` of its own
-    if ours:
+    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
+    if ours := hasattr(client, "respond"):
         config[keys.MEMORY] = memory
-    if ours or _is_plain(client, kind):
-        copies = [a.copy(order="K") for a in given.values()]
-        fitted, measured, metrics = _call(client, kind, copies, config)
-    else:
-        data = [array.data for array in arrays_in(message.content)[keys.ARRAYS].values()]
-        fitted, measured, metrics = _call_as_flower(client, kind, data, config)
-    left = dict(metrics)
+    if isinstance(
+        client, NumPyClient
+    ):  # ours also refuses foreign strategies, which node.py does here
+        client = NumPyClient.to_client(client) if ours else client.to_client()
+    parameters = Parameters([array.data for array in given.values()], "numpy.ndarray")
+    fits = kind == "train"
+    res: Any = (
+        client.fit(FitIns(parameters, config))
+        if fits
+        else client.evaluate(EvaluateIns(parameters, config))
+    )
+    if res.status.code != Code.OK:
+        raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
+    left = dict(res.metrics)
     closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
     records, numbers, texts = sorted_entries(left)
-    probing = parcel.config.get(keys.PROBE_KEY)  # then no model goes back
-    if kind == "train" and not probing:
-        if len(fitted) != len(names):
+    if fits and not parcel.config.get(keys.PROBE_KEY):  # to a probe, no model goes back
+        fitted = res.parameters.tensors
+        if len(fitted) != len(given):
             raise ProtocolError(
-                f"fit returned {len(fitted)} arrays, but {len(names)} names for them: {names}"
+                f"fit returned {len(fitted)} arrays, but {len(given)} names for them: {list(given)}"
             )
-        sent = {name: labelled(name, data) for name, data in zip(names, fitted, strict=True)}
+        sent = {name: labelled(name, data) for name, data in zip(given, fitted, strict=True)}
         if ours and keys.STEPS_KEY in texts:  # beside a coded update, only buffers that changed
-            pairs = zip(names, fitted, strict=True)
-            sent = {n: sent[n] for n, a in pairs if not np.array_equal(a, given[n])}
+            sent = {
+                n: a for n, a in sent.items() if not np.array_equal(a.numpy(), given[n].numpy())
+            }
         records[keys.ARRAYS] = record_of(sent)
-    # n_k is fit's second value, even if its metrics hold another
+    # n_k is the client's second value, even if its metrics hold another
+    measured = {"num-examples": res.num_examples, **({} if fits else {"loss": res.loss})}
     records[keys.METRICS] = MetricRecord({**numbers, **measured})
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)
-
-
-def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
-    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
-    method, home = METHODS[kind], type(client).to_client.__module__
-    return (
-        isinstance(client, NumPyClient)
-        and getattr(type(client), method) is not getattr(NumPyClient, method)
-        and home.startswith("flwr.")
-    )
-
-
-def _call(client: Any, kind: str, arrays: list[np.ndarray], config: dict[str, Any]) -> Called:
-    """Call a NumPyClient; raise TypeError as Flower does if it returns something else."""
-    method, first = METHODS[kind], list if kind == "train" else float
-    result = getattr(client, method)(arrays, config)
-    kinds = (first, int, dict)
-    if len(result) != 3 or not all(map(isinstance, result, kinds)):
-        raise TypeError(
-            f"NumPyClient.{method} must return ({', '.join(k.__name__ for k in kinds)}), not "
-            f"({', '.join(type(value).__name__ for value in result)})"
-        )
-    value, examples, metrics = result
-    if kind == "train":
-        return [np.asarray(a) for a in value], {"num-examples": examples}, metrics
-    return [], {"num-examples": examples, "loss": value}, metrics
-
-
-def _call_as_flower(
-    client: NumPyClient | Client, kind: str, data: list[bytes], config: dict[str, Any]
-) -> Called:
-    """Call a Client, or a NumPyClient that says itself how it is called (`to_client`), as Flower does.
-
-    Raises RuntimeError if it says that it failed.
-    """
-    client = client.to_client() if isinstance(client, NumPyClient) else client
-    parameters = Parameters(data, "numpy.ndarray")
-    if kind == "train":
-        res: Any = client.fit(FitIns(parameters, config))
-    else:
-        res = client.evaluate(EvaluateIns(parameters, config))
-    if res.status.code != Code.OK:
-        raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
-    measured = {"num-examples": res.num_examples}
-    if kind == "train":
-        return res.parameters.tensors, measured, res.metrics
-    return [], measured | {"loss": res.loss}, res.metrics
-
-
-def _label_counts(message: Message, client: NumPyClient | Client) -> Message:
-    """Request the label counts from the client's ``get_properties``."""
-    asked: Any = {keys.LABELS_KEY: True}
-    if isinstance(client, NumPyClient):
-        counts = client.get_properties(asked)
-    else:
-        counts = client.get_properties(GetPropertiesIns(asked)).properties
-    return Message(RecordDict({keys.CONFIG: ConfigRecord({**counts})}), reply_to=message)
 
 
 class RegClientApp(ClientApp):
@@ -263,13 +239,13 @@ class RegClientApp(ClientApp):
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""
-        return _registering(super().train(action, mods=guarded(mods or ())))
+        return super().train(action, mods=[*guarded(mods or ()), _with_all_records])
 
     def evaluate(
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
         """Register an evaluate function, as Flower does."""
-        return _registering(super().evaluate(action, mods=mods))
+        return super().evaluate(action, mods=[*(mods or ()), _with_all_records])
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply to a message."""
@@ -292,23 +268,11 @@ class RegClientApp(ClientApp):
         return reply
 
 
-def _registering(
-    register: Callable[[ClientAppCallable], ClientAppCallable],
-) -> Callable[[ClientAppCallable], ClientAppCallable]:
-    """Return a decorator that registers a function behind the mods, where it gets all records."""
-
-    def decorator(function: ClientAppCallable) -> ClientAppCallable:
-        register(partial(_inside_mods, function))
-        return function
-
-    return decorator
-
-
-def _inside_mods(function: ClientAppCallable, message: Message, context: Context) -> Message:
-    """Call a user's function with what came beside the model; keep what its reply leaves to the node."""
+def _with_all_records(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Give a user's function what came beside the model, too; keep what its reply leaves to the node."""
     content, memory = opened(message, context)
     message.content = RecordDict({**content, keys.MEMORY: ConfigRecord({**memory})})
-    reply = function(message, context)
+    reply = call_next(message, context)
     if isinstance(reply, Message) and not reply.has_error():
         held = reply.content.pop(keys.MEMORY, None)
         closed(message, context, held, reply.content.pop(keys.MODEL, None))  # type: ignore[arg-type]

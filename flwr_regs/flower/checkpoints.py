@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from logging import INFO, WARNING
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common import log
@@ -32,21 +32,8 @@ from flwr_regs.wire.files import write_atomically
 
 LEDGER = "privacy.json"
 """Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
-_RECORDS = {"arrays": ArrayRecord, "config": ConfigRecord, "metrics": MetricRecord}
+_RECORDS = {"ConfigRecord": ConfigRecord, "MetricRecord": MetricRecord}
 _PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-
-
-@runtime_checkable
-class KeepsClients(Protocol):
-    """A grid whose clients live in this process, so that a checkpoint holds their state too."""
-
-    def snapshot(self) -> dict[int, RecordDict]:
-        """Return each client's ``Context.state``."""
-        ...
-
-    def restore(self, states: Mapping[int, RecordDict]) -> None:
-        """Continue from a snapshot."""
-        ...
 
 
 class Checkpoints:
@@ -57,6 +44,8 @@ class Checkpoints:
     options : Options
         Their `checkpoint_dir` and `checkpoint_every`.
     grid : Grid
+        One whose clients live in this process has ``snapshot()``, which returns their ``Context.state`` by
+        node id, and ``restore(states)``: a checkpoint then holds their state too.
     result : TrainingResult
         What `start` returns; restored, and saved.
     resume_from : path or None
@@ -144,9 +133,8 @@ class Checkpoints:
             state["training"]["privacy"]["spent"] = self._spent(resumed, spent)
         try:
             training.restore(state["training"], resumed.history)
-            if state["clients"] is not None and isinstance(self._grid, KeepsClients):
-                clients = {n: _records(s) for n, s in state["clients"].items()}
-                self._grid.restore(clients)
+            if state["clients"] is not None and (restore := getattr(self._grid, "restore", None)):
+                restore({n: _records(s) for n, s in state["clients"].items()})
         except (KeyError, ValueError, TypeError) as error:
             # another version of the package may not have written a key
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -156,7 +144,7 @@ class Checkpoints:
             getattr(self._result, phase).update(rounds)
         if (best := state["result"]["best"]) is not None:
             number, value, arrays = best
-            self._result.best = Best(number, value, _record("arrays", arrays))
+            self._result.best = Best(number, value, _arrays(arrays))
         log(INFO, "Resuming after round %d, from %s", resumed.round, resumed.path)
 
     def watch(self, training: Training) -> None:
@@ -176,15 +164,13 @@ class Checkpoints:
             phase: {t: dict(m) for t, m in getattr(self._result, phase).items()}
             for phase in _PHASES
         }
-        best = self._result.best
+        best, kept = self._result.best, getattr(self._grid, "snapshot", None)
         result["best"] = best and [best.round, best.value, _parts(best.arrays)]
         state = {
             "fingerprint": self._same,
             "training": self._training.snapshot(),
             "result": result,
-            "clients": _plain(self._grid.snapshot())
-            if isinstance(self._grid, KeepsClients)
-            else None,
+            "clients": None if kept is None else _plain(kept()),
         }
         self._unsaved = number, state, list(self._training.history)
         if isinstance(self._every, timedelta):
@@ -303,9 +289,8 @@ def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
     """Return clients' records as plain values; the bytes of arrays are not copied."""
     return {
         node: {
-            **{key: ["arrays", _parts(r)] for key, r in state.array_records.items()},
-            **{key: ["config", dict(r)] for key, r in state.config_records.items()},
-            **{key: ["metrics", dict(r)] for key, r in state.metric_records.items()},
+            key: [type(r).__name__, _parts(r) if isinstance(r, ArrayRecord) else dict(r)]
+            for key, r in state.items()
         }
         for node, state in states.items()
     }
@@ -319,11 +304,9 @@ def _records(plain: Mapping[str, list[Any]]) -> RecordDict:
     """Return one client's records again."""
     records = RecordDict()
     for key, (kind, values) in plain.items():
-        records[key] = _record(kind, values)
+        records[key] = _arrays(values) if kind == "ArrayRecord" else _RECORDS[kind](values)
     return records
 
 
-def _record(kind: str, values: Any) -> Any:
-    if kind == "arrays":
-        values = {n: Array(*parts) for n, parts in values.items()}
-    return _RECORDS[kind](values)
+def _arrays(values: Mapping[str, list[Any]]) -> ArrayRecord:
+    return ArrayRecord({n: Array(*parts) for n, parts in values.items()})

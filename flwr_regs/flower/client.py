@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -212,23 +212,18 @@ class RegClient(NumPyClient):
         metrics = {**(reply.metrics or {}), **reply.config}
         return metrics.pop("loss"), metrics.pop("num-examples"), metrics
 
-    def responder(self, kind: str) -> Callable[[Parcel, Memory], serving.Answer] | None:
-        """Return what makes the reply to a message of a kind, "train" or "evaluate".
+    def respond(self, kind: str, message: Parcel, held: Memory) -> serving.Answer:
+        """Return the reply to a message, "train" or "evaluate", in plain values; what is kept, as bytes."""
+        serve = serving.train if kind == "train" else serving.evaluate
+        reply, held, model = serve(self, message, held)
+        return reply, written(held), model
 
-        None if a subclass has a `fit` or `evaluate` of its own, which must then be called.
-        """
-        method, ours, respond = {
-            "train": (self.fit, RegClient.fit, serving.train),
-            "evaluate": (self.evaluate, RegClient.evaluate, serving.evaluate),
-        }[kind]
-        if getattr(method, "__func__", None) is not ours:
-            return None
-
-        def answer(message: Parcel, held: Memory) -> serving.Answer:
-            reply, held, model = respond(self, message, held)
-            return reply, written(held), model
-
-        return answer
+    def overrides(self, *names: str) -> list[str]:
+        """Return which of these methods of RegClient are this client's own."""
+        kind = type(self)
+        return [
+            n for n in names if n in vars(self) or getattr(kind, n) is not getattr(RegClient, n)
+        ]
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""

@@ -8,20 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from flwr.app import ConfigRecord, Message
 from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
-from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
 from flwr_regs.client.memory import Memory, Root, written
 from flwr_regs.client.personal import own_model, trained_model
-from flwr_regs.client.train.batches import Batches, resolve_device
-from flwr_regs.client.train.optimizer import OptimizerFn
-from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.serving import measures
+from flwr_regs.client.train.batches import Batches
+from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -64,11 +62,14 @@ class ClientRound(LocalTraining):
         ``FedFORClient``, or the terms of a composition in the strategy's order.
     model : nn.Module
         The global model is loaded into it by name; it is trained in place.
-    train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
+    train_data
         As for :class:`.LocalTraining`; ``n_k`` counts the examples of the data.
     private, save_private, keep_optimizer : str or sequence of str, str or path, bool
         What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
         which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.
+    **settings
+        `loss_fn`, `target_key`, `output_fn`, `device`, `classifier`, `train_mode`, `max_steps` and
+        `max_seconds` of :class:`.LocalTraining`.
 
     Raises
     ------
@@ -86,40 +87,22 @@ class ClientRound(LocalTraining):
         model: nn.Module,
         train_data: Batches,
         *,
-        loss_fn: LossFn | None = nn.functional.cross_entropy,
-        target_key: str | None = None,
-        output_fn: OutputFn | None = None,
-        device: str | torch.device = "auto",
-        classifier: str | None = None,
-        train_mode: bool = True,
-        max_steps: int | None = None,
-        max_seconds: float | None = None,
         private: Pins = (),
         save_private: Root = None,
         keep_optimizer: bool = False,
+        **settings: Any,
     ) -> None:
         name, terms, who = _described(method)
-        self._message, self._classifier = message, classifier
+        self._message = message
         if (kind := message.metadata.message_type).split(".")[0] != "train":
             raise ProtocolError(
                 f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
             )
         identity = Identity(name, terms, who, private, save_private, keep_optimizer)
         self._member = member = begin(*_content(message), uncompiled(model), identity)
-        super().__init__(
-            model,
-            member.term,
-            train_data,
-            loss_fn=loss_fn,
-            target_key=target_key,
-            output_fn=output_fn,
-            device=device,
-            train_mode=train_mode,
-            classifier=classifier,
-            max_steps=0 if member.probing else max_steps,
-            max_seconds=max_seconds,
-            **member.duration,
-        )
+        if member.probing:
+            settings["max_steps"] = 0
+        super().__init__(model, member.term, train_data, **settings, **member.duration)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -147,8 +130,7 @@ class ClientRound(LocalTraining):
         """
         result, member = self.finish(steps), self._member
         if member.probing:  # finish has put the model back to w_t
-            given = (self._data, self.device, self._classifier, self._task)
-            reply, held = probe(member, self.model, *given)
+            reply, held = probe(member, self._measures)
         else:
             own_model = partial(trained_model, member.term, self._measures, result)
             reply, held = end(member, result, own_model)
@@ -166,14 +148,7 @@ def load_model(
     *,
     personal: bool = False,
     train_data: Batches = (),
-    loss_fn: LossFn | None = nn.functional.cross_entropy,
-    target_key: str | None = None,
-    output_fn: OutputFn | None = None,
-    device: str | torch.device = "auto",
-    classifier: str | None = None,
-    optimizer: OptimizerFn | None = None,
-    private: Pins = (),
-    save_private: Root = None,
+    **settings: Any,
 ) -> None:
     """Load an evaluate message's global model, and this client's private entries, into `model`.
 
@@ -186,10 +161,9 @@ def load_model(
     personal : bool
         Load this client's own model instead, of a method that has one, or that the evaluate config
         personalises; with `save_private` it is saved, too.
-    private, save_private : str or sequence of str, str or path
-        As for :class:`ClientRound`.
-    train_data, loss_fn, target_key, output_fn, device, classifier, optimizer
-        As for :class:`ClientRound` and :func:`.local_round`, for own models that are trained further here.
+    train_data, **settings
+        As for :class:`flwr_regs.RegClient`: `private` and `save_private`; for own models that are trained
+        further here, the data, `loss_fn`, `target_key`, `output_fn`, `device`, `classifier`, `optimizer`.
 
     Raises
     ------
@@ -198,20 +172,19 @@ def load_model(
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
-    identity, model = Identity(*_described(method), private, save_private), uncompiled(model)
-    parcel, held = _content(message)
-    term, slots, _ = evaluated(parcel, held, model, identity)
+    name, terms, who = _described(method)
+    client = RegClient(model, train_data, terms=terms, **settings)
+    plain_model, (parcel, held) = uncompiled(model), _content(message)
+    identity = replace(client.identity, method=name, who=who)
+    term, slots, _ = evaluated(parcel, held, plain_model, identity)
     if not personal:
         return
-    task = Task(loss_fn, target_key, output_fn)
-    measures = Measures(model, train_data, task, resolve_device(device), classifier)
-    made = own_model(measures, term, parcel.config, slots, optimizer, save_private)
+    how = client.optimizer, client.save_private
+    made = own_model(measures(client), term, parcel.config, slots, *how)
     if made is not None:
-        model.load_state_dict(made.state_dict())
-    elif not term.private(list(model.state_dict())):
-        raise ValueError(
-            f"personal=True, but {identity.method} gives the clients no models of their own"
-        )
+        plain_model.load_state_dict(made.state_dict())
+    elif not term.private(list(plain_model.state_dict())):
+        raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
 
 
 def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:

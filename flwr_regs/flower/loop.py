@@ -6,21 +6,19 @@ import copy
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
-from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.flower.result import Best, TrainingResult
-from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
@@ -47,20 +45,16 @@ class Driven(Strategy):
         """The model by which a method is judged, where it is another than the global one."""
 
     @abstractmethod
-    def network_of(self, grid: Grid) -> Network | None:
-        """Return a network without messages; None where messages are needed."""
-
-    @abstractmethod
-    def train_over(
-        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    def run_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Run a round without messages."""
+        """Run a round; return the new model and the clients' mean metrics."""
 
     @abstractmethod
-    def evaluate_over(
-        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    def run_evaluation(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> MetricRecord | None:
-        """Evaluate on clients without messages."""
+        """Evaluate on clients; return their mean metrics."""
 
 
 SHOWN = {
@@ -83,8 +77,6 @@ class Loop:
     strategy : Driven
     grid : Grid
     num_rounds : int
-    timeout : float or None
-        Seconds to wait for the replies of one exchange.
     train, evaluate : ConfigRecord
         The checked configs.
     evaluate_fn : callable or None
@@ -98,7 +90,6 @@ class Loop:
     strategy: Driven
     grid: Grid
     num_rounds: int
-    timeout: float | None
     train: ConfigRecord
     evaluate: ConfigRecord
     evaluate_fn: EvaluateFn | None
@@ -108,7 +99,6 @@ class Loop:
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
-        self._network = self.strategy.network_of(self.grid)
         if self.saved.resumed is None:
             if (metrics := self._test(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
@@ -131,7 +121,7 @@ class Loop:
         for attempt in count(1):
             options = self.strategy.options
             try:
-                new, metrics = self._one_round(number, arrays)
+                new, metrics = self.strategy.run_round(number, arrays, self.train, self.grid)
                 break
             except TooFewReplies as error:
                 if attempt > options.retries and isinstance(error, NoMajority):
@@ -150,23 +140,9 @@ class Loop:
             self.result.train_metrics_clientapp[number] = metrics
         return arrays
 
-    def _one_round(
-        self, number: int, arrays: ArrayRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        if self._network is not None:
-            return self.strategy.train_over(self._network, number, arrays, self.train)
-        messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
-        return self.strategy.aggregate_train(number, self._exchange(messages))
-
-    def _evaluated(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if self._network is not None:
-            return self.strategy.evaluate_over(self._network, number, arrays, self.evaluate)
-        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
-        return self.strategy.aggregate_evaluate(number, self._exchange(messages))
-
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        metrics = self._evaluated(number, arrays)
+        metrics = self.strategy.run_evaluation(number, arrays, self.evaluate, self.grid)
         history = self.strategy.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
@@ -196,10 +172,6 @@ class Loop:
             return
         if best is None or factor * value > factor * best.value:
             self.result.best = Best(number, float(value), arrays)
-
-    def _exchange(self, messages: Iterable[Message]) -> list[Message]:
-        network = GridNetwork(self.grid, self.timeout)
-        return network.exchange(list(messages), self.strategy.options.deadline)
 
     def _ends(self, entry: dict[str, Any]) -> bool:
         """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""

@@ -7,7 +7,7 @@ would pass unseen. Loaded in every ClientApp process: no torch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message
@@ -33,23 +33,6 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
             raise TypeError(f"{older}; use the one of flwr.clientapp.mod")
     private = (fixedclipping_mod, adaptiveclipping_mod)
     return [_guard(m) if m in private or isinstance(m, LocalDpMod) else m for m in mods]
-
-
-class ContextMod:
-    """A mod that changes nothing but the context which `client_fn` gets.
-
-    Parameters
-    ----------
-    change : callable
-        ``change(message, context) -> Context``; the context's state must stay the node's own.
-    """
-
-    def __init__(self, change: Callable[[Message, Context], Context]) -> None:
-        self.change = change
-
-    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Pass the message on, with the changed context."""
-        return call_next(message, self.change(message, context))
 
 
 def _guard(mod: Mod) -> Mod:

@@ -58,55 +58,59 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
         return Message(identity_reply(context.node_config), reply_to=message)
-    content = message.content
-    config = _config(content)
+    before = copied(context.state)
     try:
-        check_incoming(config, context)
-    except ValueError as error:
+        check_incoming(_config(message.content), context)
+        return _served(message, context, call_next)
+    except OutOfSync:  # the server then sends the model
+        lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
+        return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
+    except ForeignStrategy as error:
+        context.state = before
+        log(ERROR, "%s", error)
+        return Message(_refusal(str(error), message), reply_to=message)
+    except Exception as error:  # whatever the user's code raises
+        context.state = before
         return failure(message, error)
-    state = NodeState(context, config)
+
+
+def _served(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Make a message plain, and its reply ready to travel; keep the model for a later downlink."""
+    message_type, content = message.metadata.message_type, message.content
+    config = _config(content)
+    state, half = NodeState(context, config), config.get(keys.HALF_KEY)
     if message_type == keys.PREFETCH:
         state.keep_model(_arrays(content))
         return Message(RecordDict(), reply_to=message)
     if message_type != keys.PROBE and message_type.split(".")[0] not in ("train", "evaluate"):
         return call_next(message, context)
-    older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
-    before = {key: record.copy() for key, record in context.state.items()}
-    half: Any = config.get(keys.HALF_KEY)
-    try:
-        if half:
-            content[keys.ARRAYS] = to_record(widen(views_of(_arrays(content)), half))
-        if config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
-            kept = state.model
-            base = None if kept is None else from_record(kept)
-            rebuilt, step = model_from(config, from_record(_arrays(content)), base)
-            content[keys.ARRAYS] = to_record(rebuilt)  # without coded steps: a method decodes them
-            if step is not None:
-                content[keys.STEP] = to_record(step)
-        given = content.get(keys.ARRAYS)
-        for name in arrays_in(content):
-            if name.endswith(".broadcast") or name == keys.STEP:
-                context.state[BESIDE + name] = content.pop(name)
-        reply = call_next(message, context)
-        model = _taken(context).get(keys.MODEL, given)
-        if reply.has_error() or message_type.startswith("evaluate"):
-            return reply
-        if half and keys.ARRAYS in reply.content:
-            fitted = from_record(_arrays(reply.content))
-            reply.content[keys.ARRAYS] = to_record(narrow(fitted, half))
-        if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
-            state.keep_model(model)
+    if half:
+        content[keys.ARRAYS] = to_record(widen(views_of(_arrays(content)), str(half)))
+    if config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
+        base = None if state.model is None else from_record(state.model)
+        rebuilt, step = model_from(config, from_record(_arrays(content)), base)
+        content[keys.ARRAYS] = to_record(rebuilt)  # without coded steps: a method decodes them
+        if step is not None:
+            content[keys.STEP] = to_record(step)
+    given = content.get(keys.ARRAYS)
+    for name in arrays_in(content):
+        if name.endswith(".broadcast") or name == keys.STEP:
+            context.state[BESIDE + name] = content.pop(name)
+    reply = call_next(message, context)
+    model = _taken(context).get(keys.MODEL, given)
+    if reply.has_error() or message_type.startswith("evaluate"):
         return reply
-    except OutOfSync:  # the server then sends the model
-        lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
-        return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
-    except ForeignStrategy as error:
-        context.state = RecordDict(before)
-        log(ERROR, "%s", error)
-        return Message(_refusal(str(error), message_type, older), reply_to=message)
-    except Exception as error:  # whatever the user's code raises
-        context.state = RecordDict(before)
-        return failure(message, error)
+    if half and keys.ARRAYS in reply.content:
+        fitted = from_record(_arrays(reply.content))
+        reply.content[keys.ARRAYS] = to_record(narrow(fitted, str(half)))
+    if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
+        state.keep_model(model)
+    return reply
+
+
+def copied(state: RecordDict) -> RecordDict:
+    """Return copies of the records of a state."""
+    return RecordDict({key: record.copy() for key, record in state.items()})
 
 
 def check_incoming(config: Mapping[str, Any], context: Context) -> None:
@@ -139,12 +143,12 @@ def unreadable(why: str) -> bytes:
     return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
 
 
-def _refusal(why: str, message_type: str, older: bool) -> RecordDict:
-    """Return a reply that ends the server's run with `why`; an `older` server of Flower's, too."""
-    if not message_type.startswith("train"):
+def _refusal(why: str, message: Message) -> RecordDict:
+    """Return a reply that ends the server's run with `why`; an older server of Flower's, too."""
+    if not message.metadata.message_type.startswith("train"):
         return RecordDict()
     array = ArrayRecord({"refused": Array("float32", (0,), "numpy.ndarray", unreadable(why))})
-    if not older:
+    if not of_older_server(message):
         return RecordDict({keys.ARRAYS: array, keys.METRICS: MetricRecord({"num-examples": 1})})
     return RecordDict(
         {
@@ -154,6 +158,11 @@ def _refusal(why: str, message_type: str, older: bool) -> RecordDict:
             "fitres.status": ConfigRecord({"code": 0, "message": ""}),
         }
     )
+
+
+def of_older_server(message: Message) -> bool:
+    """Whether a message comes from Flower's older server."""
+    return any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
 
 
 def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, bytes]]:

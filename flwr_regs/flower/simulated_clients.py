@@ -6,41 +6,64 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
-from flwr_regs.flower.app import client_app
+from flwr_regs.flower.app import MessageContext, client_app
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.compat import Mod
-from flwr_regs.flower.mods import ContextMod
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 
-ROUND = "flwr_regs.round"
-"""The entry of a context's run config that holds the message's round."""
-
 
 class Clients(ClientSets):
-    __doc__ = ClientSets.__doc__
+    """The clients of a simulation as data: they share a model and differ in their data sets.
+
+    Parameters
+    ----------
+    model : nn.Module or callable
+        The model, or what returns one without arguments. All clients of a process train in one model, one
+        after the other; entries that stay with a client begin as they are here.
+    train_sets, test_sets : sequence, mapping, callable, or a partitioner of flwr-datasets
+        Client ``k`` has entry ``k``, from 0 on: a Dataset, a pair of tensors ``(inputs, targets)`` with
+        equal first dimensions, a DataLoader or other batches, or a function of k that returns one of these
+        and is called when the client first takes part. One function for all needs `num_clients`. A
+        partitioner's partitions, or a FederatedDataset's, are Hugging Face data sets, whose batches are
+        mappings. Without `test_sets` the strategy must not evaluate on clients
+        (``fraction_evaluate=0``).
+    batch_size : int
+        Examples in a batch. Training data are shuffled in each pass, by the round's seed; batches that are
+        given stay as they are.
+    loss_fn, optimizer, target_key, output_fn, device, classifier
+        As for :class:`flwr_regs.RegClient`, the same for all clients.
+    step_budgets : sequence, mapping or callable, optional
+        The most local steps of client ``k`` in a round; or ``budget(k, round)``. None: no limit.
+    num_clients : int, optional
+        Their number, where `train_sets` does not tell.
+
+    Raises
+    ------
+    TypeError
+        No model; data sets of another kind.
+    ValueError
+        No clients; an empty data set, or inputs and targets of unequal lengths: the error names the client.
+    """
 
     def app(self, client_class: type[RegClient], mods: Sequence[Mod] = ()) -> ClientApp:
         """Return a ClientApp of these clients, of a method's client class such as `FedFORClient`.
 
         For Flower's simulation, SuperNodes, and strategies with messages of their own.
         """
-        return self._app(partial(client_class), mods)
+        return client_app(partial(_client_of, self, client_class), mods)
 
     def app_of(self, who: Identity) -> ClientApp:
         """Return a ClientApp of these clients for any method."""
-        return self._app(partial(_of_method, who.method, tuple(who.terms)), ())
-
-    def _app(self, make: Any, mods: Sequence[Mod]) -> ClientApp:
-        return client_app(partial(_client_of, self, make), [*mods, ContextMod(_with_round)])
+        make = partial(_of_method, who.method, tuple(who.terms))
+        return client_app(partial(_client_of, self, make))
 
 
-def _client_of(clients: Clients, make: Any, context: Context) -> RegClient:
+def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClient:
     """Return the client of a context."""
     pid = int(context.node_config["partition-id"])
     if not 0 <= pid < len(clients):
@@ -54,7 +77,7 @@ def _client_of(clients: Clients, make: Any, context: Context) -> RegClient:
         optimizer=clients.optimizer,
         device=clients.device,
         classifier=clients.classifier,
-        step_budget=clients.step_budget(pid, int(context.run_config[ROUND])),
+        step_budget=clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0))),
         share_label_counts=True,  # simulated data has no secrets
     )
 
@@ -63,12 +86,3 @@ def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings:
     client = RegClient(*args, terms=terms, **settings)
     client.method = method  # type: ignore[misc]  # a class of its own would only say this
     return client
-
-
-def _with_round(message: Message, context: Context) -> Context:
-    """Return a context whose run config says the message's round."""
-    config = message.content.get(keys.CONFIG)
-    number = config.get(keys.ROUND_KEY, 0) if isinstance(config, ConfigRecord) else 0
-    run_config = {**context.run_config, ROUND: number}
-    ids = context.run_id, context.node_id, context.node_config
-    return Context(*ids, context.state, run_config)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from functools import wraps
 from inspect import signature
 from logging import INFO, WARNING
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -36,6 +36,7 @@ from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
 from flwr_regs.wire.records import plainly_named, record_of_state, to_record, views_of
 from flwr_regs.wire.terms import check_instances
 
+T = TypeVar("T")
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
@@ -201,10 +202,7 @@ class RegStrategy(Driven):
             self._saved = saved
             try:
                 arrays = self._entered(saved, plainly_named(initial_arrays), train, num_rounds)
-                loop = Loop(
-                    *(self, grid, num_rounds, timeout, train, evaluate),
-                    *(evaluate_fn, result, saved),
-                )
+                loop = Loop(self, grid, num_rounds, train, evaluate, evaluate_fn, result, saved)
                 return loop.run(arrays)
             finally:
                 self._saved = None
@@ -312,17 +310,36 @@ class RegStrategy(Driven):
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.metrics or {})})
 
-    def train_over(
-        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    def run_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Run a round without messages; return what `aggregate_train` returns, and raise what it raises."""
+        """Run a round; return what `aggregate_train` returns, and raise what it raises."""
+        if (network := self._network(grid)) is None:
+            messages = self.configure_train(server_round, arrays, config, grid)
+            return self.aggregate_train(server_round, self._exchanged(grid, messages))
         paused = self._round(server_round, arrays, config, network)
-        if paused is None:
-            return None, None
-        asked = [network.ask(request, self.options.deadline) for request in paused.requests]
-        return self._ended(paused.end(asked))
+        return (None, None) if paused is None else self._ended(self._over(network, paused))
 
-    def network_of(self, grid: Grid) -> Network | None:
+    def run_evaluation(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> MetricRecord | None:
+        """Evaluate on clients; return what `aggregate_evaluate` returns, and raise what it raises."""
+        if (network := self._network(grid)) is None:
+            messages = self.configure_evaluate(server_round, arrays, config, grid)
+            return self.aggregate_evaluate(server_round, self._exchanged(grid, messages))
+        paused = self._evaluation(server_round, arrays, config, network)
+        metrics = None if paused is None else self._over(network, paused)
+        return None if metrics is None else MetricRecord({**metrics})
+
+    def _over(self, network: Network, paused: Paused[T]) -> T:
+        """Run a course to its end on a network without messages."""
+        return paused.end([network.ask(r, self.options.deadline) for r in paused.requests])
+
+    def _exchanged(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
+        network = GridNetwork(grid, self._timeout)
+        return network.exchange(list(messages), self.options.deadline)
+
+    def _network(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""
         hooks = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
         ours = all(
@@ -355,16 +372,6 @@ class RegStrategy(Driven):
             return None
         model = self.training.model.model if arrays is self._released else views_of(arrays)
         return Paused(evaluation(self.training, server_round, model, config, network))
-
-    def evaluate_over(
-        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> MetricRecord | None:
-        """Evaluate without messages; return what `aggregate_evaluate` returns, and raise what it raises."""
-        paused = self._evaluation(server_round, arrays, config, network)
-        if paused is None:
-            return None
-        metrics = paused.end([network.ask(r, self.options.deadline) for r in paused.requests])
-        return None if metrics is None else MetricRecord({**metrics})
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

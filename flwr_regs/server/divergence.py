@@ -3,8 +3,8 @@
 Before the model moves, the guard looks for a client whose reply does not belong to its cohort's:
 
 - its update, an array of its upload, or of its reply in the first exchange, or its change of a buffer is
-  over 1,000 times as long as the cohort's median (squares, such as Fisher information: 1,000² times). Zeros
-  do not count for the median, and there must be three others than zero;
+  over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`. Zeros do not count
+  for the median, and there must be three others than zero;
 - a variance of BatchNorm is negative;
 - the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
   last five, and the client's share ``ω_k Δ_k`` is longer than those of all others together.
@@ -29,24 +29,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.abilities import Checks, Compresses, Steps
+from flwr_regs.abilities import Checks, Steps
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Mean
-from flwr_regs.server.aggregate.updates import Moves, mean_delta
-from flwr_regs.server.aggregate.weights import UnusableReplies
+from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import usable
+from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.snapshots import Snapshots
-from flwr_regs.term import Slot
+from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
 from flwr_regs.wire.arrays import statistics
 from flwr_regs.wire.pieces import square_sum
 
@@ -86,34 +85,30 @@ class DivergenceGuard(Snapshots):
         self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
-        squares = {t.name for t in self._options.term.terms if isinstance(t, Checks) and t.squares}
+        checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
         norms: dict[tuple[str, str], dict[int, float]] = {}
+        times: dict[str, dict[int, float]] = {}
         for pid, upload in uploads.items() if self._compares else ():
             for name, slot in upload.items():
+                if name in checks:
+                    bound = checks[name].tolerance(slot, this_round.lr)
+                    times.setdefault(name, {})[pid] = bound
                 for key, a in slot.items():
                     if np.asarray(a).dtype.kind == "f":
                         norms.setdefault((name, key), {})[pid] = math.sqrt(square_sum(a))
         wrong: dict[int, str] = {}
         for (name, key), lengths in norms.items():
-            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", FAR ** (1 + (name in squares)))
+            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", times.get(name, {}))
         self._leave_out(this_round, wrong)
 
-    def mean(
-        self,
-        this_round: Round,
-        base: Mapping[str, np.ndarray],
-        replies: Mapping[int, Reply],
-        weights: Mapping[int, float],
-        scaled: Mapping[int, float],
-        fixed: Collection[str],
-    ) -> dict[str, np.ndarray]:
-        """Return the weighted sums of the updates, a `MeanOfUpdates`; raise UnusableReplies as above."""
+    def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
+        """Return the weighted sums of the updates; raise UnusableReplies as above."""
+        base, replies = updates.base, updates.replies
         squares: dict[str, dict[int, float]] = {}
-        means = mean_delta(base, replies, weights, scaled, fixed, squares)
-        trained = [of_client for n, of_client in squares.items() if n not in fixed]
-        norms = {p: math.sqrt(sum(of_client[p] for of_client in trained)) for p in replies}
+        means = mean_delta(updates, squares)
+        norms = {p: math.sqrt(sum(squares[n][p] for n in updates.trained)) for p in replies}
         wrong = beyond(norms, "update")
-        for name in base.keys() & fixed:
+        for name in base.keys() & updates.fixed:
             if base[name].dtype.kind == "f":
                 changes = {p: math.sqrt(square) for p, square in squares[name].items()}
                 wrong |= beyond(changes, f"change of '{name}'")
@@ -123,20 +118,18 @@ class DivergenceGuard(Snapshots):
             negative = [pid for pid, row in zip(pids, variances, strict=True) if (row < 0).any()]
             wrong |= dict.fromkeys(negative, f"its '{name}' holds a negative variance")
         self._leave_out(this_round, wrong)
-        length = math.sqrt(sum(square_sum(means[n]) for n in base.keys() - fixed))
+        length = math.sqrt(sum(square_sum(means[n]) for n in updates.trained))
         self._mean = length, length / (this_round.lr or 1.0)
-        first, *others = sorted((abs(scaled[p]) * norm, p) for p, norm in norms.items())[::-1]
-        if (
-            is_long([*self.means, self._mean], FAR)
-            and others
-            and first[0] > sum(a for a, _ in others)
-        ):
+        shares = {p: abs(updates.scaled[p]) * norm for p, norm in norms.items()}
+        longest = max(shares, key=shares.__getitem__)
+        alone = len(shares) > 1 and 2 * shares[longest] > sum(shares.values())
+        if alone and is_long([*self.means, self._mean], FAR):
             usual = median(a for a, _ in self.means[-LAST:])
             text = (
                 f"with its update, the clients' mean is {self._mean[0]:.3g} long, over {FAR:g} times the "
                 f"median of the last {LAST} ({usual:.3g})"
             )
-            self._leave_out(this_round, {first[1]: text})
+            self._leave_out(this_round, {longest: text})
         return means
 
     def watch(self, this_round: Round, square: float) -> None:
@@ -225,8 +218,12 @@ def _note_event(this_round: Round, text: str) -> None:
     this_round.events["divergence"] = "; ".join(filter(None, texts))
 
 
-def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[int, str]:
-    """Return why, by partition id, for norms over `times` their median, the lower one of an even number.
+def beyond(
+    norms: Mapping[int, float], what: str, times: Mapping[int, float] | None = None
+) -> dict[int, str]:
+    """Return why, by partition id, for norms over 1,000 times their median, the lower one.
+
+    `times` are other bounds, by partition id.
 
     Zeros do not count: where most clients send none, those that do are not compared with them.
     """
@@ -234,10 +231,11 @@ def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[in
     if len(others) < 3:
         return {}
     usual = median_low(others)
+    bounds = dict.fromkeys(norms, FAR) | dict(times or {})
     return {
-        pid: f"its {what} is {norm:.3g} long, over {times:g} times its cohort's median ({usual:.3g})"
+        pid: f"its {what} is {norm:.3g} long, over {bounds[pid]:g} times its cohort's median ({usual:.3g})"
         for pid, norm in norms.items()
-        if norm > times * usual
+        if norm > bounds[pid] * usual
     }
 
 
@@ -258,20 +256,20 @@ def note(lengths: list[Length], last: Length) -> None:
 
 
 def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[str]:
-    """Return what is most often too large, with its value: the terms' strengths, and the learning rates.
+    """Return what is most often too large, with its value, and makes shorter steps if it is smaller.
 
-    Of each term: its first hyper-parameter that is a number, which is its strength, and those above their
-    default. A term that compresses has none.
+    That is of each term its learning rate, and its first hyper-parameter if that is a strength, which is
+    gone at 0; and the clients' learning rate and momentum.
     """
     likely = []
     for t in term.terms:
-        numbers = [(f, v) for f in fields(t) if _is_number(v := getattr(t, f.name))]
+        numbers = {f.name: v for f in fields(t) if _is_number(v := getattr(t, f.name))}
         if not numbers and isinstance(t, Steps):
             likely.append(f"learning rate of the '{t.name}'")
-        for i, (f, value) in enumerate(numbers):
-            high = value > f.default if _is_number(f.default) else i == 0
-            if value > 0 and (i == 0 or high) and not isinstance(t, Compresses):
-                likely.append(f"{t.name}.{f.name} ({value:g})")
+        first = next(iter(numbers), "")
+        strengths = {first} if t.ranges.get(first) in (NOT_NEGATIVE, DECAY) else set[str]()
+        strengths |= {"lr", "server_lr"}
+        likely += [f"{t.name}.{n} ({v:g})" for n, v in numbers.items() if v > 0 and n in strengths]
     likely.append("lr" if lr is None else f"lr ({lr:g})")
     if momentum := config.get("momentum"):
         likely.append(f"momentum ({momentum:g})")

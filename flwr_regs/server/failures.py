@@ -17,6 +17,37 @@ MOST_NAMED = 10
 """Clients, and errors, that a message names; the history has all."""
 
 
+class UnusableReplies(Exception):
+    """Replies that a step over all of them cannot use: partition id -> why."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        super().__init__(dict(why))
+        self.why = dict(why)
+
+
+def without_culprits(
+    pids: Collection[int],
+    step: Callable[[list[int]], T],
+    what: str,
+    passing: tuple[type[Exception], ...] = (),
+) -> tuple[T, dict[int, str]]:
+    """Return what `step` makes of the clients but its :func:`culprits`, and why it fails with these.
+
+    What it raises goes on if no client is the cause, or if it is `passing`.
+    """
+    left, wrong = list(pids), dict[int, str]()
+    while True:
+        try:
+            return step(left), wrong
+        except passing:
+            raise
+        except Exception:
+            if not (found := culprits(left, step, what, passing)):
+                raise
+            wrong |= found
+            left = [p for p in left if p not in wrong]
+
+
 def culprits(
     pids: Collection[int],
     step: Callable[[list[int]], object],

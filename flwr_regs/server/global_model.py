@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,13 +11,13 @@ from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
-from flwr_regs.server.aggregate.updates import mean_delta, update_of
-from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, restricted
-from flwr_regs.server.failures import culprits
+from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
+from flwr_regs.server.aggregate.weights import restricted
+from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.snapshots import Snapshots
-from flwr_regs.term import ServerContext, Slot, mean_of_slots
+from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
     add,
@@ -206,7 +205,7 @@ class GlobalModel(Snapshots):
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         scaled: Mapping[int, float],
-        mean: MeanOfUpdates | None = None,
+        mean: MeanOfUpdates = mean_delta,
         watch: Callable[[float], None] | None = None,
         robust: RobustMeans | None = None,
     ) -> None:
@@ -230,7 +229,7 @@ class GlobalModel(Snapshots):
         if robust is not None:
             check_reached(self._term, replies)
             mean = robust.delta
-        step = (mean or mean_delta)(self.given, replies, ctx.weights, scaled, self.fixed)
+        step = mean(Updates(self.given, replies, ctx.weights, scaled, self.fixed))
         server, step, code = self._released(replies, ctx, step, robust)
         new = {}
         for name, w in self.model.items():
@@ -261,12 +260,9 @@ class GlobalModel(Snapshots):
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one)."""
-        counted = list(replies) if robust is None else robust.members(replies)
-        folded = self._fold(replies, ctx, robust)
         if self._half:
             delta |= self._means(delta)
-        updates = {pid: replies[pid] for pid in counted}
-        server, step = self._updated(updates, ctx, self._trainable(delta), folded)
+        server, step = self._updated(replies, ctx, self._trainable(delta), robust)
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -282,31 +278,27 @@ class GlobalModel(Snapshots):
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         delta: NDArrays,
-        folded: dict[str, Slot],
+        robust: RobustMeans | None,
     ) -> tuple[Slot, Any]:
         """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
 
         To find these, hooks run again without some of the clients: hooks are pure.
         """
-        uploads = {pid: r.uploads for pid, r in replies.items()}
-        try:
-            return self._term.update(self.server, delta, uploads, ctx, folded)
-        except (UnusableReplies, RoundFailed, TooFewVectors):  # the aggregator's own
-            raise
-        except Exception as error:
-            if not any(slot for upload in uploads.values() for slot in upload.values()):
-                raise
-            raised = error
 
-        def update(pids: Collection[int]) -> None:
-            some = {p: replies[p] for p in pids}
-            fewer = replace(restricted(ctx, pids), aggregated=mean_of_slots)
-            folded = self._fold(some, fewer, None)
-            self._term.update(self.server, delta, {p: uploads[p] for p in pids}, fewer, folded)
+        def update(pids: list[int]) -> tuple[Slot, Any]:
+            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+            folded = self._fold({p: replies[p] for p in pids}, context, robust)
+            counted = pids if robust is None else robust.members(pids)
+            uploads = {p: replies[p].uploads for p in counted}
+            return self._term.update(self.server, delta, uploads, context, folded)
 
-        if wrong := culprits(replies, update, "its upload cannot be used"):
+        if not any(slot for r in replies.values() for slot in r.uploads.values()):
+            return update(list(replies))
+        passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
+        made, wrong = without_culprits(replies, update, "its upload cannot be used", passing)
+        if wrong:
             raise UnusableReplies(wrong)
-        raise raised
+        return made
 
     def _fold(
         self, replies: Mapping[int, Reply], ctx: ServerContext, robust: RobustMeans | None
@@ -320,8 +312,8 @@ class GlobalModel(Snapshots):
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
-        for pid, reply in replies.items():
-            delta = dict(update_of(reply, self.given, self.fixed))
+        for pid, delta in each_update(replies, self.given, self.fixed):
+            reply = replies[pid]
             acc = folded if robust is None else {}
             try:  # with copies: a term may change what it gets
                 uploads = {

@@ -137,7 +137,7 @@ class Options:
     Raises
     ------
     ValueError
-        The settings break a row of `RANGES` or `PAIRS` (`refusals.py`); the message is its sentence.
+        The settings break a row of `RANGES` or `pairs` (`refusals.py`); the message is its sentence.
     """
 
     term: Chain

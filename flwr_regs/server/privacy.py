@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregate.updates import summed_dtype, update_of
+from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
@@ -98,38 +98,33 @@ class CentralDP:
 
 
 def private_mean(
-    base: Mapping[str, np.ndarray],
-    replies: Mapping[int, Reply],
-    trained: Collection[str],
-    dp: CentralDP,
-    cohort_size: int,
+    updates: Updates, dp: CentralDP, cohort_size: int
 ) -> tuple[dict[str, np.ndarray], float]:
     """Return (the noisy mean of the clipped updates, the share of the replies that were clipped).
 
-    Sums in float64, in the order of `replies`. Each result has its dtype in `base`, the global model.
-    Arrays that are not `trained` do not move.
+    Sums in float64, in the order of the replies. Each result has the dtype of its mean. Arrays that are not
+    trained do not move.
     """
-    total = {n: np.zeros(base[n].shape) for n in sorted(trained)}
-    fixed = base.keys() - total.keys()
+    base, replies = updates.base, updates.replies
+    mean = {n: np.zeros(w.shape) for n, w in base.items()}
     clipped = 0
     for reply in replies.values():
-        update = dict(update_of(reply, base, fixed))
+        moves = update_of(reply, base, updates.fixed)
         with np.errstate(over="ignore"):
-            norm = math.sqrt(sum(map(square_sum, update.values())))
+            norm = math.sqrt(sum(map(square_sum, moves.values())))
         clipped += norm > dp.clip_norm
         if math.isfinite(norm):  # an update that overflows counts as zero
             factor = min(1.0, dp.clip_norm / max(norm, 1e-300))
-            for name, move in update.items():
-                total[name] += factor * move
+            for name, move in moves.items():
+                mean[name] += factor * move
     noise = np.random.default_rng()  # from the system's entropy
     std = dp.noise_multiplier * dp.clip_norm / cohort_size
-    out = {n: np.zeros(base[n].shape) for n in fixed}
-    for name, sum_ in total.items():
-        mean = sum_ / cohort_size
+    for name in updates.trained:
+        mean[name] /= cohort_size
         if std > 0:
-            mean += noise.normal(0.0, std, mean.shape)
-        out[name] = mean.astype(summed_dtype(base[name]))
-    return out, clipped / max(len(replies), 1)
+            mean[name] += noise.normal(0.0, std, mean[name].shape)
+        mean[name] = in_shape(mean[name], base[name])
+    return mean, clipped / max(len(replies), 1)
 
 
 class Budget(Protocol):
@@ -237,13 +232,11 @@ class PrivateRounds:
                 reasons[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return reasons
 
-    def mean(
-        self, this_round: Round, base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any
-    ) -> dict[str, Any]:
-        """Return the private mean of replies, a `MeanOfUpdates` of a round; note its cost in the round."""
+    def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
+        """Return the private mean of updates; note its cost in the round."""
         assert self._dp is not None
-        trained, cohort = base.keys() - fixed, len(this_round.cohort)
-        delta, this_round.events["clipped"] = private_mean(base, replies, trained, self._dp, cohort)
+        cohort = len(this_round.cohort)
+        delta, this_round.events["clipped"] = private_mean(updates, self._dp, cohort)
         if self._budget is not None:
             spent = self._budget.spend(cohort)
             this_round.events["epsilon"], this_round.events["delta"] = spent

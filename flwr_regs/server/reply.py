@@ -10,6 +10,11 @@ import numpy as np
 
 from flwr_regs.term import Slot
 
+SMALL = 2**16
+"""The most entries of an update that is held once it is decoded."""
+MOSTLY_ZERO = 32
+"""One entry of an update in so many is not zero, at most, where only these are held."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -35,7 +40,7 @@ class Reply:
     frozen : str
         The digest of the frozen parameters that only the clients hold; "" if it says none.
     coded : callable, optional
-        Decodes `delta`, which is then empty: :attr:`open` returns the reply with it.
+        Returns `delta`, which is then empty: :attr:`open` returns the reply with it.
     turns : int
         How many trainings of the client it is the mean of.
     """
@@ -56,3 +61,27 @@ class Reply:
     def open(self) -> Reply:
         """The reply with its update decoded, which takes a model's memory as long as it is held."""
         return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
+
+
+def held(
+    update: Mapping[str, np.ndarray], decode: Callable[[], Mapping[str, np.ndarray]]
+) -> Callable[[], Mapping[str, np.ndarray]]:
+    """Return what gives a decoded update again, but does not hold a large model's memory.
+
+    A small update is held as it is; of one that is mostly zero the other entries are. Any other is decoded
+    a second time.
+    """
+    if sum(a.size for a in update.values()) <= SMALL:
+        return lambda: update
+    filled = sum(int(np.count_nonzero(a)) for a in update.values())
+    if filled * MOSTLY_ZERO > sum(a.size for a in update.values()):
+        return decode
+    places = {n: np.flatnonzero(a).astype(np.min_scalar_type(a.size)) for n, a in update.items()}
+    entries = {n: (a.shape, places[n], a.reshape(-1)[places[n]]) for n, a in update.items()}
+    return lambda: {n: _dense(*of_array) for n, of_array in entries.items()}
+
+
+def _dense(shape: tuple[int, ...], places: np.ndarray, values: np.ndarray) -> np.ndarray:
+    array = np.zeros(shape, values.dtype)
+    array.reshape(-1)[places] = values
+    return array

@@ -16,7 +16,6 @@ from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMean
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
-    UnusableReplies,
     WithheldStats,
     aggregation_weights,
     bounded_shares,
@@ -28,7 +27,7 @@ from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader
-from flwr_regs.server.failures import name_failures
+from flwr_regs.server.failures import UnusableReplies, name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -16,17 +13,18 @@ from torch.nn.functional import cross_entropy
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.cohort.member_view import owner
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.stacked_grid import StackedGrid
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Slot
 from flwr_regs.testing import problem, spies
+from flwr_regs.testing.law import law
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, make_model, train
 
 
+@law("hooks are pure: they change no argument, return no view, and remember nothing")
 def pure(method: Method) -> None:
     """Every call of every hook in a run with partial participation and step budgets."""
     faults: list[str] = []
@@ -70,6 +68,10 @@ def flat(slots: Slot) -> dict[str, Any]:
     return {f"{t}.{key}": a for t, slot in slots.items() for key, a in slot.items()}
 
 
+@law(
+    "every runner gives the same: the plain loop and a user's own loop as the NumPyClient",
+    {"plain loop": {"loop": "plain"}, "own loop": {"loop": "own"}},
+)
 def runners(method: Method, loop: str) -> None:
     """To the bit. The plain loop runs the recorded rounds last first, so that nothing can be left over."""
     if loop == "plain":
@@ -108,31 +110,9 @@ def own_loop(method: Method) -> ClientApp:
     return app
 
 
-@dataclass(frozen=True)
-class Remember(Term):
-    """A term with client state and an upload, to show that a runner carries both."""
-
-    name: ClassVar[str] = "remember"
-    keeps_delta: ClassVar[bool] = True
-    rate: float
-
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        return base + self.rate * sum((p**2).sum() for p in params.values())
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        memory = {
-            n: (ctx.client[n] if n in ctx.client else torch.zeros_like(d)) + d / ctx.num_steps
-            for n, d in delta.items()
-        }
-        sent = {n: d + self.rate * memory[n] for n, d in delta.items()}
-        return sent, {n: 2 * m for n, m in memory.items()}, memory
-
-
-def stacked(method: Method, remembering: bool) -> None:
+@law("a cohort stacked under torch.func.vmap equals the loop")
+def stacked(method: Method) -> None:
     """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
-    if remembering:
-        strategy, client = method.beside(Remember(0.1), seed=3)
-        method = replace(method, strategy=strategy, client=client, settings={})
     if method.build().term.coder("release") is not None:
         raise Skipped("the model travels in a code")
     calls, expected = looped(method)
@@ -141,15 +121,15 @@ def stacked(method: Method, remembering: bool) -> None:
     actual = train(method.build(seed=3), method.make_client, grid=grid)
     if grid.fallbacks:
         raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
-    kept = [
-        a
-        for c in calls
-        for slots in (c.result.upload, c.result.client)
-        for a in flat(slots).values()
-    ]
-    by_round(actual, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
+    slots = [flat(s) for call in calls for s in (call.result.upload, call.result.client)]
+    half = any(a.dtype == torch.float32 for slot in slots for a in slot.values())
+    by_round(actual, expected, 1e-6 if half else 1e-12)
 
 
+@law(
+    "a reply that is not used leaves no trace",
+    {"model": {"what": "model"}, "slots": {"what": "slots"}},
+)
 def unused(method: Method, what: str) -> None:
     """A client that is dropped as incomplete in a round goes on as if it had taken no step.
 
@@ -205,90 +185,10 @@ def slots_after_unused(method: Method, calls: Sequence[spies.LocalCall]) -> None
         agree(third.settings["client"].get(t.name, {}), expected, 0.0, f"client slot of '{t.name}'")
 
 
-@dataclass(frozen=True)
-class Witness(Term):
-    """Uploads the steps that `finish` sees; the server keeps them, and those that it counts itself."""
-
-    name: ClassVar[str] = "witness"
-    keeps_delta: ClassVar[bool] = True
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        return delta, {"steps": torch.tensor([ctx.num_steps, ctx.planned_steps])}, {}
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        return {
-            str(pid): np.array([upload["steps"], [r.num_steps, r.planned_steps]])
-            for (pid, upload), r in zip(uploads.items(), ctx.replies.values(), strict=True)
-        }, delta
-
-
-def incomplete(method: Method, where: str) -> None:
-    """A client that stops after s_k of its E steps sends what one that was asked for s_k steps sends.
-
-    And a term beside the method sees the s_k of every client.
-    """
-    budget = 5
-    if where == "client":
-        for call in looped(method, rounds=3, step_budget=budget)[0]:
-            asked = {"epochs": None, "steps": call.result.num_steps, "max_steps": None}
-            same_result(
-                call.result,
-                again(call, **asked),
-                f"client {call.client}, after {call.result.num_steps} of "
-                f"{call.result.planned_steps} steps",
-            )
-        return
-    strategy, client = method.beside(Witness(), seed=3, incomplete="average")
-    train(strategy, client, rounds=2, step_budget=budget)
-    planned = [2 * len(c) for c in make_clients()]
-    expected = {str(k): np.array([[min(n, budget), n]] * 2) for k, n in enumerate(planned)}
-    agree(
-        strategy.training.model.server["witness"],
-        expected,
-        0.0,
-        "by client, [[s_k, E] in `finish`, [s_k, E] on the server]",
-    )
-
-
-def slices(method: Method) -> None:
-    """Both halves of all parameters, and of one without the others; slots are cut like the parameters."""
-    terms = [t for t in method.terms if t.elementwise]
-    if not terms:
-        raise Skipped("no term says that it is elementwise")
-    faults: list[str] = []
-
-    def spy(term: Term, hook: str, original: Any, args: tuple[Any, ...]) -> Any:
-        out = original(term, *args)
-        grads, params, ctx = args
-        for half, names in product((0, 1), (list(grads), list(grads)[-1:])):
-
-            def cut(arrays: Arrays, half: int = half, names: list[str] = names) -> Arrays:
-                owners = {key: owner(key, a, grads) for key, a in arrays.items()}
-                return {
-                    key: a if owners[key] is None else _half(a, half)
-                    for key, a in arrays.items()
-                    if owners[key] is None or owners[key] in names
-                }
-
-            part = replace(
-                ctx, start=cut(ctx.start), broadcast=cut(ctx.broadcast), client=cut(ctx.client)
-            )
-            try:
-                agree(original(term, cut(grads), cut(params), part), cut(out), 0.0, "`correct`")
-            except Exception as error:  # whatever the term raises on a slice
-                faults.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
-        return out
-
-    with spies.spied(terms, ["correct"], spy):
-        train(method.build(seed=3, fraction_evaluate=0.0), method.make_client, rounds=3)
-    if faults:
-        raise LawBroken(faults[0])
-
-
-def _half(array: Any, half: int) -> Any:
-    """Return half of the entries, in one axis."""
-    row = array.reshape(-1)
-    middle = len(row) // 2
-    return row[middle:] if half else row[:middle]
+@law("an incomplete client counts what was done, not what was planned")
+def incomplete(method: Method) -> None:
+    """A client that stops after s_k of its E steps sends what one that was asked for s_k steps sends."""
+    for call in looped(method, rounds=3, step_budget=5)[0]:
+        done = call.result.num_steps
+        where = f"client {call.client}, after {done} of {call.result.planned_steps} steps"
+        same_result(call.result, again(call, epochs=None, steps=done, max_steps=None), where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flwr_regs.testing.method import LawBroken, Method, Skipped
@@ -21,7 +21,7 @@ class Law:
     name: str
     sentence: str
     check: Callable[..., None]
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
+    variants: Mapping[str, Mapping[str, Any]]
 
     def judge(self, method: Method, variant: str = "") -> str:
         """Return ``"passed"``, ``"skipped: <why>"`` or ``"exempt: <why>"``; raise LawBroken otherwise."""
@@ -53,3 +53,12 @@ class Law:
         ):
             raise LawBroken(f"{at}: {stated} not refused with '{exempt.refusal}': {raised}")
         return f"exempt: {exempt.why}"
+
+
+def law(
+    sentence: str, variants: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Callable[..., None]], Law]:
+    """Return what makes a check a law, which is named as the check is."""
+    return lambda check: Law(
+        check.__name__.replace("_", "-"), sentence, check, variants or {"": {}}
+    )

@@ -6,37 +6,33 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from inspect import signature
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+from flwr_regs.abilities import ABILITIES
+from flwr_regs.chain import HOOKS
 from flwr_regs.client import serving
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.term import Term
 
+CHECKED = (
+    *HOOKS,
+    *("evolve", "point", "optimizer_start", "probe", "personal", "encode", "unused", "recover"),
+    *("weigh", "fold", "answer", "answer_in", "broadcast_to"),
+)
+"""The hooks, and methods of abilities, that must be pure."""
 ARGUMENTS = {  # hook -> its arguments, as Term and the abilities have them
-    "start": ("params", "ctx"),
-    "loss": ("base", "params", "ctx"),
-    "correct": ("grads", "params", "ctx"),
-    "evolve": ("grads", "params", "ctx"),
-    "finish": ("delta", "ctx"),
-    "init": ("params",),
-    "broadcast": ("server", "ctx"),
-    "update": ("server", "delta", "uploads", "ctx"),
-    "release": ("server", "step", "ctx"),
-    "weigh": ("weights", "uploads", "ctx"),
-    "fold": ("acc", "pid", "delta", "upload", "weight", "ctx"),
-    "probe": ("ctx",),
-    "answer": ("probes",),
-    "answer_in": ("probes", "ctx"),
-    "recover": ("step", "lr"),
-    "broadcast_to": ("pid", "server", "ctx"),
-    "personal": ("params", "ctx"),
-    "encode": ("update",),
-    "unused": ("before", "after", "sent"),
+    hook: [
+        *signature(
+            getattr(next(k for k in (Term, *ABILITIES) if hasattr(k, hook)), hook)
+        ).parameters
+    ][1:]
+    for hook in CHECKED
 }
 HANDED_ON = {  # the arguments that a hook may return, or return parts of, without a copy
     "start": ("params", "ctx.start"),
@@ -53,6 +49,8 @@ HANDED_ON = {  # the arguments that a hook may return, or return parts of, witho
     "broadcast_to": ("server",),
     "personal": ("params", "ctx.start", "ctx.client"),
     "unused": ("before", "after"),
+    "point": ("params",),
+    "optimizer_start": ("ctx.broadcast", "ctx.client"),
 }
 Hook = Callable[..., Any]
 Spy = Callable[[Term, str, Hook, tuple[Any, ...]], Any]

@@ -15,8 +15,11 @@ from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.methods.server_step.fedavg import FedAvg, FedAvgClient
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem
+from flwr_regs.testing.law import law
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, train
+
+EPOCHS, STEPS = {"local-epochs": 2}, {"local-steps": 7}
 
 
 @cache
@@ -31,6 +34,7 @@ def usual_run(method: Method) -> list[problem.NDArrays]:
     return train(method.build(seed=3), method.make_client)
 
 
+@law("neutral hyper-parameters give FedAvg")
 def neutral(method: Method) -> None:
     """To the bit if `neutral_is_exact`, else to 1e-6."""
     if method.neutral is None:
@@ -40,6 +44,7 @@ def neutral(method: Method) -> None:
     by_round(actual, fedavg_run(strategy.weighting), 0.0 if method.neutral_is_exact else 1e-6)
 
 
+@law("other hyper-parameters move the weights, in both directions")
 def moves(method: Method) -> None:
     """By more than 1e-3 after four rounds."""
     plain, actual = fedavg_run(method.build().weighting)[-1], usual_run(method)[-1]
@@ -51,6 +56,14 @@ def moves(method: Method) -> None:
         )
 
 
+@law(
+    "a whole run equals the oracle",
+    {
+        "num-examples, epochs": {"weighting": "num-examples", "length": EPOCHS},
+        "uniform, steps": {"weighting": "uniform", "length": STEPS},
+        "some clients": {"length": EPOCHS, "share": 0.6},
+    },
+)
 def oracle(
     method: Method,
     length: Mapping[str, int],
@@ -100,11 +113,13 @@ def oracle(
     by_round(actual, expected, method.tolerance)
 
 
+@law("messages and client state survive Flower's serialisation to the bit")
 def state(method: Method) -> None:
     """Every message and every Context.state goes through bytes."""
     by_round(on(problem.SerialisingGrid, method), usual_run(method), 0.0)
 
 
+@law("a round that the server repeats is trained to the same bits")
 def repeated(method: Method) -> None:
     """Each client trains each round twice; both times it begins with the same state."""
     by_round(on(problem.RepeatingGrid, method), usual_run(method), 0.0)
@@ -117,6 +132,7 @@ def on(grid: type[InProcessGrid], method: Method) -> list[problem.NDArrays]:
     return train(method.build(seed=3), method.make_client, grid=grid(app, len(data)))
 
 
+@law("both downlinks train to the same model")
 def downlinks(method: Method) -> None:
     """What clients recover from the last step gives the bits of what is sent."""
     if not any(isinstance(t, Recovers) for t in method.terms):
@@ -128,6 +144,10 @@ def downlinks(method: Method) -> None:
     by_round(actual, expected, 0.0)
 
 
+@law(
+    "neither the order of the replies nor which client is which matters",
+    {"replies": {"what": "replies"}, "clients": {"what": "clients"}},
+)
 def order(method: Method, what: str) -> None:
     """Replies that arrive last first change no bit; clients in the reverse order change 1e-12 at most."""
     if what == "replies":
@@ -157,12 +177,17 @@ class Nothing(Term):
         return server, delta
 
 
+@law(
+    "chaining a term that does nothing changes no bit",
+    {"first": {"first": True}, "last": {"first": False}},
+)
 def identity(method: Method, first: bool) -> None:
     """First, or last (but ahead of a term that compresses)."""
     actual = train(*method.beside(Nothing(), first=first, seed=3))
     by_round(actual, usual_run(method), 0.0)
 
 
+@law("two quadratic clients settle where the theory says")
 def fixed_point(method: Method) -> None:
     """Within 1e-6 after 120 rounds, from v = 0; and the strategy saw no sign of divergence on the way."""
     if method.fixed_point is None:

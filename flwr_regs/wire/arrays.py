@@ -11,16 +11,13 @@ import numpy as np
 import safetensors.numpy
 
 from flwr_regs.wire.keys import NOT_TRAINED_KEY
-from flwr_regs.wire.pieces import pieces
+from flwr_regs.wire.rows import LARGEST_SUMMED, Row
 from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
-_SUMMED = 1e18
-"""Squares up to that of this number, and sums of some of them, are finite in float32."""
-
 
 OTHER_FROZEN = (
     "this client holds other frozen parameters than the others: build its model from the same pretrained "
@@ -154,6 +151,8 @@ def check_arrays(
     Arrays are numpy or torch; `arrays` and `expected` must be of the same kind. With `largest`, numpy
     arrays are checked as by :func:`check_finite`, too; constants of `expected` may stay.
     """
+    if isinstance(arrays, Row) and largest and arrays.is_usable(expected, largest):
+        return
     if arrays.keys() != expected.keys():
         raise ProtocolError(
             f"{what}: arrays do not match the model by name: missing "
@@ -183,13 +182,17 @@ def check_finite(
 
     Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
+    if isinstance(arrays, Row) and arrays.stack.small(largest)[arrays.at]:
+        return
     with np.errstate(all="ignore"):
         for name, a in arrays.items():
             if _within(a, largest):
                 continue
-            fixed = base.get(name) if base is not None else None
-            if wrong := _beyond(a, fixed, largest):
-                raise ProtocolError(f"{what}: array '{name}' holds {wrong}")
+            constant = a == base[name] if base and name in base else np.False_
+            if not (constant | np.isfinite(a)).all():
+                raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity")
+            if not (constant | (np.abs(a.astype(np.float64)) <= largest)).all():
+                raise ProtocolError(f"{what}: array '{name}' holds values beyond ±{largest:g}")
 
 
 def all_finite(a: np.ndarray) -> bool:
@@ -208,34 +211,7 @@ def _within(a: np.ndarray, largest: float) -> bool:
         return True
     if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
         vector = a.reshape(-1)
-        if np.dot(vector, vector) < min(largest, _SUMMED) ** 2 / 16:
+        if np.dot(vector, vector) < min(largest, LARGEST_SUMMED) ** 2 / 16:
             return True
-    if a.dtype.kind == "f":
-        low, high = float(a.min()), float(a.max())  # NaN if one is
-        return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)
-    return _bounded(a.dtype, largest) or bool(-largest <= a.min() and a.max() <= largest)
-
-
-def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
-    """Return what an array holds beside usable numbers and the constants of `fixed`; "" if nothing."""
-    vector, wrong = a.reshape(-1), ""
-    constants = None if fixed is None else np.broadcast_to(fixed, a.shape).reshape(-1)
-    for part in pieces(vector.size):
-        x = vector[part]
-        good = np.isfinite(x)
-        small = good if _bounded(a.dtype, largest) else good & (x <= largest) & (x >= -largest)
-        if constants is not None:
-            small = small | (x == constants[part])
-        if not np.all(good | small):
-            return "NaN or infinity"
-        if not np.all(small):
-            wrong = f"values beyond ±{largest:g}"
-    return wrong
-
-
-def _bounded(dtype: np.dtype[Any], largest: float) -> bool:
-    """Whether no number of a dtype is beyond ±`largest`."""
-    if dtype.kind == "b":
-        return True
-    limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    return float(limits.max) <= largest
+    low, high = float(a.min()), float(a.max())  # NaN if one is
+    return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)

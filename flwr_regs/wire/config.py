@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from flwr_regs.wire.keys import ROUND_KEY
 
 FLOWER_KEYS = (ROUND_KEY, "clipping_norm")
@@ -31,32 +31,30 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "Rprop": (),
     "LBFGS": (),
 }
-EVALUATE_KEYS = (
-    "personalise",
-    "personal-part",
-    "personal-lr",
-    "personal-epochs",
-    "personal-mu",
-    "personal-lam",
-    "personal-temperature",
-)
 PERSONALISE = ("plain", "proximal", "distil", "both")
 PARTS = ("head", "body", "all")
-PERSONAL: dict[str, tuple[str, Callable[[Any], bool], tuple[str, ...]]] = {
-    # numbers of personalisation: what they must be, and the kinds of it that read them
-    "personal-lr": ("a positive number", lambda v: 0 < v < math.inf, PERSONALISE),
-    "personal-epochs": ("a positive integer", lambda v: isinstance(v, int) and v >= 1, PERSONALISE),
-    "personal-mu": (
-        "a number of at least 0",
-        lambda v: 0 <= v < math.inf,
-        ("proximal", "both"),
-    ),
-    "personal-lam": ("a number from 0 to 1", lambda v: 0 <= v <= 1, ("distil", "both")),
-    "personal-temperature": (
-        "a positive number",
-        lambda v: 0 < v < math.inf,
-        ("distil", "both"),
-    ),
+PERSONAL = {
+    # numbers of personalisation: the kinds of it that read them
+    "personal-lr": PERSONALISE,
+    "personal-epochs": PERSONALISE,
+    "personal-mu": ("proximal", "both"),
+    "personal-lam": ("distil", "both"),
+    "personal-temperature": ("distil", "both"),
+}
+EVALUATE_KEYS = ("personalise", "personal-part", *PERSONAL)
+WHOLE = Range("a positive integer", lambda v: v >= 1, int)
+NUMBERS = {
+    "lr": POSITIVE,
+    "local-epochs": WHOLE,
+    "local-steps": WHOLE,
+    "momentum": DECAY,
+    "weight-decay": NOT_NEGATIVE,
+    "clip-norm": POSITIVE,
+    "personal-lr": POSITIVE,
+    "personal-epochs": WHOLE,
+    "personal-mu": NOT_NEGATIVE,
+    "personal-lam": SHARE,
+    "personal-temperature": POSITIVE,
 }
 
 
@@ -124,16 +122,14 @@ def check_train_config(
         )
     if "lr" not in config and needs["lr"]:
         raise ValueError(f"{where} lacks the key 'lr', {needs['lr']}")
-    _check_number(config, where, "lr", "a positive number", lambda v: 0 < v < math.inf)
+    _check_numbers(config, where, "lr")
     given = [k for k in ("local-epochs", "local-steps") if k in config]
     if len(given) > 1 or (not given and needs["duration"]):
         raise ValueError(
             f"{where} needs exactly one of the keys 'local-epochs' and 'local-steps', "
             f"not {given or 'neither'}" + (f"; {needs['duration']}" if not given else "")
         )
-    whole = "a positive integer"
-    for key in given:
-        _check_number(config, where, key, whole, lambda v: isinstance(v, int) and v >= 1)
+    _check_numbers(config, where, *given)
     check_optimizer(config, where)
 
 
@@ -148,11 +144,7 @@ def check_optimizer(config: Mapping[str, Any], where: str) -> None:
             f"{where} key 'optimizer' must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), "
             f"not {name!r}{nearest(str(name), OPTIMIZERS)}"
         )
-    _check_number(config, where, "momentum", "a number from 0 to below 1", lambda v: 0 <= v < 1)
-    _check_number(
-        config, where, "weight-decay", "a number of at least 0", lambda v: 0 <= v < math.inf
-    )
-    _check_number(config, where, "clip-norm", "a positive number", lambda v: 0 < v < math.inf)
+    _check_numbers(config, where, "momentum", "weight-decay", "clip-norm")
     for key in ("momentum", "weight-decay"):
         if key in config and key not in OPTIMIZERS[name]:
             others = ", ".join(o for o, takes in OPTIMIZERS.items() if key in takes)
@@ -162,15 +154,12 @@ def check_optimizer(config: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _check_number(
-    config: Mapping[str, Any], where: str, key: str, expected: str, good: Callable[[Any], bool]
-) -> None:
-    """Raise ValueError if the key is there and its value is no number, or not a `good` one."""
-    if key not in config:
-        return
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
-        raise ValueError(f"{where} key '{key}' must be {expected}, not {value!r}")
+def _check_numbers(config: Mapping[str, Any], where: str, *keys: str) -> None:
+    """Raise ValueError if a key is there, and its value is not one of its `NUMBERS`."""
+    for key in keys:
+        if key in config and not NUMBERS[key].fits(config[key]):
+            expected = NUMBERS[key].expected
+            raise ValueError(f"{where} key '{key}' must be {expected}, not {config[key]!r}")
 
 
 def check_evaluate_config(
@@ -190,7 +179,7 @@ def check_evaluate_config(
         raise ValueError(f"{where} key 'personalise' must be one of {PERSONALISE}, not {kind!r}")
     if (part := config.get("personal-part", "head")) not in PARTS:
         raise ValueError(f"{where} key 'personal-part' must be one of {PARTS}, not {part!r}")
-    for key, (expected, good, kinds) in PERSONAL.items():
-        _check_number({"personal-lr": None, **config}, where, key, expected, good)
+    _check_numbers({"personal-lr": None, **config}, where, *PERSONAL)
+    for key, kinds in PERSONAL.items():
         if key in config and kind not in kinds:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -10,29 +9,19 @@ from functools import partial
 from pathlib import Path
 
 
-def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file that only its owner can read, and sync it; return (bytes, SHA-256 in hex).
-
-    Raises OSError, also if the file exists.
-    """
-    size, digest = 0, hashlib.sha256()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags, 0o600), "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write or replace a file, so that a crash leaves the old one or the new one; raise OSError."""
+    """Write or replace a file that only its owner can read; raise OSError.
+
+    A crash leaves the old file or the new one, and perhaps ``.<name>.<process>.part`` beside it.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     beside.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        write_synced(beside, chunks)
+        with open(os.open(beside, flags, 0o600), "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
 r"""Arrays as they travel: the bytes of a ``.npy``. The one reader of what arrives, and a writer.
 
-``numpy.load`` also reads zip files and evaluates headers. Here the header must match a pattern, and its
-shape and dtype must account for every byte that came, before an array is made. The array is a view of these
-bytes, so a reply costs no more memory than it took to send. Numbers are booleans, integers and floats of at
-most 64 bits, little endian; bfloat16 travels as uint16 (precision.py). Objects, records, texts, zip files
-and pickles are refused.
+``numpy.load`` also reads zip files and pickles. Here only the header goes to numpy, and its shape and dtype
+must account for every byte that came, before an array is made. The array is a view of these bytes, so a
+reply costs no more memory than it took to send. Numbers are booleans, integers and floats of at most 64
+bits, little endian; bfloat16 travels as uint16 (precision.py). Objects, records, texts, zip files and
+pickles are refused.
 
 >>> import io, numpy as np
 >>> file = io.BytesIO(); np.save(file, np.float32([1, 2]))
@@ -15,9 +15,8 @@ array([1., 2.], dtype=float32)
 from __future__ import annotations
 
 import math
-import re
-import struct
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -33,14 +32,11 @@ MOST_DIMENSIONS = 32
 SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
 """Kind of number -> the bytes that one may have."""
 PLAIN = {np.dtype(f"<{kind}{width}") for kind, widths in SIZES.items() for width in widths}
-_LENGTHS = {b"\x01\x00": struct.Struct("<H"), b"\x02\x00": struct.Struct("<I")}
-_LENGTHS[b"\x03\x00"] = _LENGTHS[b"\x02\x00"]
-"""Version -> the form of a header's length."""
-_HEADER = re.compile(
-    rb"\{\s*'descr'\s*:\s*'([<>=|]?)([a-zA-Z])(\d{0,4})'\s*,\s*"
-    rb"'fortran_order'\s*:\s*(True|False)\s*,\s*"
-    rb"'shape'\s*:\s*\(((?:\s*\d{1,19}\s*,)*\s*(?:\d{1,19})?)\s*\)\s*,?\s*\}\s*"
-)
+HEADERS: dict[bytes, Callable[..., tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    b"\x01\x00": np.lib.format.read_array_header_1_0,
+    b"\x02\x00": np.lib.format.read_array_header_2_0,
+}
+"""Version -> numpy's own reader of a header, which evaluates literals alone."""
 
 
 class Unreadable(ValueError):
@@ -71,59 +67,50 @@ def read_header(data: Any) -> Header:
     """Return the header of a ``.npy``, checked against the bytes that follow it; raise Unreadable."""
     if not isinstance(data, bytes):
         raise Unreadable(f"an array's data must be bytes, not {type(data).__name__}")
-    length = _LENGTHS.get(data[6:8])
-    if data[:6] != MAGIC or length is None:
+    if data[:6] != MAGIC or data[6:8] not in HEADERS:
         raise Unreadable(f"it is not numpy's .npy format: it begins with {quoted(data[:8], 40)}")
-    start = 8 + length.size
-    if len(data) < start:
-        raise Unreadable(f"its header is cut off after {len(data)} bytes")
-    (size,) = length.unpack_from(data, 8)
-    if size > LONGEST_HEADER or start + size > len(data):
+    end = data.find(b"\n", 10, LONGEST_HEADER) + 1
+    if not end:
+        raise Unreadable(f"its header has no end within {LONGEST_HEADER} bytes")
+    header = _parsed(data[:end])
+    came, needed = len(data) - header.start, _size(header)
+    if came != needed:
         raise Unreadable(
-            f"its header claims {size} bytes, expected at most {min(LONGEST_HEADER, len(data) - start)}"
+            f"its shape {header.shape} of {header.dtype} needs {needed} bytes, but {came} came"
         )
-    dtype, shape, fortran, needed = _parsed(data[start : start + size])
-    if (came := len(data) - start - size) != needed:
-        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
-    return Header(dtype, shape, fortran, start + size)
+    return header
 
 
 @lru_cache(maxsize=1024)  # all clients send the same headers
-def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return (dtype, shape, whether the order is Fortran's, bytes of the numbers) of a header's text."""
-    if (match := _HEADER.fullmatch(text)) is None:
-        raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
-    order, kind, width, fortran, lengths = match.groups()
-    dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
-    shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
-    return dtype, shape, fortran == b"True", _size(dtype, shape)
-
-
-def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
-    swapped = order == ">" or (order == "=" and sys.byteorder == "big")
-    if width not in SIZES.get(kind, ()) or (swapped and width > 1):
+def _parsed(head: bytes) -> Header:
+    """Return what the first bytes of a ``.npy`` say, up to the end of its header."""
+    file = BytesIO(head)
+    file.seek(8)
+    try:
+        shape, fortran, dtype = HEADERS[head[6:8]](file, LONGEST_HEADER)
+    except Exception as error:  # whatever a text makes numpy's reader raise
+        raise Unreadable(f"its header cannot be read: {quoted(str(error))}") from error
+    if dtype not in PLAIN:
         raise Unreadable(
-            f"its dtype is '{order}{kind}{width}', expected booleans, integers or floats of at most 64 "
-            "bits, little endian"
+            f"its dtype is '{dtype.str}', expected booleans, integers or floats of at most 64 bits, little "
+            "endian"
         )
-    return np.dtype(f"<{kind}{width}")
+    return Header(dtype, shape, fortran, file.tell())
 
 
-def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+def _size(header: Header) -> int:
     """Return the bytes of an array; raise Unreadable for more than numpy counts."""
-    if len(shape) > MOST_DIMENSIONS:
-        raise Unreadable(f"it has {len(shape)} dimensions, expected at most {MOST_DIMENSIONS}")
-    needed = span = dtype.itemsize  # Python's integers do not overflow
-    for n in shape:
-        needed, span = needed * n, span * max(n, 1)
-    if span > sys.maxsize:
-        raise Unreadable(f"its shape {shape} of {dtype} is beyond what an array can have")
-    return needed
-
-
-def is_plain(array: np.ndarray) -> bool:
-    """Whether an array's numbers can travel as they lie in memory, in C's order."""
-    return array.dtype in PLAIN and array.flags.c_contiguous and array.ndim <= MOST_DIMENSIONS
+    if len(header.shape) > MOST_DIMENSIONS:
+        raise Unreadable(
+            f"it has {len(header.shape)} dimensions, expected at most {MOST_DIMENSIONS}"
+        )
+    needed, span = math.prod(header.shape), math.prod(max(n, 1) for n in header.shape)
+    width = header.dtype.itemsize
+    if span * width > sys.maxsize or min(header.shape, default=0) < 0:
+        raise Unreadable(
+            f"its shape {header.shape} of {header.dtype} is beyond what an array can have"
+        )
+    return needed * width
 
 
 def write_array(array: np.ndarray) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.npy import npy_bytes
+from flwr_regs.wire.rows import Row
 from flwr_regs.wire.text import named
 
 
@@ -35,6 +36,8 @@ class Parcel:
         Numbers, texts, bytes, and lists of these.
     metrics : mapping or None
         Numbers.
+    decoded : mapping or None
+        What the code of an update in the config stands for, of a client in this process.
     size : int or None
         Bytes of a received parcel; None for a parcel to be sent, whose bytes are counted.
     """
@@ -43,6 +46,7 @@ class Parcel:
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     size: int | None = None
+    decoded: Mapping[str, np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +57,8 @@ class Parcel:
         if self.size is not None:
             return self.size
         arrays = sum(
-            r.nbytes if isinstance(r, Record) else Record(r).nbytes for r in self.records.values()
+            r.nbytes if isinstance(r, Record | Row) else Record(r).nbytes
+            for r in self.records.values()
         )
         return arrays + scalar_bytes(self.config) + scalar_bytes(self.metrics or {})
 

@@ -19,11 +19,8 @@ from flwr_regs.wire.arrays import NDArrays, ProtocolError
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = {"bfloat16": "3.39e38", "float16": "65504"}
-MAGNITUDE = np.uint16(0x7FFF)
-"""All bits but the sign."""
 BITS = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
 """The dtypes that stand for float32 on the wire."""
-INFINITE = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
 def narrow(arrays: NDArrays, dtype: str | None) -> NDArrays:
@@ -39,8 +36,7 @@ def narrow(arrays: NDArrays, dtype: str | None) -> NDArrays:
         if a.dtype == np.float32:
             with np.errstate(over="ignore"):
                 coded = _to_bfloat16(a) if dtype == "bfloat16" else np.asarray(a, np.float16)
-            infinite = coded.view(np.uint16) & MAGNITUDE == INFINITE[dtype]
-            if infinite.any() and not np.array_equal(infinite, np.isinf(a)):
+            if not np.array_equal(np.isinf(WIDENERS[dtype](coded)), np.isinf(a)):
                 raise ProtocolError(
                     f"array '{name}' holds values beyond ±{LARGEST[dtype]}, the largest number of {dtype} "
                     "(wire_dtype)"
@@ -66,9 +62,7 @@ class Widened(Mapping[str, np.ndarray]):
         raw = self._arrays[name]
         if raw.dtype != BITS[self._dtype]:
             return raw, np.asarray
-        if self._dtype == "bfloat16":
-            return raw, _from_bfloat16
-        return raw, partial(np.asarray, dtype=np.float32)
+        return raw, WIDENERS[self._dtype]
 
     def __getitem__(self, name: str) -> np.ndarray:
         raw, widens = self.raw(name)
@@ -92,3 +86,9 @@ def _from_bfloat16(coded: np.ndarray) -> np.ndarray:
     bits = coded.astype(np.uint32)
     bits <<= np.uint32(16)  # its upper half
     return bits.view(np.float32)
+
+
+WIDENERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": _from_bfloat16,
+    "float16": partial(np.asarray, dtype=np.float32),
+}

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
 from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY, ROUND_KEY
-from flwr_regs.wire.npy import Unreadable, is_plain, read_array, read_header, write_array
+from flwr_regs.wire.npy import Unreadable, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -48,12 +48,6 @@ def to_array(array: np.ndarray) -> Array:
     if array.dtype.kind not in NUMBERS:
         return Array(array)
     return Array(_label(array.dtype), array.shape, "numpy.ndarray", write_array(array))
-
-
-def written(array: Any) -> bytes:
-    """Return an array's ``.npy``, as :func:`to_array` writes it."""
-    array = np.asarray(array)
-    return write_array(array) if array.dtype.kind in NUMBERS else Array(array).data
 
 
 def from_record(record: ArrayRecord) -> NDArrays:
@@ -225,15 +219,11 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     )
 
 
-def labelled(name: str, data: bytes | np.ndarray) -> Array:
-    """Return the Array of a ``.npy``, with its dtype and shape, or that of an array, which is written.
+def labelled(name: str, data: bytes) -> Array:
+    """Return the Array of a ``.npy``, with its dtype and shape.
 
     It lies in C's order; a ``.npy`` that does so is not copied. Raises ProtocolError for other bytes.
     """
-    if isinstance(data, np.ndarray):
-        if is_plain(data):
-            return to_array(data)  # what it writes need not be read
-        data = written(data)
     try:
         head = read_header(data)
     except Unreadable as error:

@@ -15,8 +15,7 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
         if isinstance(term, Term):
             continue
         hint = " (a client's are classes)" if _is_term_class(term) else ""
-        inner = getattr(term, "term", None)
-        if isinstance(inner, Term) and (inner_terms := getattr(inner, "terms", ())):
+        if inner_terms := getattr(getattr(term, "term", None), "terms", ()):
             hint = f"; give its terms, {list(inner_terms)}"
         raise TypeError(
             f"{who}'s terms are instances, such as Proximal(0.1), not {_named(term)}{hint}"
@@ -49,8 +48,6 @@ def _named(given: Any) -> str:
     """Return what was given, as a message calls it."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    if isinstance(given, Term):
-        return f"the term {given!r}"
     if isinstance(getattr(given, "term", None), Term):
         return f"the strategy {type(given).__name__}"
-    return repr(given)
+    return f"the term {given!r}" if isinstance(given, Term) else repr(given)

@@ -64,24 +64,16 @@ def named(names: Iterable[Any]) -> str:
     return f"[{first}]{more}"
 
 
-def read_json(value: Any, depth: int = 1) -> Any:
-    """Return what a JSON text holds, lists and objects at most `depth` deep; else raise ValueError."""
+def read_json(value: Any) -> Any:
+    """Return what a JSON text holds; raise ValueError for a text that is too long, or none."""
     if not isinstance(value, str):
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}")
     if len(value) > LONGEST_JSON:
         raise ValueError(f"JSON text of {len(value)} characters, expected at most {LONGEST_JSON}")
     try:
-        value_read = json.loads(value)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}") from error
-    level, nested = [value_read], -1
-    while level:
-        nested += 1
-        if nested > depth:
-            raise ValueError(f"JSON is nested deeper than {depth}: {quoted(value, 40)}")
-        holders = [v for v in level if isinstance(v, list | dict)]
-        level = [w for v in holders for w in (v.values() if isinstance(v, dict) else v)]
-    return value_read
 
 
 @lru_cache(maxsize=16)  # a process may run many clients of one model

@@ -179,6 +179,12 @@ ATTACKS: dict[str, Attack] = {
     "a huge upload": Attack(
         values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload"
     ),
+    "Fisher information of an unstable pull": Attack(
+        values(lambda a: 9e5 * a, 1, ".upload"),
+        ("EFL", "FedCurv", "EFL(lam=0.01, density_up=0.3)"),
+        1,
+        event="over 10 times",
+    ),
     "a huge upload in round 1": Attack(
         values(lambda a: 0 * a + HUGE, 1, ".upload"), UPLOADING[1:], 1, event="upload"
     ),

@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one_or_is_refused(
             newest = all(
                 p.exists() and p.read_bytes() == data
                 for p, data in before.items()
-                if p.parent.name == "round-000003"
+                if p.name == "round-000003"
             )
             assert checkpoint.round == (3 if newest or untouched else 2), how
         shutil.rmtree(folder)
@@ -265,7 +265,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_run_and_the_last_checkpoint
             nonlocal calls
             if flags & os.O_CREAT and str(folder) in str(path) and ".lock" not in str(path):  # noqa: B023
                 calls += 1
-                if calls == number + 1:  # noqa: B023  # the first is the folder's own test
+                if calls == number:  # noqa: B023
                     raise OSError(28, "No space left on device")
             return real(path, flags, *more, **named)
 
@@ -279,9 +279,9 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_run_and_the_last_checkpoint
         )
         if rounds_in(folder):
             assert latest(folder).round in (1, 2)
-        if calls <= number:
+        if calls < number:
             break
-    assert number > 4
+    assert number > 2
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_memory_and_checkpoints_do_not_grow_with_the_round(
         began = time.process_time()
         folder.save(number, state, train.history[-1:])
         seconds.append(time.process_time() - began)
-        sizes.append(sum(p.stat().st_size for p in latest(tmp_path).path.iterdir()))
+        sizes.append(latest(tmp_path).path.stat().st_size)
         train.history.clear()
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     folder.close()

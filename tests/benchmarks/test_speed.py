@@ -16,7 +16,7 @@ from benchmarks.speed import __main__ as command
 from benchmarks.speed import aggregation, clients, jobs, report
 from flwr_regs.experiments.run.resources import Taken
 
-IN_PROCESS = [name for name in command.PARTS if name != "ray"]
+IN_PROCESS = [name for name in command.PARTS if name not in ("ray", "gpu")]
 
 
 @pytest.mark.parametrize(

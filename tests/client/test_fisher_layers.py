@@ -68,28 +68,16 @@ def shared_bias() -> nn.Module:
     return model
 
 
-def without_grad(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        x = m.a(x)
-    return m.b(x)
-
-
 LINEAR = {"weight", "bias"}
 OUT = {"out.weight", "out.bias"}
 AB = {"a.weight", "a.bias", "b.weight", "b.bias"}
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "linear": (lambda: nn.Linear(4, 3), LINEAR),
-    "no-bias": (lambda: nn.Linear(4, 3, bias=False), {"weight"}),
-    "large": (
-        lambda: nn.Sequential(nn.Linear(4, 1500), nn.Tanh(), nn.Linear(1500, 3)),
-        {"0.weight", "0.bias", "2.weight", "2.bias"},
-    ),
     "inplace": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
         {"0.weight", "0.bias", "2.weight", "2.bias"},
     ),
     "frozen-weight": (lambda: frozen(nn.Linear(4, 3), "weight"), {"bias"}),
-    "frozen-bias": (lambda: frozen(nn.Linear(4, 3), "bias"), {"weight"}),
     "norms": (
         lambda: nn.Sequential(
             nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Dropout(), nn.Linear(6, 3)
@@ -123,24 +111,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         ),
         {"a.weight", "a.bias", "b"},
     ),
-    "sequence": (
-        lambda: Called(
-            lambda m, x: m.b(m.a(x.reshape(-1, 2, 2)).tanh().sum(1)),
-            a=nn.Linear(2, 4),
-            b=nn.Linear(4, 3),
-        ),
-        {"b.weight", "b.bias"},
-    ),
     "attention": (
         lambda: Called(
             lambda m, x: m.b(m.a(*3 * [x.reshape(-1, 2, 2)], need_weights=False)[0].flatten(1)),
             a=nn.MultiheadAttention(2, 1, batch_first=True),
             b=nn.Linear(4, 3),
         ),
-        {"b.weight", "b.bias"},
-    ),
-    "twice": (
-        lambda: Called(lambda m, x: m.b(m.a(m.a(x).tanh())), a=nn.Linear(4, 4), b=nn.Linear(4, 3)),
         {"b.weight", "b.bias"},
     ),
     "shared-bias": (shared_bias, {"0.weight"}),
@@ -154,7 +130,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         ),
         AB - {"a.weight"},
     ),
-    "no-grad": (lambda: Called(without_grad, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), AB),
     "weight-norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
         {"bias"},
@@ -164,10 +139,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
             lambda m, x: m.b(m.a(x) - x.mean(0) / 2), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
         ),
         AB,
-    ),
-    "unused": (
-        lambda: Called(lambda m, x: m.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 3)),
-        {"b.weight", "b.bias"},
     ),
 }
 

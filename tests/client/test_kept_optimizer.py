@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -22,6 +21,7 @@ from flwr_regs.testing.problem import (
     train,
 )
 from tests.conftest import close, make_clients, make_model
+from tests.flower.clients.test_own_loop import own_app
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
@@ -45,25 +45,6 @@ def long_run(make: Any, rounds: int, fresh: bool) -> dict[str, Any]:
     return {n: v.numpy() for n, v in model.state_dict().items()}
 
 
-def own_loop(make: Any, **settings: Any) -> fr.InProcessGrid:
-    app, (data,) = fr.RegClientApp(), make_clients(1)
-
-    @app.train()
-    def fit(message: Message, context: Context) -> Message:
-        model = make_model()
-        loop = fr.ClientRound(message, fr.FedAvgClient, model, data, device="cpu", **settings)
-        optimizer = loop.optimizer(make)
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    return fr.InProcessGrid(app, 1)
-
-
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_one_client_is_one_long_run_if_its_optimiser_goes_on(name: str, keep: bool) -> None:
@@ -74,9 +55,8 @@ def test_one_client_is_one_long_run_if_its_optimiser_goes_on(name: str, keep: bo
     close(found, long_run(make, 3, fresh=not keep), 1e-12)
     other = long_run(make, 3, fresh=keep)
     assert max(abs(found[n] - other[n]).max() for n in found) > 1e-3
-    looped = train(
-        fr.FedAvg(**ONE), fr.FedAvgClient, **how, grid=own_loop(make, keep_optimizer=keep)
-    )
+    app = own_app(fr.FedAvgClient, make=make, n=1, keep_optimizer=keep)
+    looped = train(fr.FedAvg(**ONE), fr.FedAvgClient, **how, grid=fr.InProcessGrid(app, 1))
     close(looped[-1], found, 0.0)
 
 

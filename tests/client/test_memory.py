@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 
 from flwr_regs import (
     ClientContext,
-    FedFOR,
-    FedFORClient,
-    InProcessGrid,
     Private,
     RegClient,
     RegStrategy,
@@ -222,7 +218,11 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
     config = {keys.ROUND_KEY: 1, keys.START_KEY: "a", keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
     folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
+    home = tmp_path / "partition-0" / "a"
+    home.mkdir(parents=True)
+    (home / ".round-000001.safetensors.7.part").touch()  # of a crash
     assert folder.write(end({}, config, one, None, "m"), config)
+    assert [p.name for p in home.iterdir()] == ["round-000001.safetensors"]
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -232,6 +232,23 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
         assert not folder.write(end({}, config, one, None, "m"), config)
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
+
+
+def test_an_evaluation_sees_a_round_that_only_the_disk_has(tmp_path: Path) -> None:
+    """The process died when it had written what it kept, and before the node had it."""
+    node: Any = {}
+    for number in (1, 2):
+        config = {
+            keys.ROUND_KEY: number,
+            keys.START_KEY: "a",
+            keys.CLIENT_KEY: 0,
+            keys.METHOD_KEY: "m",
+        }
+        folder, before = Folder(tmp_path, config), node
+        node = end(before, config, {"if-used": {"n": torch.full((1,), number)}}, None, "m")
+        assert folder.write(node, config)
+    for held in (before, {}, node):
+        assert latest(folder.with_newest(held), config).slots["if-used"]["n"] == 2
 
 
 def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
@@ -271,40 +288,6 @@ class CountAlways(Count):
 DROPPED = [{}, {1: 1}, {1: 2}, {}]  # client 1 is incomplete, and dropped, in rounds 2 and 3
 
 
-def counts(term: Term, seen: list[dict[str, Any]]) -> RegStrategy:
-    """Run four rounds with `DROPPED`; note what the server holds after each."""
-    strategy = RegStrategy([term], seed=3, incomplete="drop", fraction_evaluate=0.0)
-    kinds = {"terms": [type(term)]}
-    grow = budgeted(RegClient, DROPPED)
-    train = strategy.aggregate_train
-
-    def watched(number: int, replies: Any) -> Any:
-        result = train(number, replies)
-        seen.append(dict(strategy.training.model.server[term.name]))
-        return result
-
-    strategy.aggregate_train = watched  # type: ignore[method-assign]
-    run(strategy, grow, rounds=4, **kinds)
-    return strategy
-
-
-@pytest.mark.parametrize(
-    ("kind", "last"), [(Count, 1), (CountAlways, 3)], ids=["if-used", "always"]
-)
-def test_a_round_that_was_not_used_has_not_been(kind: Any, last: int) -> None:
-    seen: list[dict[str, Any]] = []
-    strategy = counts(kind(), seen)
-    assert [e["replies"] for e in strategy.history] == [
-        [0, 1, 2, 3],
-        [0, 2, 3],
-        [0, 2, 3],
-        [0, 1, 2, 3],
-    ]
-    assert [float(s["0"]) for s in seen] == [0, 1, 2, 3]
-    assert float(seen[0]["1"]) == 0
-    assert float(seen[3]["1"]) == last  # one used round before, of three
-
-
 @dataclass(frozen=True)
 class Mine(Term, Personalises):
     """A client's own model is its last local one."""
@@ -333,51 +316,6 @@ def test_evaluation_sees_what_is_pending_and_changes_nothing() -> None:
         loss = torch.nn.functional.cross_entropy(model(x), y).item()
         assert measured[pid]["personal-loss"] == pytest.approx(loss, abs=1e-12)
         assert abs(measured[pid]["loss"] - loss) > 1e-6
-
-
-def test_an_evaluation_without_the_clients_own_model_is_named() -> None:
-    class Restarting(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            if any(m.metadata.message_type == "evaluate" for m in messages):
-                self._contexts[1002].state = RecordDict()
-            return super().push_messages(messages)
-
-    data = make_clients()
-
-    def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), mine, mine, device="cpu", terms=[Mine])
-
-    strategy = RegStrategy([Mine()], seed=3)
-    run(strategy, RegClient, rounds=1, grid=Restarting(client_app(client_fn), 4))
-    assert strategy.history[0]["evaluate"]["lost_state"] == [2]
-    assert "lost_private" not in strategy.history[0]["evaluate"]
-
-
-def test_a_client_whose_model_is_of_a_repeated_round_asks_for_the_whole() -> None:
-    """On a "delta" downlink; it then trains to the same bits."""
-    asked, models = [], []
-
-    class Watching(RepeatingGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            configs = [m.content.config_records.get("config", {}) for m in replies]
-            asked.append(sum(keys.LOST_MODEL in c.get(keys.MEMORY_KEY, []) for c in configs))
-            return replies
-
-    data = make_clients()
-    for kind in (InProcessGrid, Watching):
-
-        def client_fn(context: Any) -> Any:
-            mine = data[context.node_config["partition-id"]]
-            return FedFORClient(make_model(), mine, device="cpu")
-
-        strategy = FedFOR(alpha=0.5, seed=3, downlink="delta", fraction_evaluate=0.0)
-        grid = kind(client_app(client_fn), 4)
-        models.append(run(strategy, FedFORClient, rounds=3, grid=grid))
-    assert sum(asked) >= 4 * 2  # in rounds 2 and 3
-    close(models[0], models[1], 0.0)
 
 
 @dataclass(frozen=True)

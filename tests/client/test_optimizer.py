@@ -10,20 +10,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from flwr.app import Context, Message
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_regs import (
-    ClientRound,
     FedADC,
     FedADCClient,
     FedProx,
     FedProxClient,
     InProcessGrid,
     Proximal,
-    RegClientApp,
     RoundFailed,
 )
 from flwr_regs.abilities import Freezes
@@ -35,6 +31,7 @@ from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.config import OPTIMIZERS
 from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.flower.clients.test_own_loop import Loop, own_app, plain_loop, without
 from tests.laws import CASES
 from tests.oracles.local_sgd import local_sgd
 
@@ -42,26 +39,9 @@ LENGTH = {"local-epochs": 2}
 SETTINGS = {"momentum": 0.6, "weight-decay": 0.05}
 
 
-def own_loop(make: Any = None, itself: bool = False) -> InProcessGrid:
-    """Clients with a loop of their own; `itself`: it makes its optimiser without the package."""
-    app, data = RegClientApp(), make_clients()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        model, mine = make_model(), data[int(context.node_config["partition-id"])]
-        loop = ClientRound(message, FedProxClient, model, mine, device="cpu")
-        optimizer = (
-            torch.optim.SGD(model.parameters(), lr=loop.lr) if itself else loop.optimizer(make)
-        )
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    return InProcessGrid(app, 4)
+def own_loop(make: Any = None, loop: Loop = plain_loop) -> InProcessGrid:
+    """Clients with a loop of their own."""
+    return InProcessGrid(own_app(FedProxClient, loop, make=make), 4)
 
 
 def fedprox(**settings: Any) -> FedProx:
@@ -135,7 +115,12 @@ def test_a_client_has_one_optimiser() -> None:
         run(fedprox(), FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
     unasked = r"the config sets \['momentum', 'weight-decay'\]: use optimizer\(\)"
     with pytest.raises(RoundFailed, match=unasked):
-        run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, grid=own_loop(itself=True))
+        run(
+            fedprox(),
+            FedProxClient,
+            train={**LENGTH, **SETTINGS},
+            grid=own_loop(torch.optim.SGD, without("optimizer")),
+        )
     with pytest.raises(ValueError, match="config key 'clip-norm' must be a positive number"):
         LocalTraining(
             make_model(), chain([]), make_clients()[0], lr=0.1, steps=1, config={"clip-norm": -1.0}

@@ -11,10 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap
-from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.batches import Keywords, as_pairs, label_counts, to_device
+from flwr_regs.client.train.batches import as_pairs
 from flwr_regs.client.train.task import Task
 from tests.conftest import make_clients, make_model
 from tests.methods.test_kinds import Halves, Judges, as_dicts
@@ -42,13 +39,6 @@ def test_a_batch_that_is_no_pair_is_refused(batch: Any) -> None:
         next(iter(as_pairs([batch])))
 
 
-def test_inputs_keep_their_kind_on_the_way_to_a_device() -> None:
-    inputs, _ = next(iter(as_pairs([{"a": torch.ones(2), "b": torch.ones(2), "y": 0}])))
-    moved = to_device(inputs, "cpu")
-    assert isinstance(moved, Keywords)
-    assert (moved.target, list(moved)) == ("y", ["a", "b"])
-
-
 def test_a_dict_within_a_pair_is_one_argument() -> None:
     class Takes(nn.Module):
         def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -56,12 +46,6 @@ def test_a_dict_within_a_pair_is_one_argument() -> None:
 
     inputs, targets = next(iter(as_pairs([({"a": torch.ones(2, 3)}, torch.zeros(2))])))
     assert torch.equal(Task().output(Takes(), inputs, targets), torch.ones(2, 3))
-
-
-def test_labels_are_counted_under_any_key() -> None:
-    labels = torch.tensor([0, 2, 2])
-    data = [{"x": torch.zeros(3), "digit": labels, "label": torch.ones(3)}]
-    assert label_counts(as_pairs(data, "digit")).tolist() == [1, 0, 2]
 
 
 def test_a_loop_of_ones_own_gets_pairs_and_keywords() -> None:
@@ -81,23 +65,6 @@ def test_a_loop_of_ones_own_gets_pairs_and_keywords() -> None:
     assert (got.num_examples, got.loss) == (want.num_examples, want.loss)
     for name, value in want.state.items():
         assert torch.equal(got.state[name], value)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_measurements_over_the_data_read_mappings(own: bool) -> None:
-    pairs = make_clients()[1]
-    data = as_dicts("x", "label")(pairs)
-    task = Task(None) if own else Task()
-    model = Judges()
-    params = {n: p.detach() for n, p in model.named_parameters()}
-    mine = Measures(model, data, task, CPU)
-    plain = Measures(make_model(), pairs, Task(), CPU)
-    assert mine.mean_loss(params) == plain.mean_loss(params)
-    for measure in ("mean_gradient", "fisher"):
-        want = getattr(plain, measure)(params)
-        for name, value in getattr(mine, measure)(params).items():
-            torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-15)
-    assert torch.equal(mine.mean_features(params), plain.mean_features(params))
 
 
 @pytest.mark.parametrize("output", [{}, (), (torch.tensor(1.0), torch.ones(2, 3)), "text", None])
@@ -125,24 +92,3 @@ def test_the_models_own_loss_needs_the_targets() -> None:
     assert task.loss(task.output(Judges(), x, y), y) == cross_entropy(make_model()(x), y)
     with pytest.raises(TypeError, match=r"loss_fn=None needs a model .* pass loss_fn="):
         task.loss(task.output(Judges(), x), y)
-
-
-def test_measures_that_are_called_alone_read_mappings_too() -> None:
-    pairs, model = make_clients()[1], make_model()
-    data = as_dicts("x", "digit")(pairs)
-    got = fisher_diagonal(model, data, cross_entropy, "cpu", target_key="digit")
-    for name, value in fisher_diagonal(model, pairs, cross_entropy, "cpu").items():
-        assert torch.equal(got[name], value)
-    with FeatureTap(model) as tap:
-        mean = tap.mean(data, CPU, task=Task(target_key="digit"))
-        assert torch.equal(mean, tap.mean(pairs, CPU))
-
-
-def test_the_targets_of_a_pair_are_the_keyword_labels() -> None:
-    class Judge(nn.Module):
-        def forward(self, x: Any, labels: Any = None, label: Any = None) -> Any:
-            assert label is None
-            return {"logits": x, "loss": None if labels is None else labels.sum()}
-
-    x, y = torch.ones(2, 3), torch.tensor([1, 2])
-    assert Task(None).loss(Task(None).output(Judge(), x, y), y) == 3

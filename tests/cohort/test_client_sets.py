@@ -185,10 +185,24 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
 
 
-def test_a_compiled_step_gives_the_same_up_to_rounding(expected: dict[str, np.ndarray]) -> None:
-    grid = fr.StackedGrid(clients_of(KINDS["functions"]), compile=True)
-    close(trained(grid), expected)
-    assert not grid.fallbacks
+@pytest.mark.parametrize("config", [{}, {"momentum": 0.9}], ids=["plain SGD", "momentum"])
+def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -> None:
+    """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
+
+    def run(drop: float, compile: bool) -> dict[str, np.ndarray]:
+        model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
+        clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+        grid = fr.StackedGrid(clients, compile=compile)
+        start = ArrayRecord(model.state_dict())
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+        length = ConfigRecord({"lr": 0.1, "local-steps": 3, **config})
+        result = strategy.start(grid, start, 2, train_config=length)
+        assert not grid.fallbacks
+        return {n: a.numpy() for n, a in result.arrays.items()}
+
+    close(run(0.0, True), run(0.0, False))
+    first, again = run(0.5, True), run(0.5, True)
+    assert all(np.array_equal(first[n], a) for n, a in again.items())
 
 
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
@@ -264,3 +278,38 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])
+def test_clients_evaluate_in_a_stack_as_one_by_one(method: str) -> None:
+    """On test sets of unequal sizes, of which two are equal; together where they share the model."""
+    together: list[int] = []
+
+    class Noting(fr.StackedGrid):
+        def network(self, *args: Any) -> Any:
+            evaluate = self._stacks.evaluate
+
+            def noted(asked: Any) -> Any:
+                together.append(len(came := evaluate(asked)))
+                return came
+
+            self._stacks.evaluate = noted  # type: ignore[method-assign]
+            return super().network(*args)
+
+    def history(kind: Any) -> Any:
+        sets = [pair(k) for k in range(5)]
+        model = perceptron(nn.BatchNorm1d(8))
+        clients = fr.Clients(model, sets, sets, batch_size=8, device="cpu")
+        strategy = getattr(fr, method)(seed=3)
+        start = ArrayRecord(model.state_dict())
+        strategy.start(
+            kind(clients), start, 2, train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1})
+        )
+        return [entry["evaluate"] for entry in strategy.history]
+
+    expected, actual = history(fr.InProcessGrid), history(Noting)
+    assert together == ([5, 5] if method == "FedAvg" else [0, 0])
+    for entry, want in zip(actual, expected, strict=True):
+        assert entry.keys() == want.keys()
+        for pid, of_client in want["clients"].items():
+            assert entry["clients"][pid] == pytest.approx(of_client, 1e-5)

@@ -94,10 +94,11 @@ def test_each_command_of_the_documents_is_accepted(
     (tmp_path / "decay.py").write_text(decay)
     card = ROOT / "docs/examples/own-card/card.toml"
     (tmp_path / "card.toml").write_text(card.read_text())
+    (tmp_path / "docs").symlink_to(ROOT / "docs")  # as in a clone
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
-    monkeypatch.setattr(commands, "_train_panel", lambda *_: 0)
+    monkeypatch.setattr(commands, "_train_panel", lambda *_: (0, None))
     monkeypatch.setattr(commands, "_report_card", lambda *_: None)
     monkeypatch.setattr(commands, "save", lambda *_: None)  # it loads the data
     monkeypatch.setattr(Experiment, "check_data", lambda _: None)

@@ -21,5 +21,4 @@ def runs_of(**settings: Any) -> list[Run]:
 def trained(**settings: Any) -> dict[str, RunRecord]:
     """Train the methods of settings in this process, and return label -> what came out."""
     runs = runs_of(**settings)
-    progress = Progress([(run.label, run.seed, run.settings.rounds) for run in runs])
-    return {record.label: record for record in engine.execute(runs, None, progress)}
+    return {record.label: record for record in engine.execute(runs, None, Progress(runs))}

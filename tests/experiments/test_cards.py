@@ -13,17 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import needs
-from flwr_regs.experiments.data.catalogue import parsed
-from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
-from flwr_regs.experiments.partition.client_data import ClientData
 from tests.experiments.test_commands import CARD, MINE
 
 CARDS = card_files.names()
@@ -33,20 +29,6 @@ SAMPLED = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.full
 NO_FILES = ["fedfor-t1", "field-guide-t1"]
 TABLES = Path(__file__).with_name("tables.txt")
 """The papers' tables row by row, without their methods' and columns' other words."""
-EXAMPLES = {
-    "digits": (1437, 10),
-    "mnist": (60000, 10),
-    "cifar10": (50000, 10),
-    "cifar100": (50000, 100),
-    "emnist": (112800, 47),
-}
-"""Data set -> how many training examples and classes it has, as far as a card splits it by label."""
-SPLIT = (
-    *("partition", "num-clients", "examples-per-client", "classes-per-client", "shards-per-client"),
-    *("dirichlet-alpha", "similarity", "quantity-alpha", "interpolation", "sample-share"),
-)
-GROUPS = {"digits-five": 5, "domainnet": 6, "gld-23k": 233, "gld-160k": 1262, "shakespeare": 1146}
-"""Data set -> how many groups it has, where no argument says so (McMahan et al. 2017: 1146 speakers)."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,15 +122,6 @@ def test_a_card_extends_another() -> None:
     assert len(load("more.toml").panels) == len(base.panels)
 
 
-def test_files_of_a_data_set_are_there_or_not(tmp_path: Path) -> None:
-    assert needs.present("digits", str(tmp_path))
-    assert needs.present("mine.py:load", str(tmp_path))
-    assert not needs.present("cifar10(augment='')", str(tmp_path))
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "train.parquet").touch()
-    assert needs.present("cifar10(augment='')", str(tmp_path))
-
-
 def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -185,7 +158,6 @@ def runs_of(card: Experiment) -> Iterator[Run]:
 @pytest.mark.parametrize("name", CARDS)
 def test_every_card_is_whole(name: str) -> None:
     card = load(name)
-    assert not card_files.lacks(card)
     assert choices.levels(card) == [card.setting] + ["reduced"] * (name not in NO_FILES)
     for level in choices.levels(card):
         refuse_dead(choices.at(card, level).runs, "test-on-clients")
@@ -214,33 +186,6 @@ def test_the_tables_are_copied_right() -> None:
     assert {*tables} == with_reports - extending - {"niid-bench-cifar10-100"}
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_every_panel_has_clients_and_examples_for_each_on_data_as_large_as_the_papers(
-    name: str,
-) -> None:
-    split = set()
-    for one in runs_of(load(name)):
-        settings = one.settings
-        dataset = settings.dataset.partition("(")[0]
-        given = parsed(settings.dataset)[1]
-        groups = given.get("users") or given.get("writers") or GROUPS.get(dataset)
-        total, classes = EXAMPLES.get(dataset, (20 * (groups or 1), 10))
-        if settings.examples:  # so many of each of the clients' groups
-            total = min(total, settings.examples)
-            groups = groups and min(groups, settings.num_clients)
-        key = (total, classes, groups, *(settings.config[name] for name in SPLIT))
-        if key in split:
-            continue
-        split.add(key)
-        labels = np.random.default_rng(0).permutation(np.arange(total) % classes)
-        empty = labels[:1, None], labels[:1]
-        kinds = None if groups is None else np.arange(total) % groups
-        data = Data(labels[:, None], labels, *empty, groups=kinds)
-        parts = ClientData(settings, data, settings.num_clients).parts
-        assert len(parts) == settings.num_clients
-        assert all(len(part) for part in parts)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", CARDS)
 def test_every_model_of_every_panel_suits_its_methods(name: str) -> None:
@@ -263,9 +208,3 @@ def test_every_card_starts(name: str, capsys: pytest.CaptureFixture[str], monkey
     card = load(name)
     of_panel = [*card.rows_of(card.panels[0]).values()]
     assert {row["method"] for row in rows("here")} == {of_panel[0].name, of_panel[-1].name}
-
-
-def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("protocols") == 0
-    out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in card_files.names())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -61,7 +62,7 @@ def kept(folder: str) -> tuple[list[Run], list[RunRecord]]:
     experiment, _ = card_files.of_folder(Path(folder))
     (panel,) = experiment.panels
     tests = experiment.tests(panel, chosen_of(experiment, Path(folder)))
-    return tests, recorded(tests, Path(folder))
+    return tests, [*recorded(tests, Path(folder)).values()]
 
 
 @pytest.fixture(scope="module")
@@ -83,39 +84,24 @@ def here(trained: tuple[Path, str]) -> Path:
 
 ANSWERS = r"""
 --version
---help
-list models
 list settings
-methods
 methods FedADC
-methods SparseTernary
 protocols
-protocols fedadc-t1
-walk
 run rate=0.1
-run methods=fedavg
-run methods=FedFOR(alfa=1)
 run methods=FedFOR(alpha=-1)
-run methods=FedFOR(1,2,3)
 run methods=FedProx()
-run methods=Proximal(nu=1)
-run methods=FedAvg(downlink='x')
 run methods=FedAvg(aggregator=Krum(x=1))
-run methods=FedFOR,FedFOR
 run methods=absent.py:Net
-run dirichlet-alpha=0.3
 run dp-noise=2
-run server-lr-decay=0.9
 run optimizer=Adam momentum=0.9
 run dataset=digits(x=1)
-run data-dir=/nowhere
-run --gpus-per-client 1
+run out=used
 run --resume nowhere
 sweep FedFOR.alfa --values 1,2
-bench fedadc-t2
 bench fedadc-t1 --methods FedAvg,FedAvg
-bench --tune lr=2..1
-bench --tune FedFOR.alfa=1,2
+bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
+bench --tune FedFOR.alfa=1..2
+bench --tune lr=0.1..1 --tune momentum=0.1..2
 resources rate=0.1
 plot nowhere
 reproduce nowhere
@@ -123,7 +109,9 @@ reproduce nowhere
 
 
 def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
-    """So it answers at once; a second is generous on a busy machine."""
+    """So it answers at once."""
+    Path("used").mkdir()
+    Path("used/experiment.toml").touch()
     code = (
         "import contextlib, io, sys\n"
         "from flwr_regs.experiments import cli\n"
@@ -134,7 +122,8 @@ def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
         "    loaded = {'torch', 'flwr', 'pandas', 'matplotlib', 'scipy'} & {*sys.modules}\n"
         "    assert not loaded, (line, loaded)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -181,19 +170,6 @@ def test_workers_train_what_is_missing_to_the_same_bits(
     assert (here / model).read_bytes() == (trained[0] / model).read_bytes()
 
 
-def test_the_rows_of_a_sweep_have_names() -> None:
-    """commands.txt has those of values and of cases."""
-    runs = planned("sweep", "lr", "--values", "0.1,0.2", "--seeds", "1")
-    rows = ["0.1, FedAvg", "0.1, FedFOR", "0.2, FedAvg", "0.2, FedFOR"]
-    assert [one.label for one in runs] == rows
-    runs = planned("sweep", "-c", "a: methods=EFL(0, 0.01)", "-c", "b: lr=1", FLAT)
-    cases = [("EFL(0, 0.01)", 0.05), ("FedAvg", 1.0)]
-    assert [(one.method, one.settings.lr) for one in runs[:2]] == cases
-    runs = planned("sweep", "FedFOR.alpha", "methods=FedAvg+FedFOR", "--values", "1,2")
-    assert [one.seed for one in runs] == [1, 1, 2, 2, 3, 3]  # whole comparisons first
-    assert [one.method for one in runs][:2] == ["FedAvg+FedFOR(alpha=1)", "FedAvg+FedFOR(alpha=2)"]
-
-
 def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
     line = ["bench", *QUICK, "--tune", "lr=0.02..2", "--tune", "FedFOR.alpha=0.01..1"]
     line += ["--trials", "3", "--seeds", "1,2", "--tuning-seeds", "9", "out=here"]
@@ -203,7 +179,7 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
     assert len(trials) == len({(one.method, one.settings.lr) for one in trials}) == 6
     assert all(one.seed == 9 and one.settings.held_out_share == 0.2 for one in trials)
     best: dict[str, tuple[float, Run]] = {}
-    for one, record in zip(trials, recorded(trials, Path("here/tuning")), strict=True):
+    for one, record in zip(trials, recorded(trials, Path("here/tuning")).values(), strict=True):
         name, score = one.label.partition(" ")[0], float(np.mean(record.accuracy))
         if name not in best or score > best[name][0]:
             best[name] = score, one
@@ -243,20 +219,3 @@ def test_tuning_tries_different_points_of_the_right_kinds() -> None:
     grid = {(lr, f"FedFOR({alpha})") for lr in (0.1, 0.2) for alpha in (1, 2)}
     assert {(one.settings.lr, one.method) for one in trials} == grid
     assert {(one.seed, one.settings.held_out_share) for one in runs} == {(101, 0.3), (1, 0.0)}
-
-
-def test_what_there_is_is_listed() -> None:
-    names = {"methods": "FedADCPlus", "datasets": "digits-domains", "models": "cnn-bn"}
-    names |= {"partitions": "dirichlet-hsu", "settings": "target-accuracy", "metrics": "final"}
-    for kind, name in names.items():
-        status, out = printed("list", kind)
-        assert status == 0
-        assert re.search(rf"^ *{name}  +\S", out, re.M)
-    assert printed("methods", "Proximal")[1].startswith("Proximal(mu")
-
-
-def test_paths_are_kept_whole() -> None:
-    Path("data").mkdir()
-    given = words.read_words(["data-dir=data", "code-dir=.", "out=x"])
-    assert all(Path(path).is_absolute() for path in given.values())
-    assert planned("run", FLAT)[0].settings.code_dir == str(Path.cwd())

@@ -17,32 +17,18 @@ REQUIRES = [
     'pandas ; extra == "bench"',
     "flwr[dp]; extra == 'privacy'",
 ]
-CLONE = '{"dir_info": {"editable": true}, "url": "file:///home/me/my%20clone"}'
-WHEEL = '{"archive_info": {}, "url": "file:///tmp/flwr_regs-0.1.0-py3-none-any.whl"}'
-COPIED = '{"dir_info": {}, "url": "file:///home/me/clone"}'
 MARKED = "constriction<0.6; (platform_machine != 'aarch64')"
 PACKAGES = f'pip install "{MARKED}" "matplotlib>=3.8" pandas'
 
 
-@pytest.mark.parametrize(
-    ("origin", "command"),
-    [
-        (CLONE, 'pip install -e "/home/me/my clone[bench]"'),
-        (None, PACKAGES),  # from an index
-        (WHEEL, PACKAGES),
-        (COPIED, PACKAGES),  # pip install .
-        ("absent", 'pip install -e ".[bench]" in the clone'),
-    ],
-)
-def test_the_command_suits_how_the_package_is_installed(
-    origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`origin` is its ``direct_url.json``; absent: the sources are on Python's path alone."""
+def test_the_command_names_the_packages_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = SimpleNamespace(requires=REQUIRES)
+    monkeypatch.setattr(extras, "distribution", lambda _: installed)
+    assert extras.install_command("bench") == PACKAGES
+    assert extras.install_command("privacy") == 'pip install "flwr[dp]"'
 
-    def distribution(name: str) -> Any:
-        if origin == "absent":
-            raise PackageNotFoundError(name)
-        return SimpleNamespace(requires=REQUIRES, read_text={"direct_url.json": origin}.get)
+    def absent(name: str) -> Any:  # the sources are on Python's path alone
+        raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "distribution", distribution)
-    assert extras.install_command("bench") == command
+    monkeypatch.setattr(extras, "distribution", absent)
+    assert extras.install_command("bench") == 'pip install -e ".[bench]" in the clone'

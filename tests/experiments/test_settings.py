@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,9 @@ CARD = Path(__file__).with_name("card.toml")
 def test_the_app_has_the_packages_settings() -> None:
     """``flwr run .`` and the command line have the same defaults, of the same kinds."""
     written = (ROOT / "pyproject.toml").read_text()
-    assert settings.toml() in written
+    for name, of in settings.SETTINGS.items():
+        line = rf"^{name} = {re.escape(json.dumps(of.default))} +# {re.escape(of.meaning)}$"
+        assert re.search(line, written, re.MULTILINE), name
     app = tomllib.loads(written)["tool"]["flwr"]["app"]["config"]
     assert {name: app.pop(name) for name in FIELD_KEYS} == dict.fromkeys(FIELD_KEYS, 0)
     assert app == DEFAULTS
@@ -67,34 +71,15 @@ def test_values_of_the_wrong_kind_are_refused(value: Any) -> None:
         Settings.of({"lr": value})
 
 
-OWNED = {name: of.needs for name, of in settings.SETTINGS.items() if of.needs}
-ON = {
-    "test-on-clients": True,
-    "personalise": "plain",
-    "straggler-share": 0.5,
-    "lr-decay": 0.9,
-    "fraction-train": 0.5,
-    "dp-clip-norm": 0.5,
-    "methods": "FedAdam",
-}
-"""Values of owners that a setting goes with."""
-OFF = {"partition": "iid", "local-steps": 1}
-OFF_IF = {"test-on-clients=false": {"test-on-clients": True}}
-"""Values of owners that a setting does not go with."""
-ODD = {"test-split": "matched", "long-tail": 1.5, "cohorts": "class-covering", "incomplete": "drop"}
-
-
-def owners(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings that turn the owner of a setting on, and off."""
-    owner, equals, values = OWNED[name].partition(" or ")[0].partition("=")
-    on = read(owner, values.split(",")[0]) if equals and owner != "methods" else ON[owner]
-    off = {**DEFAULTS, "methods": "FedAvg", **OFF, **OFF_IF.get(OWNED[name], {})}[owner]
-    return {owner: on}, {owner: off}
-
-
-def odd(name: str) -> Any:
-    """A legal value of a setting that is not its default."""
-    return ODD.get(name, {bool: True, int: 3, float: 0.3}.get(type(DEFAULTS[name])))
+OWNED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # a setting, what its owner is where it does nothing, and where it does something
+    ({"dirichlet-alpha": 0.3}, {"partition": "iid"}, {"partition": "dirichlet"}),
+    ({"local-epochs": 3}, {"local-steps": 1}, {"local-steps": 0}),
+    ({"dp-noise": 3.0}, {"dp-clip-norm": 0.0}, {"dp-clip-norm": 0.5}),
+    ({"server-lr-decay": 0.3}, {"methods": "FedAvg"}, {"methods": "FedAdam"}),
+    ({"test-split": "matched"}, {"test-on-clients": False}, {"test-on-clients": True}),
+    ({"cohorts": "class-covering"}, {"fraction-train": 1.0}, {"fraction-train": 0.5}),
+]
 
 
 def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]]:
@@ -113,14 +98,16 @@ def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]
     }
 
 
-@pytest.mark.parametrize("name", OWNED)
-def test_a_setting_without_its_owner_is_refused_at_every_edge(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "off", "on"), OWNED)
+def test_a_setting_without_its_owner_is_refused_at_every_edge(
+    given: dict[str, Any], off: dict[str, Any], on: dict[str, Any], tmp_path: Path
+) -> None:
     """Unless another run has both."""
-    on, off = owners(name)
-    for edge, begin in edges({name: odd(name), **off}, tmp_path).items():
-        with pytest.raises(ValueError, match=f"setting '{name}' needs {next(iter(on))}"):
+    said = f"setting '{next(iter(given))}' needs {next(iter(off))}"
+    for edge, begin in edges({**given, **off}, tmp_path).items():
+        with pytest.raises(ValueError, match=said):
             pytest.fail(f"{edge}: {begin()}")
-    idle, useful = (Experiment.of_methods({name: odd(name), **one}).runs for one in (off, on))
+    idle, useful = (Experiment.of_methods({**given, **one}).runs for one in (off, on))
     refuse_dead([*idle, *useful])
     refuse_dead(Experiment.of_methods(off).runs)
 

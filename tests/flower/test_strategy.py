@@ -20,7 +20,6 @@ from flwr.app import (
     Message,
     RecordDict,
 )
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
@@ -32,6 +31,7 @@ from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record, to_record
 from tests.conftest import close, make_clients, make_model, run
+from tests.flower.clients.test_plain_clients import Plain
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 
@@ -98,34 +98,12 @@ def test_node_ids_do_not_matter() -> None:
 # Aggregation
 
 
-class Plain(NumPyClient):
-    """A user's own NumPyClient: positional weights, its own loop, nothing of ours."""
-
-    def __init__(self, model: nn.Module, data: Any) -> None:
-        self.model, self.data = model, data
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        names = self.model.state_dict().keys()
-        state = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
-        self.model.load_state_dict(state)
-        opt = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
-        for x, y in self.data:
-            opt.zero_grad()
-            nn.functional.cross_entropy(self.model(x), y).backward()
-            opt.step()
-        count = sum(len(y) for _, y in self.data)
-        return [v.numpy() for v in self.model.state_dict().values()], count, {"note": "mine"}
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return 0.5, 3, {"accuracy": 0.25}
-
-
 def test_fedavg_equals_flowers_own_fedavg() -> None:
     """Flower's strategy and aggregation on the same clients, in float32."""
     model, clients = partial(make_model, torch.float32), make_clients(4, torch.float32)
 
     def plain_fit(context: Context) -> Any:
-        return Plain(model(), clients[context.node_config["partition-id"]])
+        return Plain(context.node_config["partition-id"], torch.float32)
 
     theirs = FlowerFedAvg(fraction_evaluate=0.0).start(
         grid=fr.InProcessGrid(fr.client_app(plain_fit), 4),
@@ -377,7 +355,7 @@ FAILING: list[tuple[Any, Any, str]] = [
     ),
     (
         fr.FedFOR(alpha=0.1),
-        fr.client_app(lambda context: Plain(make_model(), make_clients()[0])),
+        fr.client_app(lambda context: Plain(0, torch.float64)),
         r"names no method.*FedFORClient",
     ),
     (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*without eval_data"),

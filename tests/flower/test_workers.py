@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, client_app
+from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from tests.conftest import ROOT
@@ -93,7 +94,7 @@ def pair() -> Iterator[tuple[InProcessGrid, InProcessGrid]]:
 
 def pool(grid: InProcessGrid) -> list[Any]:
     assert grid._workers is not None
-    return list(grid._workers._running.values())
+    return list(grid._workers.pool.running.values())
 
 
 def train(grid: InProcessGrid, method: str, rounds: int = 2, **settings: Any) -> Any:
@@ -226,7 +227,7 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = client_app(lambda context: Counting(context))
-    monkeypatch.setattr(workers, "pickler", pickle)
+    monkeypatch.setattr(processes, "pickler", pickle)
     with pytest.raises(
         TypeError, match=r"workers=2: this app cannot be sent .* stands in a module"
     ):

@@ -16,8 +16,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
-from flwr_regs.server.exchange.replies import agree_on_ties
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.exchange.replies import agreed
 from tests.conftest import Batch, close
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -404,15 +403,9 @@ def test_tied_weights_are_private_as_a_whole() -> None:
     assert got.keys() == {"head.weight", "head.bias"}
 
 
-def test_clients_that_tie_otherwise_are_named() -> None:
-    def reply(**tied: str) -> Reply:
-        return Reply({}, {}, {}, 1.0, tied=tied)
-
-    known, wrong = agree_on_ties({3: reply(b="a"), 1: reply(b="c"), 2: reply(b="c")}, None)
-    assert known == {"b": "c"}
-    assert wrong == {3: "client 3 ties other weights than the others: {'b': 'a'}, not {'b': 'c'}"}
-    assert agree_on_ties({1: reply()}, {"b": "c"})[1].keys() == {1}
-    odd = {1: reply(b="a"), 2: reply(b="c"), 3: reply(b="c")}  # one cannot overrule the others
-    assert agree_on_ties(odd, None)[1].keys() == {1}
-    assert agree_on_ties({2: reply(b="c"), 1: reply(b="a")}, None)[1].keys() == {2}
-    assert agree_on_ties({}, None) == (None, {})
+def test_most_clients_agree_and_the_others_are_named() -> None:
+    assert agreed({3: "a", 1: "c", 2: "c"}, None) == ("c", [3])
+    assert agreed({1: "a"}, "c") == ("c", [1])
+    assert agreed({1: "a", 2: "c", 3: "c"}, None) == ("c", [1])  # one cannot overrule the others
+    assert agreed({2: "c", 1: "a"}, None) == ("a", [2])
+    assert agreed({}, None) == (None, [])

@@ -12,6 +12,7 @@ import flwr_regs as fr
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing.problem import start_weights, train
 from flwr_regs.wire import keys
+from tests.conftest import close, run
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
@@ -89,3 +90,32 @@ def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(
     train(strategy, Boasting, rounds=1, length=length)
     assert strategy.history[0]["replies"] == [1, 2, 3]
     assert "where the round asked for" in strategy.history[0]["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("density", "small", "times"), [(0.02, 0, 1), (1.0, 0, 2), (1.0, 2**16, 1)]
+)
+def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
+    density: float, small: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held of it gives the same model, to the bit, as decoding it when it is summed."""
+    decoded: list[bytes] = []
+    decode = fr.SparseTernary.decode
+
+    def counted(term: fr.SparseTernary, data: bytes, like: Any) -> Any:
+        decoded.append(data)
+        return decode(term, data, like)
+
+    monkeypatch.setattr(fr.SparseTernary, "decode", counted)
+    monkeypatch.setattr("flwr_regs.server.reply.SMALL", small)
+    terms = {"terms": [fr.SparseTernary]}
+
+    def model() -> Any:
+        strategy = fr.RegStrategy([fr.SparseTernary(density)], seed=3, fraction_evaluate=0.0)
+        return run(strategy, fr.RegClient, rounds=2, **terms)
+
+    got = model()
+    assert len(decoded) == len(set(decoded)) * times == 4 * 2 * times
+    monkeypatch.setattr("flwr_regs.server.reply.SMALL", 0)
+    monkeypatch.setattr("flwr_regs.server.reply.MOSTLY_ZERO", 1e9)  # every update is decoded twice
+    close(got, model(), 0.0)

@@ -83,6 +83,9 @@ def test_the_loss(losses: list[Any], found: list[int]) -> None:
     ("strategy", "names"),
     [
         (fr.EFL(5, 0.1, 0.1, fisher_samples=9), ["elastic.lam (5)", "lr (0.1)"]),
+        (fr.SCAFFOLD(option=2), ["lr (0.1)"]),  # a switch is no strength
+        (fr.FedDyn(alpha=0.1), ["lr (0.1)"]),  # its server steps further if alpha is smaller
+        (fr.FedAdam(server_lr=0.3), ["adaptive-server.lr (0.3)", "lr (0.1)"]),
         (fr.FedAvgM(), ["learning rate of the 'server-optimizer'", "lr (0.1)"]),
         (fr.RegStrategy([fr.Proximal(2.0), fr.LocalBatchNorm(), fr.SlowMomentum(0.5)]), [
             "proximal.mu (2)", "slowmo.beta (0.5)", "lr (0.1)"]),

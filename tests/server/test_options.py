@@ -11,7 +11,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.options import Options
-from flwr_regs.server.refusals import PAIRS, RANGES
+from flwr_regs.server.refusals import RANGES, pairs
 
 WRONG: dict[str, tuple[Any, str]] = {
     "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
@@ -58,7 +58,7 @@ class Even(fr.Term, Weighs):
 
 DP = {"privacy": fr.CentralDP(1.0, 1.0), "weighting": "uniform"}
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
-    # in the order of PAIRS: a method, its settings, the sentence
+    # in the order of `pairs`: a method, its settings, the sentence
     (fr.FedAvg, {"arrayrecord_key": "weights"}, "record keys are part of the protocol"),
     (fr.EFL, {"lam": 0.0, "density_up": 0.1, "wire_dtype": "float16"}, "not go with compression"),
     (fr.FedFOR, {"downlink": "delta", "wire_dtype": "float16"}, "needs downlink='model'"),
@@ -85,12 +85,12 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(PAIRS)))
+@pytest.mark.parametrize("row", range(len(pairs(fr.FedAvg().options))))
 def test_settings_that_exclude_each_other_are_refused(row: int) -> None:
     method, settings, sentence = TOGETHER[row]
     with pytest.raises(ValueError, match=sentence) as refused:
         method(**settings)
-    text = list(PAIRS)[row]
+    text = list(pairs(fr.FedAvg().options))[row]
     start = text[: text.index("{")] if "{" in text else text
     assert str(refused.value).startswith(start)  # by this very row
 

@@ -25,6 +25,7 @@ from flwr_regs import CentralDP, InProcessGrid, client_app
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.accounting import AccountedBudget
+from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
@@ -140,7 +141,7 @@ def test_sensitivity_of_the_mean() -> None:
     huge = {n: np.full_like(w, 1e300) for n, w in base.items()}  # its norm overflows
 
     def mean(replies: Any, m: int = 5) -> np.ndarray:
-        out, _ = private_mean(base, replies, list(base), CentralDP(0.5, 0.0), m)
+        out, _ = private_mean(Updates(base, replies, {}, {}, []), CentralDP(0.5, 0.0), m)
         return np.concatenate([out[n].ravel() for n in sorted(base)])
 
     opposite, overflown = (

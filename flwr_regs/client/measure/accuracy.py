@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,23 +21,28 @@ def score(
     outputs ``(n, classes)``, integer targets ``(n,)``.
     """
     model.to(device).eval()
-    loss, correct, count, classifies = 0.0, 0, 0, True
+    loss, correct, count, sorts = 0.0, 0, 0, True
     for inputs, targets in task.pairs(data):
         targets = to_device(targets, device)
         output = task.output(model, to_device(inputs, device), targets)
         size = batch_size(targets)
         loss += float(task.loss(output, targets)) * size
         count += size
-        classifies &= (
-            isinstance(output, torch.Tensor)
-            and isinstance(targets, torch.Tensor)
-            and output.ndim == 2
-            and output.shape[1] > 1
-            and targets.ndim == 1
-            and not targets.is_floating_point()
-        )
-        if classifies:
+        sorts &= classifies(output, targets)
+        if sorts:
             correct += int((output.argmax(dim=1) == targets).sum())
     if count == 0:
         raise ValueError("the client has no evaluation data: eval_data holds no batch")
-    return loss / count, count, {"accuracy": correct / count} if classifies else {}
+    return loss / count, count, {"accuracy": correct / count} if sorts else {}
+
+
+def classifies(output: Any, targets: Any) -> bool:
+    """Whether a batch's output and targets are those of a classification."""
+    return (
+        isinstance(output, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and output.ndim == 2
+        and output.shape[1] > 1
+        and targets.ndim == 1
+        and not targets.is_floating_point()
+    )

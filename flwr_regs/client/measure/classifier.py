@@ -16,14 +16,10 @@ def find_classifier(model: nn.Module, name: str | None = None) -> str:
 
     Raises ValueError if there is no such layer; the message says how to name one.
     """
-    layers: dict[str, nn.Module] = dict(model.named_modules())
     if name is not None:
-        if name not in layers or name == "":
-            raise ValueError(
-                f"classifier '{name}' is not a layer of {type(model).__name__}; "
-                f"it has {[n for n in layers if n]}"
-            )
+        named_layer(model, name, "classifier ")
         return name
+    layers: dict[str, nn.Module] = dict(model.named_modules())
     linear = [n for n, layer in layers.items() if isinstance(layer, nn.Linear)]
     if not linear:
         raise ValueError(
@@ -33,12 +29,12 @@ def find_classifier(model: nn.Module, name: str | None = None) -> str:
     return linear[-1]
 
 
-def named_layer(model: nn.Module, name: str) -> nn.Module:
+def named_layer(model: nn.Module, name: str, what: str = "") -> nn.Module:
     """Return a layer of the model; raise ValueError if there is none of that name."""
-    layers: dict[str, nn.Module] = dict(model.named_modules())
-    if not name or name not in layers:
+    layers: dict[str, nn.Module] = {n: layer for n, layer in model.named_modules() if n}
+    if name not in layers:
         raise ValueError(
-            f"'{name}' is not a layer of {type(model).__name__}; it has {[n for n in layers if n]}"
+            f"{what}'{name}' is not a layer of {type(model).__name__}; it has {[*layers]}"
         )
     return layers[name]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.client.measure.features import FeatureTap, evaluating, tap_of
+from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Batches, batch_size, to_device
 from flwr_regs.client.train.replay import Replay
@@ -126,7 +127,9 @@ class Measures:
             return self._features(inputs, {**self._rest, **params}, layer)
 
     def _features(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
-        with tap_of(self.model, layer, self.classifier) as tap:
+        model = self.model
+        tap: Tap = FeatureTap(model, self.classifier) if layer is None else OutputTap(model, layer)
+        with tap:
             self.call(inputs, None, params)
             return tap.value  # type: ignore[no-any-return]
 
@@ -175,10 +178,18 @@ class Measures:
                 count += size
         return {n: t / count for n, t in total.items()}
 
+    @torch.no_grad()
     def mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
         """Return the mean feature ``(d,)`` over the data, or over its first batches, in eval mode."""
-        with FeatureTap(self.model, self.classifier) as tap:
-            return tap.mean(self.data, self.device, self._whole(params), batches, self.task)
+        total, count = torch.zeros((), device=self.device), 0
+        whole = self._whole(params)
+        with FeatureTap(self.model, self.classifier) as tap, evaluating(self.model):
+            for inputs, targets in self._batches(batches):
+                self.call(inputs, None, whole)
+                wide = torch.promote_types(tap.value.dtype, torch.float32)  # half is too coarse
+                total = total + tap.value.sum(0, dtype=wide)
+                count += batch_size(targets)
+        return total / count
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
@@ -195,9 +206,9 @@ class Measures:
         with evaluating(self.model):
             return self.task.loss(self.call(inputs, targets, params), targets)
 
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
+    def _batches(self, number: int | None = None) -> Iterator[tuple[Any, Any]]:
         with torch.random.fork_rng(devices=[]):
-            for inputs, targets in self.data:
+            for inputs, targets in islice(self.data, number):
                 yield to_device(inputs, self.device), to_device(targets, self.device)
 
 

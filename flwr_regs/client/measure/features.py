@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flwr_regs.client.measure.classifier import announce, find_classifier, makes, named_layer
-from flwr_regs.client.train.batches import Batches, batch_size, to_device
-from flwr_regs.client.train.task import Task
 
 
 class Tap:
@@ -143,34 +139,6 @@ class FeatureTap(Tap):
     def close(self) -> None:
         super().close()
         self._input = self._output = None
-
-    @torch.no_grad()
-    def mean(
-        self,
-        data: Batches,
-        device: torch.device,
-        params: dict[str, Tensor] | None = None,
-        batches: int | None = None,
-        task: Task | None = None,
-    ) -> Tensor:
-        """Return the mean feature ``(d,)`` over `data` (or its first `batches`), in eval mode.
-
-        `params` replace the model's parameters of the same names. The process's random state and the
-        model's mode do not change.
-        """
-        total, count, task = torch.zeros((), device=device), 0, task or Task()
-        with torch.random.fork_rng(devices=[]), evaluating(self._model):
-            for inputs, targets in islice(task.pairs(data), batches):
-                task.output(self._model, to_device(inputs, device), params=params)
-                wide = torch.promote_types(self.value.dtype, torch.float32)  # half is too coarse
-                total = total + self.value.sum(0, dtype=wide)
-                count += batch_size(targets)
-        return total / count
-
-
-def tap_of(model: nn.Module, layer: str | None, classifier: str | None = None) -> Tap:
-    """Return a tap on the output of `layer`; without one, on the input of the output layer."""
-    return FeatureTap(model, classifier) if layer is None else OutputTap(model, layer)
 
 
 @contextmanager

@@ -1,20 +1,16 @@
-"""Self-confidence distillation from the round's global model, and that model's outputs.
+"""Self-confidence distillation from the round's global model.
 
 Source: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. III, Eqs. 7-9.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from flwr_regs.client.train.batches import mapped, tensors
-from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 
 
@@ -86,36 +82,3 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     log_q = F.log_softmax(teacher.detach().to(wide) / temperature, dim=-1)
     log_p = F.log_softmax(student.to(wide) / temperature, dim=-1)
     return temperature**2 * (log_q.exp() * (log_q - log_p)).sum() / len(log_p)  # F.kl_div's bits
-
-
-class StartOutputs:
-    """The outputs of a model in its current state and eval mode, computed once for each example.
-
-    An example is identified by its content, so any shuffling loader works. If a loader augments an example
-    anew on each pass, each result counts as another example.
-    """
-
-    def __init__(self, model: nn.Module, task: Task | None = None) -> None:
-        self._task = task or Task()
-        self._model = copy.deepcopy(model).eval().requires_grad_(False)
-        self._known: dict[bytes, Tensor] = {}
-
-    @torch.no_grad()
-    def __call__(self, inputs: Any, device: torch.device) -> Tensor:
-        """Return the outputs on a batch."""
-        found = [t.detach().cpu().contiguous() for t in tensors(inputs)]
-        if not found:
-            raise TypeError(f"inputs must be or contain tensors, not {type(inputs).__name__}")
-        # as bytes: numpy has no bfloat16
-        leaves = [t.reshape(len(t), -1).view(torch.uint8).numpy() for t in found]
-        keys = [
-            hashlib.blake2b(b"".join(a[i].tobytes() for a in leaves), digest_size=16).digest()
-            for i in range(len(leaves[0]))
-        ]
-        new = {k: i for i, k in enumerate(keys) if k not in self._known}
-        if new:
-            rows = list(new.values())
-            chosen = mapped(inputs, lambda tensor: tensor[rows].to(device))
-            outputs = self._task.output(self._model, chosen)
-            self._known.update(zip(new, outputs, strict=True))
-        return torch.stack([self._known[k] for k in keys])

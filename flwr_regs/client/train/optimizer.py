@@ -59,13 +59,13 @@ class ClientOptimizer:
         self, term: Chain, trained: Mapping[str, nn.Parameter], ctx: ClientContext
     ) -> None:
         self._term, self._trained, self._ctx = term, trained, ctx
-        self._carrying = [t.name for t in term.terms if isinstance(t, Carries)]
+        self._carrying = term.able(Carries)
         self._made: torch.optim.Optimizer | None = None
         self.missing: str | None = None
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
         elif self._carrying:
-            self.missing = f"{self._carrying} keep or send its state"
+            self.missing = f"{[t.name for t in self._carrying]} keep or send its state"
         elif any(t.acts("client_optimizer") for t in term.terms):
             self.missing = "the method has a say in the client's optimiser"
 
@@ -76,8 +76,7 @@ class ClientOptimizer:
         make = self._term.client_optimizer(given)
         made: torch.optim.Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if self._carrying:
-            carrying = [t for t in self._term.terms if isinstance(t, Carries)]
-            others = [t.name for t in carrying if not isinstance(t, Steers)]
+            others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:
                 raise ValueError(
                     f"{others}: the method makes the client's optimiser anew for each round: leave "

@@ -34,7 +34,9 @@ class Replay:
         self._data, self._device = data, device
         self._batches, self.forwards = batches, forwards
         loader = data.source
-        own = (getattr(loader, "generator", None), getattr(_sampler(loader), "generator", None))
+        sampler = getattr(loader, "sampler", None)
+        sampler = getattr(sampler, "sampler", sampler)  # that shuffles, inside a batch sampler
+        own = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
         self._generators = [torch.default_generator]
         for generator in own:
             if isinstance(generator, Generator) and generator not in self._generators:
@@ -96,9 +98,3 @@ class Replay:
 
     def _cuda_state(self) -> Tensor | None:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-
-def _sampler(data: Any) -> Any:
-    """The sampler that shuffles: a loader's own, or the one inside its batch sampler."""
-    sampler = getattr(data, "sampler", None)
-    return getattr(sampler, "sampler", sampler)

@@ -28,7 +28,7 @@ def trained_parameters(
     every = every_parameter(model) if every is None else every
     first = first_names(every)
     named = {name: p for name, p in every if p.requires_grad and first[id(p)] == name}
-    if not freezes(term):
+    if not term.able(Freezes):
         return named
     frozen = term.frozen(list(model.state_dict()))
     held = {id(p) for name, p in every if name in frozen}
@@ -46,12 +46,6 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: v for name, v in model.state_dict().items() if name not in frozen}
 
 
-def freezes(term: Chain) -> bool:
-    """Whether a method may hold parameters still that would be trained."""
-    return any(isinstance(t, Freezes) for t in term.terms)
-
-
 def private_entries(model: nn.Module, term: Chain) -> set[str]:
     """Return the names of the model's entries that a method withholds."""
-    withholds = any(isinstance(t, Withholds) for t in term.terms)
-    return term.private(list(model.state_dict())) if withholds else set()
+    return term.private(list(model.state_dict())) if term.able(Withholds) else set()

@@ -18,7 +18,7 @@ from typing import Any
 from flwr_regs.experiments.calls import check_name, parse_methods, text_of
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.settings import DEFAULTS, SETTINGS, Settings
+from flwr_regs.experiments.settings import Settings
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
@@ -201,16 +201,8 @@ def _kind(
     return checked
 
 
-def _are(value: Any, good: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(good, value))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _is_seed(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 LEVELS = ("paper", "reduced", "stand-in")
@@ -220,12 +212,15 @@ _text = _kind(_is_text, "text")
 _flag = _kind(lambda value: isinstance(value, bool), "true or false")
 _level = _kind(lambda value: value in LEVELS, f"one of {', '.join(LEVELS)}")
 _count = _kind(lambda n: type(n) is int and n >= 1, "a whole number of at least 1")
-_texts = _kind(lambda value: _are(value, _is_text), "a list of texts", tuple)
-_seeds = _kind(
-    lambda value: _are(value, _is_seed) and 0 < len(value) == len({*value}),
-    "different whole numbers",
-    tuple,
-)
+_texts = _kind(lambda v: isinstance(v, list) and all(map(_is_text, v)), "a list of texts", tuple)
+
+
+def _seeds(value: Any, where: str) -> tuple[int, ...]:
+    seeds = value if isinstance(value, list) else []
+    whole = [seed for seed in seeds if type(seed) is int and seed >= 0]
+    if not whole or len({*whole}) < len(seeds):
+        raise ValueError(f"'{where}' must be different whole numbers, not {value!r}")
+    return tuple(whole)
 
 
 def _metrics(value: Any, where: str) -> tuple[str, ...]:
@@ -249,17 +244,11 @@ def _hashes(value: Any, where: str) -> dict[str, str]:
 
 
 def _settings(given: Any, where: str) -> dict[str, Any]:
-    """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
     table = _table(given, where)
     if wrong := [key for key in table if key in ("methods", "seed", "out")]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
-    named = {
-        key
-        for key in OPEN
-        if isinstance(table.get(key), str) and re.fullmatch(r"[\w().,=-]+", table[key])
-    }
     try:
-        Settings.of({key: value for key, value in table.items() if key not in named})
+        Settings.of(table)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return table
@@ -271,12 +260,10 @@ def _reports(given: Any, where: str) -> dict[str, Any]:
     for metric, values in reports.items():
         for name, value in _table(values, f"{where}, {metric}").items():
             numbers = value if isinstance(value, list) else [value]
-            if len(numbers) not in (1, 2) or not all(
-                type(v) in (int, float) and isfinite(v) for v in numbers
-            ):
-                raise ValueError(
-                    f"{where}, {metric}, {name}: expected a number, or [mean, deviation], not {value!r}"
-                )
+            good = [type(v) in (int, float) and isfinite(v) for v in numbers]
+            if len(good) not in (1, 2) or not all(good):
+                at = f"{where}, {metric}, {name}"
+                raise ValueError(f"{at}: expected a number, or [mean, deviation], not {value!r}")
     return reports
 
 
@@ -340,19 +327,3 @@ PANEL_KEYS: dict[str, Callable[[Any, str], Any]] = {
     "reports": _reports,
     "notes": _texts,
 }
-OPEN = ("dataset", "model", "partition")
-"""Settings whose value may be the name of something that this version does not have."""
-
-
-def lacks(card: Experiment) -> list[str]:
-    """Return what a card names and this version does not have, such as ``dataset gld-23k``."""
-    absent: dict[str, None] = {}
-    for panel in card.panels:
-        whole = {**DEFAULTS, **card.settings, **panel.settings}
-        for settings in (whole, {**whole, **card.reduced, **panel.reduced}):
-            for key in OPEN:
-                value, known = settings[key], SETTINGS[key].choices
-                name = value.partition("(")[0]
-                if name not in known and ":" not in name:
-                    absent[f"{key} '{value}'{nearest(name, known)}"] = None
-    return list(absent)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.report.run_records import recorded
+from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.report.terminal import columns
 
 
-def report_rows(card: Experiment, places: Mapping[str, Path]) -> list[dict[str, Any]]:
+def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, Any]]:
     """Return a row for each panel, method and metric: ours, and what the source reports.
 
-    `places` are the folders of the panels, by name. Accuracies are fractions; the source's too.
+    `results` are those of the panels, in order. Accuracies are fractions; the source's too.
     """
     names = ("panel", "method", "metric", "value", "std", "n", "source_value", "source_std")
     rows = []
-    for panel in card.panels:
-        runs = recorded(card.tests(panel), places[panel.name])
+    for panel, of_panel in zip(card.panels, results, strict=True):
         labels = card.rows_of(panel)
-        first = [run for run in runs if run.label == next(iter(labels))]
-        for label, row in labels.items() if runs else ():
-            of_row = [run for run in runs if run.label == label]
+        first = [run for run in of_panel.runs if run.label == next(iter(labels))]
+        for label, row in labels.items():
+            of_row = [run for run in of_panel.runs if run.label == label]
             for metric in card.metrics:
                 ours = metrics.mean_and_spread(metric, of_row, first)
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
@@ -44,10 +42,9 @@ def as_text(card: Experiment, rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows:
             if row["panel"] == panel.name:
                 methods.setdefault(row["method"], []).append(_cell(row))
-        if len(methods) > 1:
-            lines += ["", panel.name]
-            lines += columns([[name, *cells] for name, cells in methods.items()], right=True)
-            lines += [f"NOTE: {note}" for note in panel.notes]
+        lines += ["", panel.name]
+        lines += columns([[name, *cells] for name, cells in methods.items()], right=True)
+        lines += [f"NOTE: {note}" for note in panel.notes]
     lines += ["", *(f"{m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
     return "\n".join(lines) + "\n"
 

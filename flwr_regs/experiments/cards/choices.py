@@ -9,7 +9,7 @@ from typing import Any
 from flwr_regs.experiments.calls import parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import needs, subset
-from flwr_regs.experiments.experiment import Experiment, Panel, Row
+from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS
 
@@ -44,17 +44,12 @@ def at(card: Experiment, level: str = "") -> Experiment:
         raise ValueError(
             f"card '{card.name}' has no setting '{level}', only {' and '.join(levels(card))}"
         )
-    panels = tuple(
-        replace(
-            p,
-            settings=dict(p.settings)
-            if level == card.setting
-            else {**p.settings, **card.reduced, **p.reduced},
-            reduced={},
-        )
-        for p in card.panels
-    )
-    return replace(card, panels=panels, reduced={}, setting=level)
+
+    def settled(panel: Panel) -> Panel:
+        small = {} if level == card.setting else {**card.reduced, **panel.reduced}
+        return replace(panel, settings={**panel.settings, **small}, reduced={})
+
+    return replace(card, panels=tuple(map(settled, card.panels)), reduced={}, setting=level)
 
 
 def panels_of(card: Experiment, text: str) -> tuple[Panel, ...]:
@@ -113,8 +108,13 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     tried = replace(card.only(first), seeds=card.seeds[:1], smoke=True)
     tried = tried.given({**SMOKE, **small, **given})
     rows = tried.rows_of(first)
-    for label, row in rows.items():  # with what tuning would try first: a wrong parameter is found
-        tried.run_of(tried.panels[0], label, tried.points_of(row)[0], tried.seeds[0]).check()
+    runs = [  # with what tuning would try first: a wrong parameter is found
+        tried.run_of(tried.panel, label, tried.points_of(row, ends=True)[0], tried.seeds[0])
+        for label, row in rows.items()
+    ]
+    check_words(runs)
+    for run in runs:
+        run.check()
     ends = [*rows.values()]
     return replace(tried, rows=(ends[0], *ends[1:][-1:]), tune=())
 

@@ -1,14 +1,35 @@
-"""What papers report of a run: see :data:`METRICS`."""
+"""Figures of a run, such as papers report (:data:`METRICS`), and rows of a table: means over seeds.
+
+Also what went wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flwr_regs.experiments.report.rows import figures, mean
 from flwr_regs.experiments.report.run_records import RunRecord
+
+LAST = 5
+"""Accuracies are means over this many last rounds, so that one lucky round counts less."""
+COLLAPSE = 0.1
+"""A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
+ENDS = ("diverged", "failed", "unfinished")
+COUNTED = (*ENDS, "collapsed", "reached", "failures")
+SPREAD = ("last5", "final", "best", "worst_client", "spread")
+MEANS = (
+    *("rounds_to_target", "mb_to_target", "mb", "mb_down", "mb_up", "seconds"),
+    "processor_seconds",
+)
+SOME = ("epsilon", "delta", "clipped", "own", "personal")
+"""Figures that a row has only where its runs have them."""
+DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
+"""The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
+down and up, how much slower a phone is than the simulation, and seconds that a client takes beside."""
 
 
 class Metric(NamedTuple):
@@ -28,36 +49,239 @@ class Metric(NamedTuple):
     beside: bool = False
 
 
-METRICS: dict[str, Metric] = {
-    "final": Metric("accuracy after the last round"),
-    "last5": Metric("mean accuracy of the last five rounds"),
-    "best": Metric("best accuracy"),
-    "best-half": Metric("best accuracy in the first half of the rounds"),
-    "mean": Metric("mean accuracy over the rounds"),
-    "best-participants": Metric("best mean over the clients' own test accuracies (BMTA)"),
-    "clients": Metric("mean over the clients' own test accuracies after the last round"),
-    "ensemble": Metric("accuracy of the last models' mean prediction"),
-    "worst": Metric("accuracy of the worst client"),
-    "worst-tenth": Metric("mean accuracy of the worst tenth of the clients"),
-    "training-loss": Metric("mean training loss in the last round", "loss"),
-    "rounds-to": Metric("rounds to the target accuracy", "rounds"),
-    "seconds-to": Metric("seconds to the target accuracy", "s"),
-    "megabytes-to": Metric("10^6 bytes a client to the target accuracy", "MB"),
-    "gradients-to": Metric("gradient evaluations to the target accuracy", "gradients"),
-    "seconds-round": Metric("mean seconds of a round", "s"),
-    "deployed-seconds": Metric(
-        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s"
-    ),
-    "gradients": Metric("gradient evaluations of the whole run, all clients", "gradients"),
-    "bits": Metric("bits communicated, both ways, all clients, the whole run", "bits"),
-    "bytes-down": Metric("bytes that a client receives in a turn", "bytes"),
-    "bytes-up": Metric("bytes that a client sends in a turn", "bytes"),
-    "bytes-beside": Metric(
-        "bytes that a client receives in a turn beyond the first method's", "bytes", beside=True
-    ),
-    "exchanges": Metric("exchanges of a round", "exchanges"),
-}
-"""Name -> metric, as a card names it; :func:`flwr_regs.experiments.report.rows.figures` has a run's."""
+_FILE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+METRICS = {name: Metric(**row) for name, row in tomllib.loads(_FILE).items()}
+"""Name -> metric, as a card names it; :func:`figures` has a run's."""
+
+
+def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
+    """Return a row for each label, in order.
+
+    Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
+    deviations (None for one seed).
+
+    method, n, diverged, failed, unfinished, collapsed
+        The label, its seeds, and those of them that diverged, failed, have not ended yet, or collapsed.
+    last5, final, best
+        The mean of the last five rounds, the last round, the best round.
+    rounds_to_target, reached
+        The mean of the first rounds at or above the target, over the seeds that reach it; how many do.
+    worst_client, spread
+        The lowest of the clients' accuracies with the final model, and their standard deviation.
+    mb, mb_down, mb_up, mb_to_target
+        10^6 bytes per client of the population: of the whole run both ways, and until the target; of a
+        client's average turn, down and up.
+    seconds, processor_seconds
+        Of a run.
+    failures
+        Replies that were rejected, over all seeds.
+    last5_interval, difference, difference_interval
+        With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
+        seeds); the mean paired difference of ``last5`` to the baseline on the same seeds, and its interval.
+    epsilon, delta, clipped, own, personal
+        Where there is privacy: what it spent, and the share of clipped updates. Where models were
+        personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
+    """
+    import pandas as pd
+    from scipy import stats
+
+    labels, seeds = [run.label for run in runs], [run.seed for run in runs]
+    names = [*COUNTED, *SPREAD, *MEANS, *SOME]
+    numbers = pd.DataFrame([_in_row(run) for run in runs], [labels, seeds], names, dtype=float)
+    groups = numbers.groupby(level=0, sort=False)
+    means, sums = groups.mean(), groups[[*COUNTED]].sum().astype(int)
+    deviations = groups[[*SPREAD]].std().add_suffix("_std")
+    parts = [groups.size().rename("n"), sums, means[[*SPREAD, *MEANS, *SOME]], deviations]
+    table = pd.concat(parts, axis=1)
+    if baseline:
+        ends = numbers["last5"].unstack()
+        gaps = ends[ends.index != baseline] - ends.loc[baseline]
+
+        def interval(values: pd.DataFrame) -> Any:  # NaN for one seed
+            return stats.t.ppf(0.975, values.count(axis=1) - 1) * values.sem(axis=1)
+
+        table["last5_interval"] = interval(ends)
+        table["difference"], table["difference_interval"] = gaps.mean(axis=1), interval(gaps)
+    table = table.rename_axis("method").reset_index().astype(object)
+    return [
+        {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
+        for row in table.to_dict("records")
+    ]
+
+
+def _in_row(run: RunRecord) -> dict[str, Any]:
+    """Return what a run adds to its row."""
+    of_run = figures(run)
+    row = {
+        **{status: run.status == status for status in ENDS},
+        "failures": run.rejected,
+        "reached": of_run["rounds-to"] is not None,
+        "rounds_to_target": of_run["rounds-to"],
+        "mb_to_target": of_run["megabytes-to"],
+    }
+    if run.rounds:
+        row |= {f"mb_{way}": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
+        if "clipped" in run.rounds[-1]:
+            row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
+            row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
+    if run.whole:
+        row |= {name: of_run[name] for name in ("last5", "final", "best", "own", "personal")}
+        row |= {
+            "collapsed": collapsed(run),
+            "worst_client": of_run["worst"],
+            "spread": run.per_client.get("std"),
+            "mb": run.megabytes[-1] if run.rounds else None,
+            "seconds": run.seconds,
+            "processor_seconds": run.processor_seconds,
+        }
+    return row
+
+
+def figures(run: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a run that :data:`METRICS` names; None where its history has none.
+
+    Also ``own`` and ``personal``: the mean accuracy on the clients' data after the last round, of the
+    global model and of theirs, where models were personalised.
+    """
+    trained, accuracy, entries = run.trained, run.accuracy, run.rounds
+    target, planned = run.job["target-accuracy"], run.job["rounds"]
+    half = [test["accuracy"] for test in trained if test["round"] <= planned / 2]
+    reached = next((test["round"] for test in trained if test["accuracy"] >= target), None)
+    gradients = np.cumsum([entry.get("examples_processed", 0) for entry in entries]).tolist()
+    losses = [e["train_metrics"].get("train-loss") for e in entries if "train_metrics" in e]
+    of_clients = [float(np.mean(tests)) for entry in entries if (tests := on_clients(entry))]
+    last_tests = tests_of_clients(run) if run.job["personalise"] else []
+    each = sorted(run.per_client.get("clients", ()))
+    received = bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
+    return {
+        "final": _at(accuracy),
+        "last5": mean(accuracy[-LAST:]),
+        "best": max(accuracy, default=None),
+        "best-half": max(half, default=None),
+        "mean": mean(accuracy),
+        "best-participants": max(of_clients, default=None),
+        "clients": _at(of_clients),
+        "ensemble": trained[-1].get("ensemble") if trained else None,
+        "worst": min(each, default=None),
+        "worst-tenth": mean(each[: max(len(each) // 10, 1)]),
+        "training-loss": _at(losses),
+        "rounds-to": reached,
+        "seconds-to": _at(run.clock, reached),
+        "megabytes-to": _at(run.megabytes, reached),
+        "gradients-to": _at(gradients, reached),
+        "seconds-round": run.clock[-1] / len(entries) if entries else None,
+        "deployed-seconds": deployed_seconds(run),
+        "gradients": _at(gradients),
+        "bits": 8e6 * run.megabytes[-1] * run.clients if entries else None,
+        "bytes-down": received,
+        "bytes-up": bytes_of_a_turn(run, "bytes_up"),
+        "bytes-beside": received,
+        "exchanges": mean([2.0 if entry.get("bytes_probe_down") else 1.0 for entry in entries]),
+        "own": mean([client["accuracy"] for client in last_tests]),
+        "personal": mean([client["personal-accuracy"] for client in last_tests]),
+    }
+
+
+def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
+    """Return the value of round `number`, or the last one; None if there is none."""
+    return values[number - 1] if values and number is not None else None
+
+
+def deployed_seconds(run: RunRecord) -> float | None:
+    """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
+
+    The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
+    """
+    each = []
+    for entry in run.rounds:
+        seconds, cohort = entry.get("seconds", {}), entry.get("cohort")
+        if "clients" in seconds and cohort:
+            sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
+            down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
+            trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
+            computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
+            each.append(down / DOWN_MB + up / UP_MB + computed)
+    return mean(each)
+
+
+def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Return label -> its runs, in order."""
+    return {
+        label: [r for r in runs if r.label == label]
+        for label in dict.fromkeys(r.label for r in runs)
+    }
+
+
+def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float]:
+    """Return each client's metric on its own test data in a round, by client; [] where none tested.
+
+    It is that of the client's own model, where the method gives it one.
+    """
+    tests = entry.get("evaluate", {}).get("clients", {})
+    each = (tests[client] for client in sorted(tests))
+    return [test.get(f"personal-{metric}", test[metric]) for test in each]
+
+
+def tests_of_clients(run: RunRecord) -> list[dict[str, Any]]:
+    """Return what each client tested after the last round."""
+    return [*run.rounds[-1].get("evaluate", {}).get("clients", {}).values()] if run.rounds else []
+
+
+def last(run: RunRecord) -> float:
+    """Return the mean accuracy of a run's last five rounds, or of as many as it has."""
+    return float(np.mean(run.accuracy[-LAST:]))
+
+
+def collapsed(run: RunRecord) -> bool:
+    """Return whether a run ends far below its best: see :data:`COLLAPSE`."""
+    several = min(LAST, (len(run.accuracy) + 1) // 2)  # a short run can collapse too
+    means = np.convolve(run.accuracy, np.ones(several) / several, "valid")
+    return bool(means.max() - means[-1] > COLLAPSE)
+
+
+def warnings(runs: Sequence[RunRecord]) -> list[str]:
+    """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
+    sentences = []
+    for label, of_label in by_label(runs).items():
+        seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
+        for status in ENDS:
+            if bad := [r for r in of_label if r.status == status]:
+                text = status + ", in no mean" * (status == "unfinished")
+                why = f"seed {bad[0].seed}: {bad[0].stopped[:160]}"
+                sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
+        whole = [r for r in of_label if r.whole]
+        if fallen := [r for r in whole if collapsed(r)]:
+            run = fallen[0]
+            best = max(run.trained, key=lambda test: float(test["accuracy"]))
+            sentences.append(
+                f"{label}: {len(fallen)} of {seeds} collapsed; seed {run.seed} ends at "
+                f"{run.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round {best['round']}"
+            )
+        logged = dict.fromkeys(text for r in of_label for text in r.warnings)
+        logged |= dict.fromkeys(
+            e["divergence"] for r in whole for e in r.rounds if "divergence" in e
+        )
+        sentences += [f"{label}: {text}" for text in [*logged][:2]]
+        if rejecting := [r for r in whole if r.rejected]:
+            entry = next(e for e in rejecting[0].rounds if e.get("failures"))
+            pid, why = next(iter(entry["failures"].items()))
+            sentences.append(
+                f"{label}: {sum(r.rejected for r in whole)} replies were rejected, the first in round "
+                f"{entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
+            )
+    return sentences
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(np.mean(values)) if values else None
+
+
+def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:
+    """Return the bytes of a client's average turn, such as ``bytes_down``."""
+    sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
+    turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
+    return float(sum(sent)) / turns if turns else None
 
 
 def mean_and_spread(
@@ -81,12 +305,12 @@ def mean_and_spread(
 
 def shown(name: str, value: float | None, spread: float | None = None) -> str:
     """Return a metric's cell: accuracies in per cent."""
-    if value is None:
-        return "–"
+    if METRICS[name].unit == "%":
+        return per_cent(value, spread)
+    numbers = [x for x in (value, spread) if x is not None]
+    return " ± ".join(f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" for x in numbers) or "–"
 
-    def cell(x: float) -> str:
-        if METRICS[name].unit == "%":
-            return f"{100 * x:.2f}"
-        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
-    return cell(value) + ("" if spread is None else f" ± {cell(spread)}")
+def per_cent(value: float | None, spread: float | None = None) -> str:
+    """Return a cell: a fraction in per cent, and its spread if there is one."""
+    return " ± ".join(f"{100 * x:.2f}" for x in (value, spread) if x is not None) or "–"

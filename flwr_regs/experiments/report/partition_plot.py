@@ -6,7 +6,7 @@ As those of `plots`, the pictures are matplotlib figures without pyplot's state.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +15,27 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from flwr_regs import __version__
-from flwr_regs.experiments.data import domains
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.folders import check_writable
-from flwr_regs.experiments.settings import Settings
+from flwr_regs.experiments.settings import PLACES, Settings
 
 ROUNDS = 20  # that a picture shows at most
-COLUMNS = 6  # clients whose inputs a picture shows at most
-EXAMPLES = 3  # of each
 MOST = 250  # cells: more numbers than this nobody reads
 
 
-CARD = """---
-pretty_name: "{title}"
-tags: [federated-learning, non-iid]
-configs:
-- config_name: default
-  data_files: clients.jsonl
----
-
-# {title}
-
-Which training examples of `{dataset}` each client holds: a line of `clients.jsonl` has a client's number
-and the places of its examples in the data set, from 0. The examples themselves are not here; their licence
-is the data set's.
-
-- Partition hash: `{hash}`. Equal hashes mean equal examples on equal clients.
-- Clients: {clients}. Examples: {examples}.
-- Made by flwr-regs {version}. This makes it again: `flwr-regs plot partition {words} --export`
-"""
+CARD = Path(__file__).with_name("partition_card.md").read_text(encoding="utf-8")
+"""The data card of an exported partition."""
 
 
 def draw(settings: Settings, folder: Path, look: Look | None = None, exported: bool = False) -> str:
     """Write the pictures of a partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
-    where these decide. ``partition-inputs``: the same images as several clients have them, where clients
-    change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
+    where these decide. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     `exported`: also a folder ``partition-<hash>`` with the indices and a data card of Hugging Face.
     """
     check_writable(folder)
@@ -69,13 +49,8 @@ def draw(settings: Settings, folder: Path, look: Look | None = None, exported: b
         written += _export(settings, clients, title, folder / f"partition-{clients.hash}")
     counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
-    lines = [
-        title,
-        f"examples a client: {sizes.min()} to {sizes.max()}; "
-        f"labels a client: {kinds.min()} to {kinds.max()}",
-        f"partition hash: {clients.hash}",
-        *map(str, written),
-    ]
+    said = f"examples a client: {sizes.min()} to {sizes.max()}; labels a client: {kinds.min()} to "
+    lines = [title, f"{said}{kinds.max()}", f"partition hash: {clients.hash}", *map(str, written)]
     return "\n".join(lines)
 
 
@@ -86,14 +61,9 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
             "--export: with partition=long-tail-rounds, clients hold others in each round"
         )
     folder.mkdir(exist_ok=True)
-    lines = [
-        json.dumps({"client": client, "train": rows.tolist()})
-        for client, rows in enumerate(clients.parts)
-    ]
-    changed = {
-        k: v for k, v in settings.changed.items() if k not in ("code-dir", "data-dir", "out")
-    }
-    words = " ".join(f"{name}={value}" for name, value in changed.items())
+    held = enumerate(clients.parts)
+    lines = [json.dumps({"client": client, "train": rows.tolist()}) for client, rows in held]
+    changed = {name: value for name, value in settings.changed.items() if name not in PLACES}
     card = CARD.format(
         title=title,
         dataset=settings.dataset,
@@ -101,10 +71,10 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
         clients=len(clients.parts),
         examples=sum(map(len, clients.parts)),
         version=__version__,
-        words=words,
+        words=" ".join(f"{name}={value}" for name, value in changed.items()),
     )
-    for name, text in {"clients.jsonl": "\n".join(lines) + "\n", "README.md": card}.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "clients.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return [folder / "clients.jsonl", folder / "README.md"]
 
 
@@ -119,10 +89,6 @@ def _pictures(
         groups = data.groups.max() + 1
         counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
         yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")
-    if data.train_x.ndim == 4 and (
-        settings.partition == "noise" or settings.dataset.endswith("-domains")
-    ):
-        yield "partition-inputs", _inputs(settings, data.train_x[:EXAMPLES], title, look)
     rounds = range(min(settings.rounds, ROUNDS) + 1)
     if by_round:
         drawn = [data.train_y[clients.rows(0, t)] for t in rounds[1:]]
@@ -190,61 +156,6 @@ def label_counts(
             for (x, y), count in np.ndenumerate(counts):
                 if count:  # white says that a cell is empty
                     _write(axes, x, y, count, "white" if count > 0.6 * most else "black")
-    return picture
-
-
-def _inputs(settings: Settings, examples: np.ndarray, title: str, look: Look) -> Picture:
-    """Draw examples as some clients have them."""
-    if settings.partition == "noise":
-        clients = np.unique(np.linspace(0, settings.num_clients - 1, COLUMNS).round().astype(int))
-        caption = "The same examples, with each client's noise on them."
-    else:
-        clients = np.arange(min(settings.num_clients, len(domains.DOMAINS)))
-        caption = "The same examples in each client's domain."
-    columns, names = [], []
-    for client in clients.tolist():
-        x, name = examples, f"client {client}"
-        if settings.dataset.endswith("-domains"):
-            domain = client % len(domains.DOMAINS)
-            x = domains.shifted(x, domain, settings.seed)
-            name += f": {domains.DOMAINS[domain]}"
-        if settings.partition == "noise":
-            x = shifts.noisy(x, client, settings.num_clients, settings.noise_level, settings.seed)
-            variance = shifts.noise_variance(client, settings.num_clients, settings.noise_level)
-            name += f": variance {variance:.3g}"
-        columns.append(x)
-        names.append(name)
-    return input_columns(np.stack(columns), names, look, title, caption)
-
-
-def input_columns(
-    images: np.ndarray, names: Sequence[str], look: Look, title: str, caption: str
-) -> Picture:
-    """Draw a column of images for each client, ``(clients, examples, channels, height, width)``.
-
-    With 3 channels they are in colour, else the first channel is in grey. The darkest value of all is
-    black, the brightest white. `names` stand below the columns.
-    """
-    images = images if images.shape[2] == 3 else images[:, :, :1].repeat(3, axis=2)
-    images = (images - images.min()) / max(np.ptp(images), 1e-12)
-    clients, wide = len(images), images.shape[-1]
-    gap = max(wide // 8, 1)
-    blank = max(COLUMNS - clients, 0)  # columns, so that few clients are not drawn larger
-    tiles = np.pad(images, ((0, blank), (0, 0), (0, 0), (0, gap), (0, gap)), constant_values=1.0)
-    sheet = np.concatenate(np.concatenate(tiles.transpose(0, 1, 3, 4, 2), axis=2), axis=0)
-    with drawing.style(look):
-        picture = Picture(look)
-        axes = picture.add_subplot()
-        axes.imshow(sheet, interpolation="nearest", aspect="auto")
-        axes.spines[:].set_visible(False)
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        width = picture.get_figwidth() - 2 * drawing.PAD
-        texts = [drawing.wrap(name, 0.85 * width / len(tiles)) for name in names]
-        axes.set_xticks((wide + gap) * np.arange(clients) + wide / 2, texts, parse_math=False)
-        axes.set(yticks=[])
-        height = width * sheet.shape[0] / sheet.shape[1]
-        drawing.finish(picture, axes, height, title, caption)
     return picture
 
 

@@ -35,6 +35,7 @@ def over_rounds(
     *,
     target: float | None = None,
     title: str = "",
+    heading: str = "",
     ordered: bool = False,
     interval: bool = False,
     look: Look | None = None,
@@ -54,6 +55,7 @@ def over_rounds(
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
     title : one sentence above the axes, if the look has none
+    heading : what the labels are, above their list
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours and
         the list of labels then; else the list is in the order of the lines' ends
 
@@ -112,6 +114,8 @@ def over_rounds(
             bbox_to_anchor=(1, 1),
             frameon=False,
             handlelength=2.7,
+            title=heading,
+            alignment="left",
         )
         for text in legend.get_texts():
             text.set(parse_math=False, gid="label")

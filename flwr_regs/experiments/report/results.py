@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import flwr_regs
-from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.report.terminal import columns
@@ -98,13 +98,13 @@ class Results:
         return _either(run.job[setting] for run in self.runs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each label: see :func:`flwr_regs.experiments.report.rows.rows`."""
-        return rows.rows(self.runs, self.baseline)
+        """Return a row for each label: see :func:`flwr_regs.experiments.report.metrics.rows`."""
+        return metrics.rows(self.runs, self.baseline)
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each method; accuracies are fractions.
 
-        Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
+        Its columns are those of :func:`flwr_regs.experiments.report.metrics.rows`.
         """
         import pandas as pd
 
@@ -150,6 +150,7 @@ class Results:
             y,
             target=100 * self.target if y == "accuracy" else None,
             title=self.title,
+            heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
             interval=bool(self.baseline),
             look=look,
@@ -173,12 +174,15 @@ class Results:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
 
+    def __repr__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
         cells = [self._cells(row) for row in self.rows()]
         lines = columns([[*cells[0]], *([*row.values()] for row in cells)], right=True, width=80)
         notes = [f"NOTE: {note}" for note in self.notes]
-        for text in [*self._legend(), *self.warnings(), *self._beside(), *notes]:
+        for text in [*self._legend(), *metrics.warnings(self.runs), *self._beside(), *notes]:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
@@ -190,15 +194,15 @@ class Results:
             reached += f" ({row['reached']} of {row['n']})"
         cells = {self.heading: row["method"]}
         if self.baseline:
-            cells["last 5"] = per_cent(row["last5"], row["last5_interval"])
+            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_interval"])
             first = self.baseline if len(self.baseline) <= BRIEF else "first"
-            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
+            cells[f"vs {first}"] = metrics.per_cent(row["difference"], row["difference_interval"])
         else:
-            cells["last 5"] = per_cent(row["last5"], row["last5_std"])
-            cells["final"] = per_cent(row["final"], row["final_std"])
+            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_std"])
+            cells["final"] = metrics.per_cent(row["final"], row["final_std"])
         if not several:
-            cells["best"] = per_cent(row["best"])
-        cells |= {f"to {goal}": reached, "worst": per_cent(row["worst_client"])}
+            cells["best"] = metrics.per_cent(row["best"])
+        cells |= {f"to {goal}": reached, "worst": metrics.per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
         cpu = row["processor_seconds"]
         cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
@@ -220,8 +224,8 @@ class Results:
         ):
             labels = [
                 label
-                for label, runs in rows.by_label(self.runs).items()
-                if any("personal-accuracy" in c for r in runs for c in rows.tests_of_clients(r))
+                for label, runs in metrics.by_label(self.runs).items()
+                if any("personal-accuracy" in c for r in runs for c in metrics.tests_of_clients(r))
             ]
             data = "what the clients test, a mean over clients"
             if labels:
@@ -234,10 +238,6 @@ class Results:
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]
-
-    def warnings(self) -> list[str]:
-        """Say what went wrong: see :func:`flwr_regs.experiments.report.rows.warnings`."""
-        return rows.warnings(self.runs)
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
@@ -288,13 +288,6 @@ def _either(values: Iterable[Any]) -> str:
     return " or ".join(different) if len(different) < 4 else "various"
 
 
-def per_cent(value: float | None, spread: float | None = None) -> str:
-    """Return a cell: a fraction in per cent, and its spread if there is one."""
-    if value is None:
-        return "–"
-    return f"{100 * value:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")
-
-
 def number(value: float | None) -> str:
     """Return a cell of three digits."""
     if value is None:
@@ -311,8 +304,17 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
         "command": [*command],
         "versions": installed,
         "commit": _commit(),
-        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}",
     }
+
+
+def processor() -> str:
+    """Return the processor's name, where the system tells it: equal bits need an equal processor."""
+    with suppress(OSError):  # no such file, except on Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

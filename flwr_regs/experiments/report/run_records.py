@@ -183,20 +183,20 @@ def record_path(folder: Path, label: str, seed: int) -> Path:
     return folder / "runs" / f"{file_name(label)}-seed{seed}.jsonl"
 
 
-def recorded(runs: Iterable[Run], folder: Path) -> list[RunRecord]:
-    """Return those of some runs that have trained at all, as far as they got, in order.
+def recorded(runs: Iterable[Run], folder: Path) -> dict[tuple[str, int], RunRecord]:
+    """Return (label, seed) -> record of those runs that have trained at all, as far as they got, in order.
 
     Raises ValueError for a damaged record, as :func:`read` does.
     """
-    paths = [record_path(folder, run.label, run.seed) for run in runs]
-    return [read(path) for path in paths if path.is_file()]
+    paths = {run.key: record_path(folder, *run.key) for run in runs}
+    return {key: read(path) for key, path in paths.items() if path.is_file()}
 
 
 def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
     """Return the runs that have not ended."""
     runs = [*runs]
-    ended = {(record.label, record.seed) for record in recorded(runs, folder) if record.ended}
-    return [run for run in runs if (run.label, run.seed) not in ended]
+    records = recorded(runs, folder)
+    return [run for run in runs if run.key not in records or not records[run.key].ended]
 
 
 def read(path: Path) -> RunRecord:

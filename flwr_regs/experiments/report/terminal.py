@@ -8,6 +8,11 @@ from typing import Any
 
 from flwr_regs.experiments.extras import missing_extra
 
+PLAIN: Any = dict.fromkeys(
+    ("force_terminal", "force_jupyter", "highlight", "markup", "emoji"), False
+)
+"""The same whatever the terminal: notebooks set FORCE_COLOR, which would colour files too."""
+
 
 def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0) -> list[str]:
     """Return lines of cells in columns, all but the first one to the right if asked.
@@ -32,17 +37,6 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()
-    plain = (
-        Console(  # whatever the terminal: notebooks set FORCE_COLOR, which would colour files too
-            file=out,
-            width=width or 10_000,
-            color_system=None,
-            force_terminal=False,
-            force_jupyter=False,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
-    )
+    plain = Console(file=out, width=width or 10_000, color_system=None, **PLAIN)
     plain.print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]

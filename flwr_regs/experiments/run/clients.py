@@ -8,32 +8,27 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_regs import client_app
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.flower.mods import ContextMod
+from flwr_regs.flower.app import MessageContext
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
 
-MOST_KEPT = 2**28
-"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
+MOST_KEPT = 2**30
+"""The bytes of a data set up to which a process also keeps each client's examples."""
 Examples = tuple["TensorDataset", "TensorDataset | None"]
 """What a client trains on, and what it tests on if it tests."""
 
 
 class ClientFactory:
     """Makes the clients of one run, from the run and the clients' data by value.
-
-    It keeps clients' examples as far as they fit: each client asks for its own again. What does not fit is
-    made anew, and never takes the place of what is there, since all clients have their turn before the
-    first one comes again.
 
     Parameters
     ----------
@@ -49,19 +44,13 @@ class ClientFactory:
     def __init__(self, run: Run, clients: ClientData) -> None:
         self.run, self.clients = run, clients
         self.told: Callable[[str, int], None] | None = None
-        self._round, self._kept, self._bytes = 0, dict[int, Examples](), 0
+        self._kept: dict[int, Examples] = {}
 
     def app(self) -> ClientApp:
         """Return the app of these clients."""
-        return client_app(self, mods=[ContextMod(self._with_round)])
+        return client_app(self, once=False)
 
-    def _with_round(self, message: Message, context: Context) -> Context:
-        context = with_message(message, context)
-        if self.told is not None:
-            self.told(message.metadata.message_type, int(context.run_config["round"]))
-        return context
-
-    def __call__(self, context: Context) -> NumPyClient:
+    def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``."""
         # Imported here: on a SuperNode every message starts a process that loads this file.
         from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -69,10 +58,10 @@ class ClientFactory:
         from flwr_regs.experiments.data.losses import LOSSES
 
         settings, clients = self.run.settings, self.clients
-        pid, server_round = (
-            int(context.node_config["partition-id"]),
-            int(context.run_config["round"]),
-        )
+        pid = int(context.node_config["partition-id"])
+        server_round = int(context.config.get("server-round", 0))  # a query has none
+        if self.told is not None:
+            self.told(context.message_type, server_round)
         train, test = self.examples(pid, server_round)
         # Shuffled batches; each is one indexing of the tensors.
         sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
@@ -95,17 +84,11 @@ class ClientFactory:
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
         """Return a client's training data in a round, and its test data if it tests."""
-        server_round *= self.clients.by_round
-        if server_round != self._round:
-            self._round, self._kept, self._bytes = server_round, {}, 0
-        if pid in self._kept:
-            return self._kept[pid]
-        made = self._made(pid, server_round)
-        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
-        if self._bytes + size <= MOST_KEPT:
-            self._kept[pid] = made
-            self._bytes += size
-        return made
+        if self.clients.by_round or self.clients.data.train_x.nbytes > MOST_KEPT:
+            return self._made(pid, server_round)
+        if pid not in self._kept:
+            self._kept[pid] = self._made(pid, server_round)
+        return self._kept[pid]
 
     def _made(self, pid: int, server_round: int) -> Examples:
         import torch
@@ -158,22 +141,6 @@ class ClientFactory:
         return models.build(*self.run.settings.model_arguments)
 
 
-def with_message(message: Message, context: Context) -> Context:
-    """Return the context with the message's method and round, for a function that makes clients."""
-    config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
-    current: dict[str, str | int] = {
-        "method": str(config.get("regs.method", "")),  # a query has none
-        "round": int(config.get("server-round", 0)),
-    }
-    return Context(  # Flower refuses a changed run_config; the state is the node's own
-        context.run_id,
-        context.node_id,
-        context.node_config,
-        context.state,
-        {**context.run_config, **current},
-    )
-
-
 @dataclass(frozen=True)
 class SimulatedClients:
     """The clients of runs that share their data, for a process that gets messages of any of them.
@@ -185,12 +152,12 @@ class SimulatedClients:
 
     def app(self) -> ClientApp:
         """Return the app of these clients."""
-        return client_app(self, mods=[ContextMod(with_message)])
+        return client_app(self, once=False)
 
-    def __call__(self, context: Context) -> NumPyClient:
+    def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``, of the message's method."""
         factories = _factories(self, int(context.node_config["num-partitions"]))
-        method = str(context.run_config["method"])
+        method = str(context.config.get("regs.method", ""))
         if method and method not in factories:
             raise ValueError(f"the server runs '{method}', which is none of {[*factories]}")
         return factories[method or next(iter(factories))](context)
@@ -210,10 +177,9 @@ def _of_config(config: tuple[tuple[str, Any], ...]) -> SimulatedClients:
     return SimulatedClients(tuple(experiment.tests(panel)))
 
 
-def client_fn(context: Context) -> NumPyClient:
+def client_fn(context: MessageContext) -> NumPyClient:
     """Return a client of ``flwr run``, whose run config says what is compared."""
-    config = {k: v for k, v in context.run_config.items() if k not in ("method", "round")}
-    return _of_config(tuple(config.items()))(context)
+    return _of_config(tuple(context.run_config.items()))(context)
 
 
-app = client_app(client_fn, mods=[ContextMod(with_message)])
+app = client_app(client_fn, once=False)

@@ -82,9 +82,9 @@ def execute(
     RuntimeError
         A process that trains was killed.
     """
-    known = records.recorded(runs, folder) if folder else []
-    ended = {(record.label, record.seed): record for record in known if record.ended}
-    lacking = [run for run in runs if (run.label, run.seed) not in ended]
+    known = records.recorded(runs, folder) if folder else {}
+    ended = {key: record for key, record in known.items() if record.ended}
+    lacking = [run for run in runs if run.key not in ended]
     if lacking and not progress.quiet:
         nodes = 0 if grid is None else len([*grid.get_node_ids()])
         settings = lacking[0].settings
@@ -105,13 +105,12 @@ def execute(
         trained = _in_processes(jobs, folder, progress, workers)
     else:
         trained = (train(run, folder, progress, runner, grid=grid) for run in lacking)
-    keys = [(run.label, run.seed) for run in runs]
     with progress:
         for record in trained:
             ended[record.label, record.seed] = record
             progress.ended(record.label, record.seed, record.stopped)
-            tables([ended[key] for key in keys if key in ended])
-    return [ended[key] for key in keys]
+            tables([ended[run.key] for run in runs if run.key in ended])
+    return [ended[run.key] for run in runs]
 
 
 def train(

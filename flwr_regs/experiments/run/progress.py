@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flwr_regs.experiments.experiment import Run
+
 LINES = 10
 """Plain lines for each run, about."""
 SILENCE = 2.0
@@ -19,14 +21,13 @@ class Progress:
 
     Parameters
     ----------
-    runs : sequence of (str, int, int)
-        Each run's label, seed and rounds.
+    runs : sequence of Run
     """
 
     quiet = True
 
-    def __init__(self, runs: Sequence[tuple[str, int, int]] = ()) -> None:
-        self.rounds = {(label, seed): rounds for label, seed, rounds in runs}
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self.rounds: dict[tuple[str, int], int] = {run.key: run.settings.rounds for run in runs}
         self.seen = dict.fromkeys(self.rounds, 0)
         self.first: tuple[float, int] | None = None  # the first news: its time, the rounds done
 
@@ -99,7 +100,7 @@ class Bars(Progress):
 
     quiet = False
 
-    def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__(runs)
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -186,7 +187,7 @@ class Heartbeat:
             self._tell(text)
 
 
-def progress(runs: Sequence[tuple[str, int, int]]) -> Progress:
+def progress(runs: Sequence[Run]) -> Progress:
     """Return bars if standard output is a terminal, else lines."""
     return Bars(runs) if sys.stdout.isatty() else Lines(runs)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 
+from flwr_regs import StackedGrid
 from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.estimate import try_out
+from flwr_regs.experiments.run.process_state import quiet, threads
 
 MARGIN = 1.2
 """The memory that is asked for, over what was seen: an allocator's needs differ from round to round."""
+ROUNDS = 4
+"""Of a stack, with and without ``torch.compile``."""
 STEPS = 100
 """A GPU's shares are rounded up to a multiple of 1 / STEPS."""
 
@@ -29,12 +36,15 @@ class Taken:
         The most bytes that the process has had in memory, with torch and the data.
     gpu_used, gpu_total : int
         The most bytes in use on the GPU, with the process' CUDA context; the GPU's bytes. 0 without one.
+    compiling : str
+        What ``StackedGrid(compile=True)`` gains a cohort of the run.
     """
 
     seconds: float
     resident: int
     gpu_used: int = 0
     gpu_total: int = 0
+    compiling: str = ""
 
     @property
     def gpus(self) -> float:
@@ -58,6 +68,7 @@ class Taken:
             f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
             f"for its process\n{memory}\n"
             f'--federation-config "num-supernodes={clients} {option}"'
+            + (f"\n{self.compiling}" if self.compiling else "")
         )
 
 
@@ -69,7 +80,38 @@ def measure(run: Run) -> Taken:
     """
     entry = try_out(run)
     spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
-    return Taken(spent / len(entry["cohort"]), _resident(), *_gpu())
+    return Taken(spent / len(entry["cohort"]), _resident(), *_gpu(), compiling(run))
+
+
+def compiling(run: Run) -> str:
+    """Return from how many rounds on ``StackedGrid(compile=True)`` pays for a run, as measured."""
+    plain, compiled = (_stacked(run, compile=way) for way in (False, True))
+    if plain is None or compiled is None:
+        return "in a stack: clients of this run train one by one"
+    (first, *later), (first_compiled, *later_compiled) = plain, compiled
+    before, after = min(later), min(later_compiled)
+    text = f"a cohort in a stack: {before:.2g} s a round, {after:.2g} s with compile=True"
+    if after >= before:
+        return f"{text}, which does not pay"
+    rounds = max(math.ceil((first_compiled - first) / (before - after)), 1)
+    return f"{text}, which pays from {rounds} rounds on"
+
+
+def _stacked(run: Run, compile: bool) -> list[float] | None:
+    """Return the seconds of some rounds in a stack; None if its clients train one by one."""
+    settings = replace(run.settings, rounds=ROUNDS, drop_out=0.0)
+    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
+    strategy = factory.run.strategy()
+    strategy.fraction_evaluate = 0.0
+    grid = StackedGrid(factory.app(), settings.num_clients, check=False, compile=compile)
+    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+        strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(factory.new_model().state_dict()),
+            num_rounds=ROUNDS,
+            train_config=ConfigRecord(settings.train_config),
+        )
+    return None if grid.fallbacks else [e["seconds"]["clients"] for e in strategy.history]
 
 
 def _resident() -> int:

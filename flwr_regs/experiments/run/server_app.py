@@ -50,7 +50,7 @@ def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
         assert client_data_of(settings, clients).parts  # raises for a partition that is impossible
     except ValueError as error:
         raise ValueError(". NOTE: ".join([str(error), *notes])) from error
-    progress = Lines([(run.label, run.seed, settings.rounds) for run in runs])
+    progress = Lines(runs)
     for note in notes:
         progress.say(f"NOTE: {note}")
     records = execute(

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
 from flwr_regs.experiments.report.folders import CannotWrite, writing
-from flwr_regs.experiments.report.rows import on_clients
+from flwr_regs.experiments.report.metrics import on_clients
 from flwr_regs.experiments.report.run_records import (
     Recorder,
     RunRecord,
@@ -95,7 +95,7 @@ class Trainer:
 
     def _at(self, server_round: int, phase: str = "train") -> str:
         """Say what the clients do in a round; nothing behind the last one."""
-        rounds = self.run.settings.rounds
+        rounds: int = self.run.settings.rounds
         return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
     def train(self, grid: Grid, on_round: OnRound, clock: Callable[[], float] | None) -> RunRecord:
@@ -173,8 +173,8 @@ class Trainer:
             return None
         with suppress(CheckpointError):
             checkpoint = latest(checkpoints)
-            test = [point for record in recorded([self.run], self.folder) for point in record.test]
-            points = [point for point in test if point["round"] <= checkpoint.round]
+            (record,) = recorded([self.run], self.folder).values() or [self.record]
+            points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
                 return checkpoint.path

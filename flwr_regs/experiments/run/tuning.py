@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from flwr_regs.experiments.experiment import Experiment, Panel, trial_label
-from flwr_regs.experiments.report.rows import last
+from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.space import Point, shown
 
 
-def chosen(experiment: Experiment, panel: Panel, records: Sequence[RunRecord]) -> dict[str, Point]:
+def chosen(experiment: Experiment, panel: Panel, records: Iterable[RunRecord]) -> dict[str, Point]:
     """Return label -> the point with the highest mean of the last five rounds on held-out data.
 
     A point of which a run diverged is not chosen. RuntimeError if a method has no other.
     """
-    best = {}
+    best, records = {}, [*records]
     for label, row in experiment.rows_of(panel).items():
         tried = experiment.points_of(row)
         scores = []

@@ -5,10 +5,13 @@ A simulation may have 100,000 clients and let 1,000 of them train: the others co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Context, RecordDict
+
+from flwr_regs.flower.node import copied
+from flwr_regs.wire.records import identity
 
 
 class Contexts(Mapping[int, Context]):
@@ -59,6 +62,10 @@ class Contexts(Mapping[int, Context]):
             raise KeyError(node)
         return {"partition-id": self._nodes.index(node), "num-partitions": len(self._nodes)}
 
+    def identities(self, nodes: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return what these nodes say of themselves."""
+        return {node: identity(self.node_config(node)) for node in nodes}
+
     def snapshot(self) -> dict[int, RecordDict]:
         """Return copies of the states that hold something, by node id.
 
@@ -66,10 +73,7 @@ class Contexts(Mapping[int, Context]):
         """
         held = {node: context.state for node, context in self._made.items() if context.state}
         states = dict.fromkeys((self._nodes[0], self._nodes[-1]), RecordDict()) | held
-        return {
-            node: RecordDict({k: r.copy() for k, r in states[node].items()})
-            for node in sorted(states)
-        }
+        return {node: copied(states[node]) for node in sorted(states)}
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot, which does not change; raise ValueError if it is of other clients."""
@@ -80,10 +84,7 @@ class Contexts(Mapping[int, Context]):
             raise ValueError(
                 f"the checkpoint holds the state of {count} clients, but this grid has {len(self)}"
             )
-        copies = {
-            node: RecordDict({k: r.copy() for k, r in state.items()})
-            for node, state in states.items()
-        }
+        copies = {node: copied(state) for node, state in states.items()}
         for node, context in self._made.items():
             context.state = copies.get(node, RecordDict())
         for node, state in copies.items():

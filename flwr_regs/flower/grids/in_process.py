@@ -18,10 +18,10 @@ from flwr_regs.flower.grids.contexts import Contexts
 from flwr_regs.flower.grids.grid_network import OURS, GridNetwork
 from flwr_regs.flower.grids.local_clients import LocalClients
 from flwr_regs.flower.grids.workers import Workers, served
+from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import Term
-from flwr_regs.wire.records import identity
 
 FIRST = 1000
 """The node id of the first client."""
@@ -192,7 +192,7 @@ class InProcessGrid(Grid):
         """
         if type(self._app) not in (NumPyClientApp, RegClientApp):
             return None
-        return {node: identity(self._contexts.node_config(node)) for node in nodes}
+        return self._contexts.identities(nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
@@ -206,7 +206,7 @@ class InProcessGrid(Grid):
     def _serve(self, message: Message, app: ClientApp) -> str:
         """Run the client that a message is for, and keep its reply; return the message's id."""
         sent, context = message.content, self._contexts[message.metadata.dst_node_id]
-        message.content = RecordDict({k: r.copy() for k, r in sent.items()})
+        message.content = copied(sent)
         try:
             return self._keep(message, served(app, message, context))
         finally:

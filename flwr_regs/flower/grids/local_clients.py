@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.member import Identity
@@ -16,11 +16,11 @@ from flwr_regs.cohort.network import Node
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.contexts import Contexts
-from flwr_regs.flower.node import NodeState
+from flwr_regs.flower.node import NodeState, copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.records import from_record, identity, to_record
+from flwr_regs.wire.records import from_record, to_record
 
 OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
 """What a client that trains as every RegClient does has from RegClient."""
@@ -33,7 +33,7 @@ class LocalClients:
     ----------
     contexts : Contexts
     source : Clients or NumPyClientApp
-        Whose `client_fn` makes each client once; with mods, for each message.
+        Whose `client_fn` makes each client.
     who : Identity
         The strategy's method, for `Clients`.
     ask : callable
@@ -55,7 +55,6 @@ class LocalClients:
         self.asking = False  # while messages are on their way
         self._nodes: dict[int, Node] = {}
         self._clients: dict[int, Any] = {}
-        self._plain: dict[type, str] = {}  # why clients of a class need messages; "": they do not
         self._withholds = any(issubclass(t, Withholds) for t in who.terms)
 
     def node_ids(self) -> Collection[int]:
@@ -64,7 +63,7 @@ class LocalClients:
 
     def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
         """Return what these nodes say of themselves."""
-        return {node: identity(self._contexts.node_config(node)) for node in nodes}
+        return self._contexts.identities(nodes)
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> Client | None:
         """Return a client; None if messages alone reach it."""
@@ -72,12 +71,14 @@ class LocalClients:
             return self._simulated(self._source, pid, config)
         if kind == keys.LABELS:  # only the client says whether it shares them
             return None
-        made = self._made(self._source, pid, kind, config)
-        if why := self._needs_messages(made):
-            if kind in ("train", keys.PROBE):
-                self._refused(why)
-            return None
-        return made  # type: ignore[no-any-return]
+        made, why = self._made(self._source, pid, kind, config), ""
+        if not isinstance(made, RegClient):
+            why = f"{type(made).__name__} is no client of this package"
+        elif own := made.overrides(*OVERRIDES):
+            why = f"{type(made).__name__} has a {own[0]} of its own"
+        if why and kind in ("train", keys.PROBE):
+            self._refused(why)
+        return None if why else made
 
     def _simulated(self, source: Clients, pid: int, config: Mapping[str, Any]) -> OneClient:
         if (client := self._clients.get(pid)) is None:
@@ -92,41 +93,19 @@ class LocalClients:
             client.model.load_state_dict(self._source.initial())
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
-        """Return what `client_fn` makes; once, if no mod changes its context with each message."""
+        """Return what `client_fn` makes; once, if the app does not say otherwise."""
         if pid in self._clients:
             return self._clients[pid]
         context = self._contexts.of_partition(pid)
-        before = {key: record.copy() for key, record in context.state.items()}
+        before = copied(context.state)
         try:
-            if not app.own_mods:
-                made = self._clients[pid] = app.client_fn(context)
-                return made
-            return self._made_for(app, context, kind, config)
+            made = app.made(context, kind, config)
         except Exception:  # whatever the user's code raises
-            context.state = RecordDict(before)
+            context.state = before
             raise
-
-    @staticmethod
-    def _made_for(
-        app: NumPyClientApp, context: Context, kind: str, config: Mapping[str, Any]
-    ) -> Any:
-        """Return what `client_fn` makes of the context that the mods change."""
-        content = RecordDict({keys.CONFIG: ConfigRecord({**config})})
-        message = Message(content, context.node_id, kind)
-        for mod in app.own_mods:
-            context = mod.change(message, context)  # type: ignore[attr-defined]
-        return app.client_fn(context)
-
-    def _needs_messages(self, client: Any) -> str:
-        """Return why a client does not train as every RegClient does; "" if it does."""
-        if not isinstance(client, RegClient):
-            return f"{type(client).__name__} is no client of this package"
-        kind, name = type(client), type(client).__name__
-        if kind not in self._plain:
-            changed = [m for m in OVERRIDES if getattr(kind, m) is not getattr(RegClient, m)]
-            self._plain[kind] = f"{name} has a {changed[0]} of its own" if changed else ""
-        own = [m for m in OVERRIDES if m in vars(client)]
-        return self._plain[kind] or (f"{name} has a {own[0]} of its own" if own else "")
+        if app.once:
+            self._clients[pid] = made
+        return made
 
     def node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""

@@ -16,7 +16,6 @@ from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.grids.in_process import InProcessGrid
-from flwr_regs.flower.mods import ContextMod
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import Term
@@ -145,5 +144,4 @@ class StackedGrid(InProcessGrid):
             return ""
         if not isinstance(self._source, NumPyClientApp):
             return "only an app of client_app(client_fn) shows its clients"
-        others = [m for m in self._source.own_mods if not isinstance(m, ContextMod)]
-        return "the app has mods" if others else ""
+        return "the app has mods" if self._source.own_mods else ""

@@ -60,7 +60,6 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
     name: ClassVar[str] = "fedadamw"
     keeps_delta: ClassVar[bool] = True
     keeps_update: ClassVar[bool] = True
-    squares: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("scaffold", "gradient-tracking", "fedadc", "fednova", "mime", "mime-lite"),
         "FedAdamW's clients run AdamW, but the other counts on steps of SGD: keep one",

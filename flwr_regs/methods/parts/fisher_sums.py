@@ -39,7 +39,6 @@ class FisherSums(Term, Folds, Checks):
     """
 
     keeps_delta: ClassVar[bool] = True
-    squares: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
     ranges: ClassVar[Mapping[str, Range]] = {
@@ -101,6 +100,13 @@ class FisherSums(Term, Folds, Checks):
         )
         if negative := [k for k, a in upload.items() if k.startswith("U.") and (a < 0).any()]:
             raise ValueError(f"'{negative[0]}' holds negative squares")
+
+    def tolerance(self, upload: Slot, lr: float | None) -> float:
+        """Squares: 1,000² times. But 10 times if the pull by this client's alone is no stable step."""
+        scale = dict(zip("UV", upload.get("scale", (1, 1)), strict=True))
+        sizes = [abs(a).max(initial=0) * scale[k[0]] for k, a in upload.items() if k[0] in "UV"]
+        pull = (lr or 0.0) * self.times * self.lam * float(max(sizes, default=0))
+        return 10.0 if pull >= 2 and not self.implicit else 1e6
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext

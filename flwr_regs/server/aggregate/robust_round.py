@@ -15,8 +15,7 @@ clients' first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from flwr_regs.server.aggregate.aggregators import (
     Vectors,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, summed_dtype
-from flwr_regs.server.aggregate.weights import UnusableReplies
+from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, summed_dtype
+from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
@@ -60,40 +59,31 @@ class RobustMeans:
         self.selected: list[int] | None = None
         self.bounded: set[int] = set()
 
-    def delta(
-        self,
-        base: Mapping[str, np.ndarray],
-        replies: Mapping[int, Reply],
-        weights: Mapping[int, float],
-        scaled: Mapping[int, float],
-        fixed: Collection[str],
-    ) -> dict[str, Any]:
+    def delta(self, updates: Updates) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
-        ratio = np.array([[scaled[p] / weights[p]] for p in replies])
+        base, replies = updates.base, updates.replies
+        pids, share = list(replies), np.array([updates.weights[p] for p in replies])
+        ratio = np.array([[updates.scaled[p] / updates.weights[p]] for p in pids])
         # all updates are read together, and more than once
         opened = {p: r.open for p, r in replies.items()}
         moves = {n: Moves(n, w, opened) for n, w in base.items()}
-        pids, share = list(replies), np.array([weights[p] for p in replies])
-        trained = {n: w.size for n, w in base.items() if n not in fixed}
-        updates = Vectors(
+        trained = {n: base[n].size for n in updates.trained}
+        vectors = Vectors(
             pids,
             trained,
             lambda name, part: ratio * moves[name].read(pids, part),
             np.result_type(np.float16, *(summed_dtype(base[n]) for n in trained)),
         )
-        aggregate = self._aggregate(self._aggregator, updates, share)
+        aggregate = self._aggregate(self._aggregator, vectors, share)
         self.selected = None if aggregate.selected is None else sorted(aggregate.selected)
         self.bounded = set(aggregate.bounded)
         parts = _split(aggregate.vector, trained)
-        for name in base.keys() & fixed:
+        for name in base.keys() & updates.fixed:
             buffers = Vectors(
                 pids, {name: base[name].size}, lambda name, part: moves[name].read(pids, part)
             )
             parts[name] = self._beside(buffers, share).vector
-        return {
-            n: parts[n].astype(summed_dtype(w), copy=False).reshape(w.shape)
-            for n, w in base.items()
-        }
+        return {n: in_shape(parts[n], w) for n, w in base.items()}
 
     def members(self, pids: Iterable[int]) -> list[int]:
         """Return the clients whose values count; all of them if the aggregator does not choose."""
@@ -102,15 +92,20 @@ class RobustMeans:
     def aggregated(self, values: Mapping[int, Slot]) -> Slot:
         """Return the robust mean of one dict of arrays a client, taken as one vector: ``ctx.aggregated``.
 
-        All must have the same keys and shapes. Floats keep their dtype.
-        Raises TooFewVectors for fewer clients than the aggregator needs.
+        Floats keep their dtype. Raises ValueError unless all have the same keys and shapes, and
+        TooFewVectors for fewer clients than the aggregator needs.
         """
         like = {key: np.asarray(a) for key, a in next(iter(values.values()), {}).items()}
-        rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
         sizes = {key: a.size for key, a in like.items()}
+        rows = {p: {key: np.asarray(a) for key, a in v.items()} for p, v in values.items()}
+        shapes = {key: a.shape for key, a in like.items()}
+        if any({key: a.shape for key, a in row.items()} != shapes for row in rows.values()):
+            raise ValueError(f"other arrays than {shapes}, which another client sent")
 
         def read(key: str, part: slice) -> np.ndarray:
-            return np.stack([row[key][part] for row in rows.values()]).astype(np.float64)
+            return np.stack([row[key].reshape(-1)[part] for row in rows.values()]).astype(
+                np.float64
+            )
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
@@ -125,7 +120,6 @@ class RobustMeans:
 
         `each` has what `fold` makes of one client alone, by partition id and term name. Entries that a
         term does not add up are notes of single clients; those of the clients that count are kept.
-        Raises UnusableReplies for clients with other arrays than most.
         """
         out: dict[str, Slot] = {}
         for t in chain.terms:
@@ -133,13 +127,6 @@ class RobustMeans:
                 continue
             folded = {pid: slots[t.name] for pid, slots in each.items()}
             added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
-            kinds = {p: sorted((k, np.shape(a)) for k, a in v.items()) for p, v in added.items()}
-            usual = Counter(map(repr, kinds.values())).most_common(1)[0][0]
-            if wrong := [p for p, kind in kinds.items() if repr(kind) != usual]:
-                why = (
-                    f"what '{t.name}' adds up has other arrays than most clients': expected {usual}"
-                )
-                raise UnusableReplies(dict.fromkeys(wrong, why))
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(folded)
             out[t.name] = total | {

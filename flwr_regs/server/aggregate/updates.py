@@ -1,13 +1,14 @@
 """The clients' updates, ``v_k − w_t`` in float64, read from views of what the clients sent.
 
 They are read in pieces, so that no array of a model's size is made beside the result. What came in half
-precision is widened piece by piece too, and an update that came in a method's code is decoded for one
+precision is widened piece by piece too, and an update that came in a method's code is made whole for one
 client at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.pieces import pieces, square_sum
 from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.rows import Row
 
 WHOLE = slice(None)
 TOGETHER = 32
 """Clients whose pieces are read and summed at a time."""
+OPENED = 2**20
+"""Entries of updates that are made whole at a time, if one has no more."""
 
 
 class Moves:
@@ -41,19 +45,20 @@ class Moves:
         self._delta = {
             pid: r.delta[name].reshape(-1) for pid, r in replies.items() if name in r.delta
         }
-        self._sent = {
-            pid: _as_sent(r.arrays, name)
-            for pid, r in replies.items()
-            if name in r.arrays and name not in r.delta
-        }
+        sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
+        self._rows = {p: arrays for p, arrays in sent.items() if isinstance(arrays, Row)}
+        self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
     def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
         """Return some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
         base = self._w[part].astype(np.float64)
         rows = np.empty((len(pids), base.size))
+        stacks: dict[int, list[tuple[int, Row]]] = {}
         with np.errstate(invalid="ignore"):  # inf − inf
-            for row, pid in zip(rows, pids, strict=True):
-                if pid in self._delta:
+            for place, (row, pid) in enumerate(zip(rows, pids, strict=True)):
+                if (of_stack := self._rows.get(pid)) is not None:
+                    stacks.setdefault(id(of_stack.stack), []).append((place, of_stack))
+                elif pid in self._delta:
                     row[:] = self._delta[pid][part]
                 elif pid in self._sent:
                     vector, widen = self._sent[pid]
@@ -61,13 +66,17 @@ class Moves:
                     row -= base
                 else:
                     row[:] = 0.0
+            for together in stacks.values():
+                table = together[0][1].stack.table(self.name)
+                places = [place for place, _ in together]
+                rows[places] = table[[row.at for _, row in together], part] - base
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
 
     def came_from(self, pid: int) -> bool:
         """Whether a client sent the array."""
-        return pid in self._sent or pid in self._delta
+        return pid in self._rows or pid in self._sent or pid in self._delta
 
 
 def _as_sent(
@@ -78,49 +87,78 @@ def _as_sent(
     return raw.reshape(-1), widen
 
 
-def mean_delta(
-    base: Mapping[str, np.ndarray],
-    replies: Mapping[int, Reply],
-    weights: Mapping[int, float],
-    scaled: Mapping[int, float],
-    fixed: Collection[str],
-    squares: dict[str, dict[int, float]] | None = None,
-) -> dict[str, np.ndarray]:
-    """Return the weighted sums of the updates: `scaled` weighs trained arrays, `weights` the `fixed` ones.
+@dataclass(frozen=True)
+class Updates:
+    """A round's replies, the model that they began from, and what each weighs.
 
-    Sums in float64 and in the order of `replies`, so that the order of arrival does not matter and a small
-    update is not lost beside a large weight. Floats come back in their own dtype, integers and booleans in
-    float64, since their mean need not be whole. This is a `MeanOfUpdates`.
+    Attributes
+    ----------
+    base : mapping
+        ``w_t`` as the clients got it.
+    replies : mapping of int to Reply
+        By partition id.
+    weights, scaled : mapping of int to float
+        ``p_k``, which weighs arrays that are not trained, and ``ω_k``, which weighs the trained ones.
+    fixed : collection of str
+        The names of the arrays that are not trained.
+    """
+
+    base: Mapping[str, np.ndarray]
+    replies: Mapping[int, Reply]
+    weights: Mapping[int, float]
+    scaled: Mapping[int, float]
+    fixed: Collection[str]
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the trained arrays."""
+        return [n for n in self.base if n not in self.fixed]
+
+
+MeanOfUpdates = Callable[[Updates], dict[str, np.ndarray]]
+"""Makes of updates what :func:`mean_delta` does, or another mean in its place."""
+
+
+def mean_delta(
+    updates: Updates, squares: dict[str, dict[int, float]] | None = None
+) -> dict[str, np.ndarray]:
+    """Return ``Σ ω_k (v_k − w_t)`` of trained arrays, and ``Σ p_k (v_k − w_t)`` of the others.
+
+    Sums in float64 and in the order of the replies, so that the order of arrival does not matter and a
+    small update is not lost beside a large weight. Floats come back in their own dtype, integers and
+    booleans in float64, since their mean need not be whole.
 
     `squares`, if given, is filled in: array -> client -> the squared length of its ``v_k − w_t``.
     """
-
-    by = {n: {p: (weights if n in fixed else scaled)[p] for p in replies} for n in base}
+    base, replies = updates.base, updates.replies
     lengths = {n: dict.fromkeys(replies, 0.0) for n in base}
     if squares is not None:
         squares |= lengths
     coded = any(r.coded is not None for r in replies.values())
     wide = np.dtype(np.float64)
     totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
-    # a coded update is decoded here, and forgotten before the next
-    groups = ({pid: reply.open} for pid, reply in replies.items()) if coded else iter([replies])
-    for group in groups:
+    # a coded update is made whole here, and forgotten before others are
+    for group in _opened(base, replies) if coded else iter([replies]):
         for name, w in base.items():
+            weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
             senders = [pid for pid in group if moves.came_from(pid)]
             for part in pieces(w.size):
                 total = np.zeros(w.reshape(-1)[part].size)
                 for first in range(0, len(senders), TOGETHER):
-                    pids = senders[first : first + TOGETHER]
-                    rows = moves.read(pids, part)
-                    total += np.einsum("k,kj->j", [by[name][p] for p in pids], rows)
-                    for pid, row in zip(pids, rows, strict=True):
-                        lengths[name][pid] += float(np.dot(row, row))
+                    some = senders[first : first + TOGETHER]
+                    rows = moves.read(some, part)
+                    total += np.einsum("k,kj->j", [weights[p] for p in some], rows)
+                    of_each = np.einsum("kj,kj->k", rows, rows).tolist()
+                    for pid, square in zip(some, of_each, strict=True):
+                        lengths[name][pid] += square
                 totals[name][part] += total
-    return {
-        n: totals.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
-        for n, w in base.items()
-    }
+    return {n: in_shape(totals.pop(n), w) for n, w in base.items()}
+
+
+def in_shape(total: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return a vector that was summed as the mean of an array: in its shape, and the dtype of its mean."""
+    return total.astype(summed_dtype(w), copy=False).reshape(w.shape)
 
 
 def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
@@ -130,14 +168,32 @@ def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
 
 def update_of(
     reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and ``v_k − w_t`` of each trained array of a client, in float64."""
-    alone = {0: reply.open}
-    for name, w in base.items():
-        if name not in fixed:
-            yield name, Moves(name, w, alone).read([0]).reshape(w.shape)
+) -> dict[str, np.ndarray]:
+    """Return ``v_k − w_t`` of each trained array of a client, in float64."""
+    ((_, update),) = each_update({0: reply}, base, fixed)
+    return update
+
+
+def each_update(
+    replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield each client's id and its :func:`update_of`; those of small models are read together."""
+    for group in _opened(base, replies):
+        rows = {n: Moves(n, w, group).read([*group]) for n, w in base.items() if n not in fixed}
+        for k, pid in enumerate(group):
+            yield pid, {n: moves[k].reshape(base[n].shape) for n, moves in rows.items()}
+
+
+def _opened(
+    base: Mapping[str, np.ndarray], replies: Mapping[int, Reply]
+) -> Iterator[dict[int, Reply]]:
+    """Yield the replies in their order, some at a time, with coded updates made whole."""
+    pids = list(replies)
+    step = max(1, min(TOGETHER, OPENED // max(sum(w.size for w in base.values()), 1)))
+    for first in range(0, len(pids), step):
+        yield {p: replies[p].open for p in pids[first : first + step]}
 
 
 def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:
     """Return ``‖v_k − w_t‖`` over all trained arrays as one vector."""
-    return float(np.sqrt(sum(square_sum(move) for _, move in update_of(reply, base, fixed))))
+    return float(np.sqrt(sum(map(square_sum, update_of(reply, base, fixed).values()))))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_norm
-from flwr_regs.server.failures import culprits
+from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
@@ -65,14 +65,6 @@ def bounded_shares(weights: Mapping[int, float], most: float | None) -> Mapping[
     return {**weights, **{k: min(positive[k], unit * share) for k, share in shares.items()}}
 
 
-class UnusableReplies(Exception):
-    """Replies that a term cannot work with: partition id -> why."""
-
-    def __init__(self, why: Mapping[int, str]) -> None:
-        super().__init__(dict(why))
-        self.why = dict(why)
-
-
 @dataclass(frozen=True)
 class Stats:
     """What the server measured of one reply: see :class:`flwr_regs.term.ReplyStats`."""
@@ -96,20 +88,19 @@ class Stats:
 
     @property
     def _steps(self) -> tuple[int, int]:
-        if self._reply.steps is None:
-            raise UnusableReplies(
-                {self._pid: f"it reports no steps, which the method reads; {STEPS}"}
-            )
-        return self._reply.steps
+        return self._reply.steps or self._unusable(
+            f"it reports no steps, which the method reads; {STEPS}"
+        )
 
     @property
     def loss(self) -> float:
         loss = self._reply.metrics.get("train-loss")
         if not isinstance(loss, int | float) or not abs(loss) <= LARGEST:
-            raise UnusableReplies(
-                {self._pid: f"its train-loss is {loss!r:.40}, which the method reads"}
-            )
+            self._unusable(f"its train-loss is {loss!r:.40}, which the method reads")
         return float(loss)
+
+    def _unusable(self, why: str) -> NoReturn:
+        raise UnusableReplies({self._pid: why})
 
     @cached_property
     def norm(self) -> float:
@@ -172,15 +163,16 @@ def update_weights(
             raise TypeError(f"the weights {wrong} are no usable numbers")
         return numbers
 
+    why = f"weigh of '{weigher.name}' fails"
     try:
-        return weigh(list(replies))
+        scaled, wrong = without_culprits(replies, weigh, why, (UnusableReplies,))
     except UnusableReplies:
         raise
     except Exception as error:
-        why = f"weigh of '{weigher.name}' fails"
-        if wrong := culprits(replies, weigh, why, (UnusableReplies,)):
-            raise UnusableReplies(wrong) from error
         raise ValueError(f"{why}: {described(error)}") from error
+    if wrong:
+        raise UnusableReplies(wrong)
+    return scaled
 
 
 def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
@@ -189,10 +181,3 @@ def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
     weights = {p: ctx.weights[p] / total for p in pids}
     measured = {p: r for p, r in ctx.replies.items() if p in pids}
     return replace(ctx, weights=weights, replies=measured)
-
-
-MeanOfUpdates = Callable[..., dict[str, Any]]
-"""A mean of the replies: (model, replies, ``p_k``, ``ω_k``, names that are not trained) -> ``Δ``.
-
-``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.
-"""

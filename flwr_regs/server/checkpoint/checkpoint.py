@@ -1,13 +1,14 @@
-"""Checkpoints on the disk: a folder for each, written as a whole or not at all, and checked when read.
+"""Checkpoints on the disk: a file for each, written as a whole or not at all, and checked when read.
 
-| file                   | what it holds                                                              |
-| ``state.json``         | what the server keeps between rounds, as values.py writes it               |
-| ``history.jsonl``      | the history, a line for each round                                         |
-| ``arrays.safetensors`` | the arrays and bytes of the state                                          |
-| ``manifest.json``      | format, round, versions; sizes and SHA-256 of the others, and of itself    |
+``round-000012`` is the SHA-256 of the rest, a line end, and a safetensors file, in which are as bytes
 
-A checkpoint is written into a folder beside its place, synced, and then moved there. So a crash leaves the
-checkpoints that were there. The last two are kept. A lock keeps a second run out.
+| ``manifest`` | kind, format, round, versions                                |
+| ``state``    | what the server keeps between rounds, as values.py writes it |
+| ``history``  | the history, a line for each round                           |
+
+and, under names of their own, the arrays and bytes of the state. A file is written beside its place,
+synced, and then moved there: a crash leaves the checkpoints that were there. The last two are kept. A lock
+keeps a second run out.
 """
 
 from __future__ import annotations
@@ -18,28 +19,24 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
+import numpy as np
 
 from flwr_regs.server.checkpoint.values import Store, from_json, to_json
-from flwr_regs.wire.arrays import pack
-from flwr_regs.wire.files import claim, sync_folder, write_synced
+from flwr_regs.wire.arrays import pack, unpack
+from flwr_regs.wire.files import claim, write_atomically
 
 LOG = logging.getLogger("flwr")
 KIND = "flwr_regs checkpoint"
 FORMAT = 1
-"""Version of the layout above; newer ones are refused."""
+"""Version of the layout above; newer ones are refused. All have the digest and a manifest."""
 KEPT = 2
-STATE, HISTORY, ARRAYS, MANIFEST = (
-    *("state.json", "history.jsonl", "arrays.safetensors", "manifest.json"),
-)
-PART, OLD = ".part-", ".old-"
+MANIFEST, STATE, HISTORY = "manifest", "state", "history"
 _NAME = re.compile(r"round-(\d{6,})")
 
 
@@ -58,7 +55,7 @@ class Checkpoint:
     Attributes
     ----------
     path, round : Path, int
-        Its folder, and the last round that it holds.
+        Its file, and the last round that it holds.
     state, history : dict, list of dict
     versions : dict of str to str
         Library -> its version when this was written.
@@ -91,10 +88,10 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
         No such folder, no checkpoint in it, one of a newer format, or none that is not damaged.
     """
     path = Path(folder)
+    if path.is_file():
+        return read(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder: there is no checkpoint to resume from")
-    if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
-        return read(path)
     try:
         checkpoints, names = rounds_in(path), os.listdir(path)
     except OSError as error:
@@ -103,7 +100,7 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
         others = sorted(n for n in names if not n.startswith("."))
         holds = f"only {', '.join(others[:3])}{', …' if len(others) > 3 else ''}"
         raise CheckpointError(
-            f"{path} holds no checkpoint, {holds if others else 'it is empty'}; a checkpoint is a folder "
+            f"{path} holds no checkpoint, {holds if others else 'it is empty'}; a checkpoint is a file "
             "such as round-000012"
         )
     damaged = []
@@ -120,16 +117,9 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def rounds_in(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a folder by their rounds, damaged ones too.
-
-    One that was moved away for a successor that never came counts: the process died between two moves.
-    """
-    checkpoints: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):  # ".old-" sorts first
-        match = _NAME.fullmatch(path.name.removeprefix(OLD))
-        if match and path.is_dir():
-            checkpoints[int(match[1])] = path
-    return checkpoints
+    """Return the checkpoints of a folder by their rounds, damaged ones too."""
+    named = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
+    return {int(match[1]): path for path, match in named.items() if match}
 
 
 def read(path: Path) -> Checkpoint:
@@ -137,43 +127,14 @@ def read(path: Path) -> Checkpoint:
 
     Raises CheckpointError if it is of a newer format, and DamagedCheckpoint if it is not as it was written.
     """
-    manifest = _manifest(path)
-    for name, (size, digest) in manifest["files"].items():
-        try:
-            with open(path / name, "rb") as file:
-                held = hashlib.file_digest(file, "sha256").hexdigest()
-                length = file.tell()
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path} is damaged: {name}: {error.strerror}") from error
-        if (length, held) != (size, digest):
-            raise DamagedCheckpoint(
-                f"{path} is damaged: {name} has {length:,} bytes, other ones than the {size:,} that were "
-                "written"
-            )
     try:
-        arrays = safetensors.numpy.load_file(path / ARRAYS)
-        state = from_json(json.loads((path / STATE).read_text()), arrays)
-        lines = (path / HISTORY).read_text().split("\n")[:-1]
-        history = [from_json(json.loads(line), {}) for line in lines]
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    return Checkpoint(path, manifest["round"], state, history, manifest["versions"])
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        text = (path / MANIFEST).read_bytes()
+        digest, _, body = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"{path} is damaged, or no checkpoint: {MANIFEST}: {error.strerror}"
-        ) from error
-    try:
-        manifest = json.loads(text)
-        if text != _sealed(manifest):
-            raise ValueError
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        why = f"{path} is damaged: {MANIFEST} is not as it was written"
-        raise DamagedCheckpoint(why) from None
+        raise DamagedCheckpoint(f"{path} is damaged: {error.strerror}") from error
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise DamagedCheckpoint(f"{path} is damaged: its bytes are not those that were written")
+    arrays = unpack(body)
+    manifest = json.loads(arrays.pop(MANIFEST).tobytes())
     if manifest["kind"] != KIND:
         raise CheckpointError(f"{path} is a {manifest['kind']!r}, not a {KIND!r}")
     if manifest["format"] > FORMAT:
@@ -181,14 +142,21 @@ def _manifest(path: Path) -> dict[str, Any]:
             f"{path} has format {manifest['format']}, written by flwr_regs "
             f"{manifest['versions'].get('flwr-regs')}; this version reads formats up to {FORMAT}"
         )
-    return manifest  # type: ignore[no-any-return]
+    number, match = manifest["round"], _NAME.fullmatch(path.name)
+    if match and int(match[1]) != number:
+        raise DamagedCheckpoint(f"{path} is damaged: it holds round {number}")
+    state, history = (arrays.pop(name).tobytes() for name in (STATE, HISTORY))
+    entries = [from_json(json.loads(line), {}) for line in history.splitlines()]
+    return Checkpoint(
+        path, number, from_json(json.loads(state), arrays), entries, manifest["versions"]
+    )
 
 
-def _sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return a manifest's text, which ends with the digest of the rest. Every format keeps this."""
-    rest = {k: v for k, v in manifest.items() if k != "digest"}
-    digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()
-    return (json.dumps({**rest, "digest": digest}, indent=1) + "\n").encode()
+def written(content: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[bytes, bytes]:
+    """Return a checkpoint's bytes, in two parts: `content` has its three texts by name."""
+    texts = {name: np.frombuffer(text.encode(), np.uint8) for name, text in content.items()}
+    body = pack({**arrays, **texts})
+    return f"{hashlib.sha256(body).hexdigest()}\n".encode(), body
 
 
 class Folder:
@@ -214,9 +182,8 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._release = claim(self.path / ".lock")
-            self._bring_back()
-            for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:  # of a crash
-                shutil.rmtree(left)
+            for left in self.path.glob(".round-*.part"):  # of a crash
+                left.unlink()
             self._set_aside(resumed)
         except BlockingIOError as error:
             raise CheckpointError(
@@ -235,42 +202,28 @@ class Folder:
     def save(
         self, number: int, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     ) -> Path:
-        """Write the checkpoint of a round, and keep the last two; return its folder.
+        """Write the checkpoint of a round, and keep the last two; return its file.
 
         Raises OSError if it cannot be written, and TypeError for a value that cannot be kept. The
         checkpoints that were there are then still there.
         """
         store: Store = {}
-        text = json.dumps(to_json(state, store, "the state")).encode()
+        text = json.dumps(to_json(state, store, "the state"))
         lines = self._lines[: len(history)]
         for i in range(len(lines), len(history)):
             none: Store = {}
             lines.append(json.dumps(to_json(history[i], none, f"the history of entry {i}")))
             if none:
                 raise TypeError(f"the history of entry {i} holds arrays or bytes")
-        name = f"round-{number:06d}"
-        part, old, place = (self.path / (begin + name) for begin in (PART, OLD, ""))
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            part.mkdir(mode=0o700)
-            files = {
-                STATE: write_synced(part / STATE, [text]),
-                HISTORY: write_synced(part / HISTORY, [f"{line}\n".encode() for line in lines]),
-                ARRAYS: write_synced(part / ARRAYS, [pack(store)]),
-            }
-            manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
-            write_synced(part / MANIFEST, [_sealed({**manifest, "files": files})])
-            sync_folder(part)
-            if place.exists():  # resumed from one before, or ended by `on_round`
-                os.rename(place, old)
-            os.rename(part, place)
-            sync_folder(self.path)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            self._bring_back()
-            raise
+        manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
+        content = {MANIFEST: json.dumps(manifest), STATE: text, HISTORY: "\n".join(lines)}
+        place = self.path / f"round-{number:06d}"
+        write_atomically(place, written(content, store))
         self._lines = lines[:-1]  # the last entry may still change
-        self._forget()
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed later
+            checkpoints = rounds_in(self.path)
+            for older in sorted(checkpoints)[:-KEPT]:
+                checkpoints[older].unlink()
         return place
 
     def close(self) -> None:
@@ -278,22 +231,6 @@ class Folder:
         release, self._release = self._release, None
         if release is not None:
             release()
-
-    def _bring_back(self) -> None:
-        """Put a checkpoint back whose successor has not come to its place."""
-        with contextlib.suppress(OSError):
-            for old in self.path.glob(f"{OLD}*"):
-                place = self.path / old.name.removeprefix(OLD)
-                if _NAME.fullmatch(place.name) and not place.exists():
-                    os.rename(old, place)
-
-    def _forget(self) -> None:
-        """Remove all checkpoints but the last; what cannot be removed now is removed later."""
-        with contextlib.suppress(OSError):
-            checkpoints = rounds_in(self.path)
-            older = [checkpoints[number] for number in sorted(checkpoints)[:-KEPT]]
-            for path in [*older, *self.path.glob(f"{OLD}*")]:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:
         """Raise CheckpointError for checkpoints that this run does not go on from; rename damaged ones."""

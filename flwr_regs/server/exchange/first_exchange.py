@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
+from flwr_regs.server.aggregate.weights import aggregation_weights
 from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
@@ -19,7 +19,7 @@ from flwr_regs.server.exchange.replies import (
     output_layer,
     read_uploads,
 )
-from flwr_regs.server.failures import culprits, name_failures, read_each
+from flwr_regs.server.failures import UnusableReplies, name_failures, read_each, without_culprits
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.reply import Reply
@@ -27,7 +27,6 @@ from flwr_regs.server.round import Round
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel, Record
 
 LOG = logging.getLogger("flwr")
@@ -151,22 +150,17 @@ class Exchange:
     def _answer(self, replies: Mapping[int, Reply]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
         term, options = self.options.term, self.options
-        probes = {pid: reply.uploads for pid, reply in replies.items()}
+
+        def answer(pids: list[int]) -> Mapping[int, Slot]:
+            some = {p: replies[p] for p in pids}
+            weights = aggregation_weights(some, options.weighting, options.max_weight)
+            context = replace(self.context, weights=weights)
+            return term.answer({p: r.uploads for p, r in some.items()}, context)
+
         try:
-            weights = aggregation_weights(replies, options.weighting, options.max_weight)
-            return term.answer(probes, replace(self.context, weights=weights)), {}
+            return without_culprits(replies, answer, "its probe cannot be used", (TooFewVectors,))
         except TooFewVectors as error:
-            return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
-        except Exception as error:  # whatever a probe makes a term raise
-            wrong = culprits(
-                probes,
-                lambda pids: term.answer({p: probes[p] for p in pids}),
-                "its probe cannot be used",
-            )
-            if not wrong:
-                raise ValueError(f"the probes cannot be used: {described(error)}") from error
-            rest, more = self._answer({p: r for p, r in replies.items() if p not in wrong})
-            return rest, {**wrong, **more}
+            return {}, dict.fromkeys(replies, f"in the first exchange, {error}")
 
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""

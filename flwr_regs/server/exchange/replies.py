@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics
-from flwr_regs.server.failures import culprits, read_each
+from flwr_regs.server.failures import read_each, without_culprits
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.reply import Reply, held
 from flwr_regs.server.round import UNDECIDED, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -32,9 +32,9 @@ from flwr_regs.wire.arrays import (
     not_trained,
 )
 from flwr_regs.wire.delta import decoded
-from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.rows import Row
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 
@@ -75,15 +75,24 @@ class Reader:
                 del replies[pid]
                 this_round.failures[pid] = shown(why)
 
-        buffers, wrong = agree_on_buffers(replies, model.buffers)
-        leave_out(wrong)
-        tied, wrong = agree_on_ties(replies, model.tied)
-        leave_out(wrong)
-        frozen, wrong = agree_on_frozen(replies, model.frozen)
-        leave_out(wrong)
+        halves = Counter(r.buffers for r in replies.values()).most_common(2)
+        if model.buffers is None and len(halves) == 2 and halves[0][1] == halves[1][1]:
+            # averaging models that train different parameters would hide a mistake
+            leave_out(dict.fromkeys(list(replies), UNDECIDED))
+        buffers, odd = agreed({p: r.buffers for p, r in replies.items()}, model.buffers)
+        why = "client {} trains other parameters than the others; they differ in {}"
+        leave_out({p: why.format(p, sorted(replies[p].buffers ^ buffers)) for p in odd})
+        known = None if model.tied is None else frozenset(model.tied.items())
+        tied, odd = agreed({p: frozenset(r.tied.items()) for p, r in replies.items()}, known)
+        why = "client {} ties other weights than the others: {}, not {}"
+        leave_out({p: why.format(p, dict(replies[p].tied), dict(sorted(tied))) for p in odd})
+        frozen, odd = agreed({p: r.frozen for p, r in replies.items()}, model.frozen)
+        if model.frozen is not None:  # messages hold it: clients compare, and say nothing
+            odd = [p for p in odd if replies[p].frozen]
+        leave_out(dict.fromkeys(odd, OTHER_FROZEN))
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(term, active))
-        model.agree(buffers, tied, frozen)
+        model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
         this_round.received = replies
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
@@ -116,7 +125,7 @@ class Reader:
             update, coded, expected = NDArrays(), None, model
             if keys.STEPS_KEY in entries:
                 coded = self._decoder(entries[keys.STEPS_KEY], trained)
-                update = coded()
+                update = {**parcel.decoded} if parcel.decoded else coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
             if steps is None and (setting := self.options.counts_steps):
@@ -130,8 +139,8 @@ class Reader:
         for t in self.options.term.terms:
             if isinstance(t, Folds) and t.name in uploads:  # copied again when it is folded
                 uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
-        # a coded update is decoded again when it is summed: all of them together are many models
-        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, coded)
+        again = None if coded is None else held(update, coded)
+        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
@@ -185,7 +194,7 @@ def read_uploads(what: str, parcel: Parcel) -> Slot:
             name = key.removesuffix(".upload")
             uploads[name] = {k: np.array(a) for k, a in record.items()}
             where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
-            check_finite(uploads[name], where, largest=LARGEST)
+            check_finite(record if isinstance(record, Row) else uploads[name], where, None, LARGEST)
     return uploads
 
 
@@ -212,78 +221,23 @@ def _steps(
 
 
 def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
-    """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise.
+    """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise."""
+    unlike, wrong = without_culprits(
+        uploads,
+        lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
+        "its upload cannot be compared with the others'",
+    )
+    return {**wrong, **{pid: shown(why) for pid, why in unlike.items()}}
 
-    Raises ValueError if `agree` fails and no client is the cause.
+
+def agreed(said: Mapping[int, Hashable], known: Any) -> tuple[Any, list[int]]:
+    """Return (what most clients say, those that say otherwise); `known` is what earlier rounds agreed on.
+
+    Of equally many, those with the lowest partition id are right.
     """
-    try:
-        return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
-    except Exception as error:
-        wrong = culprits(
-            uploads,
-            lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
-            "its upload cannot be compared with the others'",
-        )
-        if not wrong:
-            raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
-        rest = {p: u for p, u in uploads.items() if p not in wrong}
-        return {**wrong, **disagreeing(term, rest, probing)}
-
-
-def agree_on_buffers(
-    replies: Mapping[int, Reply], known: frozenset[str] | None
-) -> tuple[frozenset[str] | None, dict[int, str]]:
-    """Return (the arrays that are not trained, client -> why for clients that disagree).
-
-    `known` is the result of earlier rounds. Without it the majority decides. Without a majority all
-    clients fail, since averaging models that train different parameters would hide a mistake.
-    """
-    if known is None:
-        ranking = Counter(reply.buffers for reply in replies.values()).most_common(2)
-        if len(ranking) == 2 and ranking[0][1] == ranking[1][1]:
-            return None, dict.fromkeys(replies, UNDECIDED)
-        known = next((fixed for fixed, _ in ranking), None)
-    return known, {
-        pid: f"client {pid} trains other parameters than the others; they differ in "
-        f"{sorted(reply.buffers ^ (known or frozenset()))}"
-        for pid, reply in replies.items()
-        if reply.buffers != known
-    }
-
-
-def agree_on_ties(
-    replies: Mapping[int, Reply], known: Mapping[str, str] | None
-) -> tuple[Mapping[str, str] | None, dict[int, str]]:
-    """Return (other name -> trained name of tied weights, client -> why for clients that disagree).
-
-    `known` is the result of earlier rounds. Without it the majority decides, or the lowest partition id:
-    clients that train the same parameters, but tie others, have built one model in two orders.
-    """
-    if known is None and replies:
-        said = Counter(tuple(sorted(replies[pid].tied.items())) for pid in sorted(replies))
-        known = dict(said.most_common(1)[0][0])
-    return known, {
-        pid: f"client {pid} ties other weights than the others: {dict(r.tied)}, not {dict(known or {})}"
-        for pid, r in replies.items()
-        if r.tied != known
-    }
-
-
-def agree_on_frozen(
-    replies: Mapping[int, Reply], known: str | None
-) -> tuple[str | None, dict[int, str]]:
-    """Return (the digest of the frozen parameters that only clients hold, client -> why for others).
-
-    `known` is the result of earlier rounds: messages hold it, clients then compare, and say nothing.
-    Without it the majority decides, or the lowest partition id.
-    """
-    agreed = known
-    if known is None and replies:
-        agreed = Counter(r.frozen for r in replies.values()).most_common(1)[0][0]
-    wrong = [
-        pid for pid, r in replies.items() if r.frozen != agreed and (r.frozen or known is None)
-    ]
-    return agreed, dict.fromkeys(wrong, OTHER_FROZEN)
+    if known is None and said:
+        known, _ = Counter(said[pid] for pid in sorted(said)).most_common(1)[0]
+    return known, [pid for pid, value in said.items() if value != known]
 
 
 def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.report.rows import figures
+from flwr_regs.experiments.report.metrics import figures
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
@@ -77,14 +77,3 @@ def test_means_are_over_the_seeds_that_ended_and_beside_the_first_method() -> No
     assert metrics.mean_and_spread("bytes-beside", more, first) == pytest.approx((30, 200**0.5, 2))
     assert metrics.mean_and_spread("bytes-beside", first, first)[0] == 0
     assert metrics.mean_and_spread("bytes-beside", [PROBED], [made([0.5])])[0] == 20
-
-
-def test_accuracies_are_shown_in_per_cent() -> None:
-    for name, numbers, text in (
-        ("final", (0.12345, None), "12.35"),
-        ("final", (0.5, 0.0123), "50.00 ± 1.23"),
-        ("bytes-down", (19948.0, None), "19,948"),
-        ("training-loss", (0.1234, None), "0.123"),
-        ("rounds-to", (None, None), "–"),
-    ):
-        assert metrics.shown(name, *numbers) == text

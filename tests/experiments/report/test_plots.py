@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +191,7 @@ def test_label_counts_are_all_shown(clients: int, classes: int, most: int) -> No
     assert f"{totals.sum():,} examples" in text_of(figure, "caption")
 
 
-def test_inputs_and_swaps_are_drawn_as_they_are() -> None:
-    images = np.random.default_rng(0).random((3, 2, 1, 4, 5))
-    figure = partition_plot.input_columns(images, [*"abc"], Look(), "one", "The same examples.")
-    assert_legible(figure)
-    sheet = figure.axes[0].images[0].get_array()
-    scaled = (images - images.min()) / np.ptp(images)
-    for client, example in itertools.product(range(3), range(2)):
-        tile = sheet[5 * example :, 6 * client :][:4, :5]
-        np.testing.assert_allclose(tile, scaled[client, example, 0][..., None].repeat(3, axis=2))
+def test_swaps_are_drawn_as_they_are() -> None:
     table = np.array([[0, 1, 2], [1, 0, 2], [1, 0, 2]])
     figure = partition_plot.label_swaps(table, Look(), "swaps")
     assert_legible(figure)
@@ -236,29 +226,17 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
     assert {p.stem for p in tmp_path.glob("*.png")} == {"accuracy", "loss", "megabytes", "seconds"}
 
 
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flwr_regs.experiments.report.drawing")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"a picture needs matplotlib"):
-        importlib.import_module("flwr_regs.experiments.report.drawing")
-
-
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words of the card give the same indices."""
-    chosen = {"partition": "classes", "seed": 3}
-    words = [f"{name}={value}" for name, value in chosen.items()]
-    for folder in ("first", "again"):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
-        assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
-        (made,) = (tmp_path / folder).glob("partition-*/")
-        card = (made / "README.md").read_text()
-        words = card.split("plot partition ")[1].split(" --export")[0].split()
-    clients = client_data_of(Settings.of(chosen))
-    assert made.name == f"partition-{clients.hash}"
+    monkeypatch.chdir(tmp_path)
+    words = ["partition=classes", "seed=3"]
+    assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
+    clients = client_data_of(Settings.of({"partition": "classes", "seed": 3}))
+    made = tmp_path / f"partition-{clients.hash}"
     lines = [json.loads(line) for line in (made / "clients.jsonl").read_text().splitlines()]
     assert lines == [{"client": k, "train": rows.tolist()} for k, rows in enumerate(clients.parts)]
+    card = (made / "README.md").read_text()
+    assert f"plot partition methods=FedAvg {' '.join(words)} --export" in card
     head = yaml.safe_load(card.split("---")[1])
     assert head["configs"][0]["data_files"] == "clients.jsonl"

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.results import Results, number
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
@@ -37,7 +37,7 @@ def run(label: str, accuracy: list[float], seed: int = 1, **more: Any) -> RunRec
 def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     other = [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.8]
     clients = {"clients": [0.7, 0.9], "mean": 0.8, "std": 0.1, "worst": 0.7}
-    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
+    (row,) = metrics.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
     fives = [sum(GOOD[2:]) / 5, sum(other[2:]) / 5]
     counts = [row[name] for name in ("n", "diverged", "collapsed", "failures", "reached")]
     assert counts == [2, 0, 0, 0, 1]
@@ -54,7 +54,7 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
 def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     a = [run("A", [v], seed) for seed, v in enumerate((0.5, 0.6, 0.7))]
     b = [run("B", [v], seed) for seed, v in enumerate((0.52, 0.63, 0.71))]
-    first, second = rows.rows([*a, *b], "A")
+    first, second = metrics.rows([*a, *b], "A")
     # t(0.975, 2) = 4.302653; the deviation of 0.5, 0.6, 0.7 is 0.1
     assert first["last5_interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert first["difference"] is None
@@ -63,48 +63,47 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert second["difference_interval"] == pytest.approx(expected, rel=1e-6)
     # a seed that one of the two lost is left out of the difference
     b[2].error = "RoundFailed: diverged"
-    assert rows.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
+    assert metrics.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
-@pytest.mark.parametrize(
-    ("bad", "counted", "reached", "warning"),
-    [
-        (
-            run("A", [0.9, 0.9], 2, error=NAN, diverged=True),
-            "diverged",
-            2,  # it was there before it diverged
-            "A: 1 of 2 seeds diverged; seed 2: diverged in round 3",
-        ),
-        (
-            run("A", [0.2, 0.3], 2, ended=False),  # as `plot` finds it after a kill
-            "unfinished",
-            1,
-            "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds",
-        ),
-    ],
-)
+BAD: list[tuple[RunRecord, str, int, str]] = [
+    # a run that stopped, as what it counts, the seeds that reach the target, and what is said of it
+    (
+        run("A", [0.9, 0.9], 2, error=NAN, diverged=True),
+        "diverged",
+        2,
+        "; seed 2: diverged in round 3",
+    ),
+    (
+        run("A", [0.2, 0.3], 2, ended=False),
+        "unfinished",
+        1,
+        ", in no mean; seed 2: it has 2 of 30 rounds",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "counted", "reached", "said"), BAD)
 def test_a_stopped_seed_is_counted_and_voids_nothing(
-    bad: RunRecord, counted: str, reached: int, warning: str
+    bad: RunRecord, counted: str, reached: int, said: str
 ) -> None:
     both = [run("A", GOOD, 1), bad]
-    (row,) = rows.rows(both)
+    (row,) = metrics.rows(both)
     assert (row["n"], row[counted], row["reached"], row["last5_std"]) == (2, 1, reached, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
-    (said,) = rows.warnings(both)
-    assert said.startswith(warning)
-    assert f"1 of 2 seeds {counted}" in Results(both).text()
+    assert metrics.warnings(both) == [f"A: 1 of 2 seeds {counted}{said}"]
     stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
     assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
-    assert rows.rows([run("A", [], ended=False)])[0]["last5"] is None
+    assert metrics.rows([run("A", [], ended=False)])[0]["last5"] is None
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:
     fallen = run("A", [0.5, 0.8, 0.85, 0.86, 0.85, 0.84, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1])
     fallen.rounds[9]["failures"] = {"41": "array 'w' holds NaN or infinity"}
-    assert rows.collapsed(fallen)
-    assert not rows.collapsed(run("A", GOOD))
-    assert not rows.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
-    assert rows.warnings([fallen]) == [
+    assert metrics.collapsed(fallen)
+    assert not metrics.collapsed(run("A", GOOD))
+    assert not metrics.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
+    assert metrics.warnings([fallen]) == [
         "A: 1 of 1 seed collapsed; seed 1 ends at 10.0%, its best was 86.0% in round 4",
         "A: 1 replies were rejected, the first in round 10 of seed 1: client 41: array 'w' holds NaN or "
         "infinity",
@@ -132,9 +131,21 @@ def test_the_table_fits_80_columns(
     assert body == [len(columns)] * 3
 
 
-def test_numbers_have_three_digits() -> None:
-    values = (None, 0.0123456, 1.5, 99.96, 1234.5)
-    assert [number(value) for value in values] == ["–", "0.0123", "1.50", "100", "1234"]
+CELLS = [
+    (number, (None,), "–"),
+    (number, (0.0123456,), "0.0123"),
+    (number, (1.5,), "1.50"),
+    (number, (99.96,), "100"),
+    (metrics.shown, ("final", 0.5, 0.0123), "50.00 ± 1.23"),
+    (metrics.shown, ("bytes-down", 19948.0), "19,948"),
+    (metrics.shown, ("training-loss", 0.1234), "0.123"),
+    (metrics.shown, ("rounds-to", None), "–"),
+]
+
+
+def test_cells_have_three_digits_and_accuracies_are_in_per_cent() -> None:
+    for cell, arguments, text in CELLS:
+        assert cell(*arguments) == text
 
 
 def test_a_label_is_shown_as_it_is_written(tmp_path: Path) -> None:
@@ -157,5 +168,5 @@ def test_a_round_without_a_test_moves_no_point() -> None:
     points = Results([gap])._points()
     assert points["megabytes"].tolist() == [0.0, 0.75, 2.25]
     assert points["seconds"].tolist() == [0.0, 2.5, 7.5]
-    (row,) = rows.rows([gap])
+    (row,) = metrics.rows([gap])
     assert (row["rounds_to_target"], row["mb_to_target"]) == (3, 2.25)

@@ -63,7 +63,7 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch.setattr(ClientFactory, "examples", slowly)
     monkeypatch.setattr(ServerTest, "outputs", late)
     runs = runs_of(methods="FedAvg", **QUICK)
-    engine.execute(runs, None, Lines([("FedAvg", 7, 2)]))
+    engine.execute(runs, None, Lines(runs))
     said = capsys.readouterr().out
     before, _, after = said.partition("1 run of 2 rounds, in each 4 clients with 12 steps of ")
     assert before.splitlines()[-1].startswith("about ")

@@ -26,8 +26,8 @@ from tests.experiments.runs import runs_of
 METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too
 WORDS = ["num-clients=3", "rounds=40", "checkpoint-every=0.001", "fraction-train=0.7"]
 WORDS += [f"methods={METHOD}", "examples-per-client=20"]
-LONG = ["run", "methods=FedAvg", "rounds=3000", "out=here", "--seeds", "1,2,3", "--workers", "2"]
 MAIN = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main())"
+MARK = "FLWR_REGS_TEST_MARK"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
@@ -38,11 +38,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def started(*line: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a process group of its own, as at a terminal; the group's processes end with it."""
+    """A command in a process group of its own, as at a terminal; all that it starts ends with it."""
     with Path("log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", MAIN, *line],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(Path.cwd())},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -51,18 +51,19 @@ def started(*line: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def processes_of(group: int, word: str = "") -> list[int]:
-    """The processes of a group whose command holds a word: the workers' is spawn_main."""
+def processes(word: str = "") -> list[int]:
+    """The processes of a command, which inherit its mark, that hold a word: the workers' is spawn_main."""
     pids = []
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command = (proc / "cmdline").read_text()
-            if command and word in command and os.getpgid(int(proc.name)) == group:
+            marked = f"{MARK}={Path.cwd()}" in (proc / "environ").read_text(errors="replace")
+            if marked and word in (proc / "cmdline").read_text():
                 pids.append(int(proc.name))
     return pids
 
@@ -74,9 +75,9 @@ def until(there: Callable[[], bool], seconds: float = 150) -> bool:
     return there()
 
 
-def two_train() -> bool:
-    runs = [records.read(path) for path in Path("here/runs").glob("*.jsonl")]
-    return sum(bool(r.accuracy) for r in runs) == 2
+def begun() -> bool:
+    """Whether a run has a record."""
+    return any(Path("here/runs").glob("*.jsonl"))
 
 
 def lines(folder: Path) -> int:
@@ -120,23 +121,6 @@ def test_a_checkpoint_without_its_record_is_not_used() -> None:
     assert all(np.array_equal(before[n], after[n]) for n in before)
 
 
-@linux
-def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing() -> None:
-    with started(*LONG) as process:
-        assert until(two_train), Path("log").read_text()
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == 130, Path("log").read_text()
-        assert until(lambda: not processes_of(process.pid), 20)
-    text = Path("log").read_text()
-    assert "go on with: flwr-regs run --resume" in text
-    assert "Traceback" not in text
-    assert main(["plot", "here"]) == 0
-    assert "FedAvg" in Path("here/summary.csv").read_text()
-    runs = [records.read(path) for path in Path("here/runs").glob("*.jsonl")]
-    assert sum(len(r.accuracy) for r in runs) >= 2
-    assert not any(r.ended for r in runs)
-
-
 SLOW = """
 from pathlib import Path
 import torch
@@ -159,53 +143,61 @@ class Slow(torch.nn.Linear):
     [
         ([], False, signal.SIGTERM),
         ([], False, signal.SIGINT),
-        (["--runner", "stacked"], True, signal.SIGINT),
-        (["--workers", "2"], True, signal.SIGTERM),
+        (["--runner", "stacked"], True, signal.SIGTERM),
+        (["--workers", "2"], True, signal.SIGINT),
         pytest.param(["--runner", "ray"], True, signal.SIGTERM, marks=pytest.mark.full),
     ],
 )
 def test_a_signal_ends_a_command_whatever_it_computes(
     options: list[str], training: bool, number: int
 ) -> None:
+    """Rounds that were trained are kept, and `plot` shows them."""
     Path("mine.py").write_text(SLOW)
     if training:
         Path("slow-training").touch()
     line = ["run", "methods=FedAvg", "model=mine.py:Slow", "rounds=3000", "out=here", *options]
     with started(*line, "--seeds", "1,2") as process:
-        assert until(lambda: any(Path("here/runs").glob("*.jsonl"))), Path("log").read_text()
+        assert until(begun), Path("log").read_text()
         Path("slow").touch()
         assert until(Path("begun").exists), Path("log").read_text()
         time.sleep(1)  # the call is under way
-        os.kill(process.pid, number)
+        # a terminal's Ctrl-C reaches the whole group
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         assert process.wait(5) == 128 + number, Path("log").read_text()  # two, on a busy machine
-        assert until(lambda: not processes_of(process.pid), 5)
+        assert until(lambda: not processes(), 5)
     text = Path("log").read_text()
     assert "its tables and pictures are not made: flwr-regs plot" in text
     assert "go on with: flwr-regs run --resume" in text
     assert "Traceback" not in text
+    assert main(["plot", "here"]) == 0
+    assert "FedAvg" in Path("here/summary.csv").read_text()
 
 
 @linux
 def test_a_worker_that_is_killed_says_how_to_go_on() -> None:
-    with started(*LONG) as process:
-        assert until(two_train), Path("log").read_text()
-        os.kill(processes_of(process.pid, "spawn_main")[0], signal.SIGKILL)
+    line = ["run", "methods=FedAvg", "rounds=3000", "out=here", "--seeds", "1,2", "--workers", "2"]
+    with started(*line) as process:
+        assert until(begun), Path("log").read_text()
+        os.kill(processes("spawn_main")[0], signal.SIGKILL)
         assert process.wait(30) == 1
-        assert not processes_of(process.pid, "spawn_main")
+        assert not processes("spawn_main")
     text = Path("log").read_text()
     assert "go on with --resume" in text
     assert "Traceback" not in text
 
 
-@pytest.mark.full
 @linux
-def test_workers_end_with_a_parent_that_is_killed() -> None:
+@pytest.mark.parametrize(
+    "options", [pytest.param(["--workers", "2"], marks=pytest.mark.full), ["--runner", "ray"]]
+)
+def test_what_a_command_starts_ends_with_it_when_it_is_killed(options: list[str]) -> None:
     """Else they and the command that resumes write into the same records."""
-    with started(*LONG) as process:
-        assert until(two_train), Path("log").read_text()
+    with started("run", "methods=FedAvg", "rounds=3000", "out=here", *options) as process:
+        assert until(begun), Path("log").read_text()
+        assert len(processes()) > 2
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert until(lambda: not processes_of(process.pid, "spawn_main"), 20)
+        assert until(lambda: not processes(), 20)
 
 
 def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:

@@ -1,4 +1,4 @@
-"""A NumPyClient that is called directly, beside Flower's own way to it: the same replies, to the bit."""
+"""A client of a user's own is called as Flower calls it; its reply holds what it returned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client import Client, NumPyClient
 
 from flwr_regs import InProcessGrid, client_app
-from flwr_regs.flower import app as called
 
 MODEL: dict[str, np.ndarray] = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -63,20 +62,6 @@ def as_values(message: Message) -> Any:
     }
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_direct_call_replies_as_flowers_way_does(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    direct, sent = reply_of(Users(), kind)
-    assert not direct.has_error()
-    for name, a in MODEL.items():  # a client that writes into its arrays writes into its own
-        np.testing.assert_array_equal(sent[name].numpy(), a)
-    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
-    flowers, _ = reply_of(Users(), kind)
-    assert as_values(direct) == as_values(flowers)
-    assert direct.metadata.message_type == flowers.metadata.message_type == kind
-
-
 WRONG: dict[str, Any] = {
     "no tuple of three": ([], 1),
     "arrays in a tuple": ((np.zeros(2),), 1, {}),
@@ -91,16 +76,11 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_result_is_an_error_on_both_ways(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    direct = reply_of(Users(WRONG[what]))[0]
-    assert direct.has_error()
+def test_a_wrong_result_is_an_error(what: str) -> None:
+    reply = reply_of(Users(WRONG[what]))[0]
+    assert reply.has_error()
     if what == "a float for n_k":
-        why = "NumPyClient.fit must return (list, int, dict), not (list, float, dict)"
-        assert why in str(direct.error.reason)
-    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
-    assert reply_of(Users(WRONG[what]))[0].has_error()
+        assert "NumPyClient.fit did not return a tuple" in str(reply.error.reason)
 
 
 class Own(Users):
@@ -128,9 +108,18 @@ CLIENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_any_client_of_flowers_is_called(name: str) -> None:
-    metrics = reply_of(CLIENTS[name]())[0].content["metrics"]
-    assert metrics["num-examples"] == 3
-    assert ("mine" in metrics) == (name == "one with a to_client of its own")
+    """One that writes into its arrays writes into its own; what it returns travels as it is."""
+    reply, sent = reply_of(CLIENTS[name]())
+    assert reply.content["metrics"]["num-examples"] == 3
+    assert ("mine" in reply.content["metrics"]) == (name == "one with a to_client of its own")
+    for key, a in MODEL.items():
+        np.testing.assert_array_equal(sent[key].numpy(), a)
+        fitted = reply.content["arrays"][key]
+        np.testing.assert_array_equal(fitted.numpy(), a + a)
+        assert (fitted.dtype, tuple(fitted.shape)) == (str(a.dtype), a.shape)
+    told = reply_of(CLIENTS[name](), "evaluate")[0].content
+    assert dict(told["metrics"]) == {"num-examples": 4, "loss": 15.0, "accuracy": 0.25}
+    assert dict(told["config"]) == {"who": "me"}
 
 
 def test_a_message_keeps_what_was_sent() -> None:

@@ -269,8 +269,7 @@ def test_a_node_that_saved_nothing_is_named(name: str) -> None:
     run(strategy, client, rounds=3, model=model, grid=grid_of(client, kind=Wiping))
     kind = "lost_private" if name in ("FedBN", "FedPer") else "lost_state"
     assert [e[kind] for e in strategy.history] == [[], [1], [0, 1, 2]]
-    if kind == "lost_private":
-        assert strategy.history[2]["evaluate"]["lost_private"] == [0, 1, 2]
+    assert strategy.history[2]["evaluate"][kind] == [0, 1, 2]
 
 
 @cache

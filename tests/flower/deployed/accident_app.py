@@ -1,8 +1,9 @@
-"""Clients of plain numpy, one of which has an accident; copied into the app's folder as ``accident.py``.
+"""Clients, one of which has an accident; copied into the app's folder as ``accident.py``.
 
-Without torch, a message takes seconds less. The run config says which accident, in which round and to which
-partition; it happens once. Each training message leaves a file ``<round>-<partition>-<n>`` in ``marks``,
-and waits while there is a file ``hold-<round>-<partition>``.
+They are of plain numpy: without torch, a message takes seconds less. With a folder `disk` in the run config
+they keep slots and private entries, on that disk. The run config says which accident, in which round and to
+which partition; it happens once. Each training message leaves a file ``<round>-<partition>-<n>`` in
+``marks``, and waits while there is a file ``hold-<round>-<partition>``.
 """
 
 import os
@@ -42,10 +43,11 @@ def accident(message: Message, context: Context, call_next: ClientAppCallable) -
     mine = (number, partition) == (config["accident-round"], config["accident-partition"])
     if mine and not before:
         happen(str(config["accident"]))
+    reply = call_next(message, context) if mine and config["accident"] == "trained" else None
     end = time.monotonic() + 200
     while (marks / f"hold-{number}-{partition}").exists() and time.monotonic() < end:
         time.sleep(0.1)
-    return call_next(message, context)
+    return reply or call_next(message, context)
 
 
 def happen(kind: str) -> None:
@@ -58,6 +60,17 @@ def happen(kind: str) -> None:
         time.sleep(600)
 
 
-app = flwr_regs.client_app(
-    lambda context: Plain(int(context.node_config["partition-id"])), mods=[accident]
-)
+def client_fn(context: Context) -> Any:
+    """Return a client of plain numpy, or one that keeps something on its disk."""
+    if not (disk := str(context.run_config["disk"])):
+        return Plain(int(context.node_config["partition-id"]))
+    from task import build, load  # type: ignore[import-not-found]
+
+    terms = [flwr_regs.ControlVariates, flwr_regs.Private]
+    train, test = load(context.node_config)
+    return flwr_regs.RegClient(
+        build(), train, test, terms=terms, private="2.*", save_private=disk, device="cpu"
+    )
+
+
+app = flwr_regs.client_app(client_fn, mods=[accident])

@@ -15,14 +15,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 
-from flwr_regs import FedAvg, InProcessGrid, client_app
+from flwr_regs import (
+    ControlVariates,
+    FedAvg,
+    InProcessGrid,
+    Private,
+    RegClient,
+    RegStrategy,
+    client_app,
+)
 from tests.flower.deployed.accident_app import Plain
-from tests.flower.deployed.federation import Federation
+from tests.flower.deployed.federation import Federation, until
 from tests.flower.deployed.play import APP, VICTIM, Outcome, Play, lost
+from tests.flower.test_rounds import Lossy
 
 OTHERS = [0, 2]
 DEADLINE = 60.0
@@ -31,26 +42,52 @@ TIMEOUT = 60.0
 """Seconds that an exchange waits in the case without one."""
 
 
-def initial() -> dict[str, np.ndarray]:
-    """Return the app's initial model."""
+def task_of_app() -> ModuleType:
+    """Return the app's task.py."""
     spec = importlib.util.spec_from_file_location("task", APP / "task.py")
     assert spec
     assert spec.loader
     task = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
-    return {name: tensor.numpy() for name, tensor in task.build().state_dict().items()}
+    return task
 
 
-def unbroken(rounds: int) -> dict[str, np.ndarray]:
-    """Return the final model of a run without accidents, in one process."""
-    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
-    result = FedAvg(seed=7, fraction_evaluate=0.0).start(
-        grid=InProcessGrid(app, 3),
+def initial() -> dict[str, np.ndarray]:
+    """Return the app's initial model."""
+    return {name: tensor.numpy() for name, tensor in task_of_app().build().state_dict().items()}
+
+
+def in_process(
+    strategy: RegStrategy, grid: InProcessGrid, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return the history and the final model of a run in one process."""
+    result = strategy.start(
+        grid=grid,
         initial_arrays=ArrayRecord({name: Array(a) for name, a in initial().items()}),
         num_rounds=rounds,
         train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
     )
-    return {name: array.numpy() for name, array in result.arrays.items()}
+    return strategy.history, {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def unbroken(rounds: int) -> dict[str, np.ndarray]:
+    """Return the final model of a run without accidents."""
+    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
+    return in_process(FedAvg(seed=7, fraction_evaluate=0.0), InProcessGrid(app, 3), rounds)[1]
+
+
+def keeping(
+    disk: Path, loses: set[tuple[int, int]], rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return what `in_process` does for the clients of `memory_lost`; replies (round, client) are lost."""
+    task, terms = task_of_app(), [ControlVariates(1), Private("2.*")]
+
+    def client_fn(context: Context) -> RegClient:
+        kinds, data = [type(t) for t in terms], task.load(context.node_config)
+        return RegClient(task.build(), *data, terms=kinds, save_private=disk, device="cpu")
+
+    grid = Lossy(client_app(client_fn), 3, lambda number, node: (number, node - 1000) in loses)
+    return in_process(RegStrategy(terms, seed=7, min_replies=1, max_weight=0.6), grid, rounds)
 
 
 def nothing(federation: Federation, folder: Path) -> Outcome:
@@ -173,6 +210,41 @@ def _server_killed(
     return Outcome(sees, failed, words, history, play.model())
 
 
+TERMS = """
+def strategy(method, **settings):
+    terms = [flwr_regs.ControlVariates(1), flwr_regs.Private("2.*")]
+    return flwr_regs.RegStrategy(terms, **settings)
+"""
+
+
+def memory_lost(federation: Federation, folder: Path) -> Outcome:
+    """A node is killed when it has trained and saved round 2; then the ServerApp in round 5, and all nodes.
+
+    Its clients keep slots and private entries on their disks.
+    """
+    disk = folder / "disk"
+    kept = {"disk": str(disk), "checkpoint_dir": str(folder / "checkpoints")}
+    play = Play(federation, folder, "trained", 2, TERMS, rounds=5, fraction_evaluate=1.0, **kept)
+    play.hold(3, OTHERS[0])
+    play.hold(5, VICTIM)
+    saved = f"partition-{VICTIM}/*/round-000002.safetensors"
+    until("the victim's file of round 2", lambda: list(disk.glob(saved)), 400)
+    federation.end(f"node{VICTIM}")
+    play.mark(3)  # the others are in the next round
+    federation.start_node(VICTIM)
+    federation.wait_for_node(VICTIM)
+    play.release(3)
+    play.mark(5, VICTIM)
+    federation.kill_serverapp()
+    play.release()
+    play.end("finished:failed")
+    federation.restart_nodes()
+    play.start(resume=True)
+    play.end()
+    history = play.history()
+    return Outcome("", 0.0, lost(history), history, play.model())
+
+
 def unknown_key(federation: Federation, folder: Path) -> Outcome:
     """A SuperNode whose key nobody registered."""
     began = time.time()
@@ -271,6 +343,7 @@ CASES: dict[str, Callable[[Federation, Path], Outcome]] = {
         node_silent_deadline,
         serverapp_killed,
         superlink_killed,
+        memory_lost,
         unknown_key,
         clock_ahead,
         unsigned_app,

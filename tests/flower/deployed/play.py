@@ -54,15 +54,24 @@ class Play:
     folder : Path
         Does not exist yet; gets the app, the marks, the checkpoints and the results.
     kind : str
-        ``"none"``, an accident of accident_app.py, or ``"hold"``: the client waits in that round.
+        ``"none"``, an accident of accident_app.py, or the client waits in that round: ``"hold"`` before it
+        trains, ``"trained"`` before it replies.
     at : int
         The round of the accident.
+    task : str
+        Code that is added to the app's task.py.
     **config
         The app's run config.
     """
 
     def __init__(
-        self, federation: Federation, folder: Path, kind: str = "none", at: int = 1, **config: Any
+        self,
+        federation: Federation,
+        folder: Path,
+        kind: str = "none",
+        at: int = 1,
+        task: str = "",
+        **config: Any,
     ) -> None:
         self.federation, self.folder, self.at = federation, folder, at
         self.marks = folder / "marks"
@@ -70,11 +79,14 @@ class Play:
         self.app = folder / "app"
         shutil.copytree(APP, self.app, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(Path(__file__).with_name("accident_app.py"), self.app / "accident.py")
+        with (self.app / "task.py").open("a") as file:
+            file.write(task)
         project = self.app / "pyproject.toml"
         text = project.read_text().replace('"client:app"', '"accident:app"')
         own = f'marks = ""\naccident = "{kind}"\naccident-round = {at}\naccident-partition = {VICTIM}\n'
+        own += 'disk = ""\n'
         project.write_text(text + own)
-        if kind == "hold":
+        if kind in ("hold", "trained"):
             self.hold(at, VICTIM)
         self.config = {"method": "FedAvg()", "rounds": 2, "fraction_evaluate": 0.0, **config}
         self.runs: list[int] = []
@@ -107,9 +119,9 @@ class Play:
         """Let a client wait in a round until `release`."""
         (self.marks / f"hold-{number}-{client}").touch()
 
-    def release(self) -> None:
-        """Let the clients that wait go on."""
-        for path in self.marks.glob("hold-*"):
+    def release(self, number: int | str = "*") -> None:
+        """Let the clients that wait, in a round or in all, go on."""
+        for path in self.marks.glob(f"hold-{number}-*"):
             path.unlink()
 
     def end(self, expected: str = "finished:completed") -> None:

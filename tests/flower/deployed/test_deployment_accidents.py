@@ -85,6 +85,30 @@ def test_the_run_goes_on_without_what_was_lost(
         }
 
 
+@flower
+def test_what_clients_keep_outlives_a_lost_reply_killed_nodes_and_a_new_run(
+    played: Callable[[Play], Outcome], tmp_path: Path
+) -> None:
+    """The end, and each client's evaluations, are those of one process with the same replies lost.
+
+    Client 1 was killed with its reply of round 2 on its disk, and missed round 3. All Contexts were lost in
+    round 5. What is pinned (``private="2.*"``) is in no model of the server.
+    """
+    outcome = played(accidents.memory_lost)
+    assert [e["replies"] for e in outcome.history] == [ALL, OTHERS, OTHERS, ALL, ALL]
+    assert not any(e["lost_state"] + e["lost_private"] for e in outcome.history)
+    assert sorted(outcome.model) == ["0.bias", "0.weight"]
+    history, model = accidents.keeping(tmp_path / "disk", {(2, 1), (3, 1)}, rounds=5)
+    for there, here in zip(outcome.history, history, strict=True):
+        for pid, told in there["evaluate"]["clients"].items():
+            mine = here["evaluate"]["clients"][int(pid)]
+            if (there["round"], pid) != (3, "1"):  # there alone, it trained
+                assert told == {n: pytest.approx(v, abs=1e-6) for n, v in mine.items()}
+    assert {n: a.tobytes() for n, a in outcome.model.items()} == {
+        n: a.tobytes() for n, a in model.items()
+    }
+
+
 @full
 def test_restarted_with_keys(played: Callable[[Play], Outcome]) -> None:
     """Flower refuses the key for up to 60 s, and forgets the message; round 1 goes on without it.

@@ -56,15 +56,15 @@ def changed(source: str) -> str:
 
 def older(folder: Path) -> dict[str, str]:
     """A NumPyClient and a server_fn, as on the page."""
-    for name, text in files_of_page("before").items():
+    for name, text in files_of_page("old").items():
         (folder / name).write_text(text)
-    return files_of_page("now")
+    return files_of_page("new")
 
 
 def functions(folder: Path) -> dict[str, str]:
     """Train and evaluate functions."""
     server = (folder / "server_app.py").read_text()
-    return {"server_app.py": changed(server), **files_of_page("from now on")}
+    return {"server_app.py": changed(server), **files_of_page("with FedFOR")}
 
 
 def template(folder: Path) -> dict[str, str]:

@@ -25,7 +25,9 @@ from flwr_regs import (
     RFedAvgPlus,
     RFedAvgPlusClient,
 )
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
+from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
@@ -41,16 +43,16 @@ CLIENTS = make_clients()
 def test_features_are_what_enters_the_output_layer() -> None:
     model, data = make_model(batch_norm=True), make_clients()[2]
     before = {n: v.clone() for n, v in model.state_dict().items()}
-    tap = FeatureTap(model)
-    got = tap.mean(data, torch.device("cpu"))
+    mean = Measures(model, data, Task(), torch.device("cpu")).mean_features
+    got = mean(before)
     want = model[:3].eval()(torch.cat([x for x, _ in data])).mean(0)
     torch.testing.assert_close(got, want)
-    other = {"0.bias": before["0.bias"] + 1}
-    shifted = tap.mean(data, torch.device("cpu"), other)
+    shifted = mean({**before, "0.bias": before["0.bias"] + 1})
     assert abs(shifted - got).max() > 1e-2  # at these parameters, not at the model's own
-    first = tap.mean(data, torch.device("cpu"), batches=1)
+    first = mean(before, batches=1)
     torch.testing.assert_close(first, model[:3].eval()(data[0][0]).mean(0))
-    tap.close()
+    with FeatureTap(model) as tap:
+        pass
     model(data[0][0])
     with pytest.raises(ValueError, match="does not use its output layer"):
         _ = tap.value  # the hook is gone

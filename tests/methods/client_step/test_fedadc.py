@@ -12,7 +12,6 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
-from flwr_regs.client.train.distillation import StartOutputs
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import start_weights, train
@@ -65,19 +64,6 @@ def test_the_loss_and_its_gradient_are_the_oracles(counts: list[int]) -> None:
     )
     assert loss.item() == pytest.approx(want, abs=1e-12)
     close({n: p.grad.numpy() for n, p in model.named_parameters()}, grads, 1e-12)  # type: ignore[union-attr]
-
-
-def test_the_teacher_is_the_model_as_it_was_in_eval_mode() -> None:
-    model = make_model(batch_norm=True)
-    x = make_clients()[1][0][0]
-    taught = StartOutputs(model)
-    want = make_model(batch_norm=True).eval()(x).detach()
-    model.train()(x)  # moves the running statistics
-    with torch.no_grad():
-        model[0].weight.zero_()
-    torch.testing.assert_close(taught(x, torch.device("cpu")), want)
-    flipped = taught(x.flip(0), torch.device("cpu"))
-    torch.testing.assert_close(flipped, want.flip(0), rtol=0, atol=0)
 
 
 def distilled(output: Any, teacher: Any, targets: Any, counts: list[int], base: Any = 0.0) -> Any:

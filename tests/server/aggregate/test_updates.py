@@ -15,7 +15,7 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.aggregate import updates
 from flwr_regs.server.aggregate.robust_round import RobustMeans
-from flwr_regs.server.aggregate.updates import mean_delta
+from flwr_regs.server.aggregate.updates import Updates, mean_delta
 from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
@@ -110,7 +110,7 @@ def test_sums_are_those_of_whole_arrays() -> None:
     base, fixed = model(), ["f8 matrix", "i8 one", "? matrix"]
     came = replies(base)
     expected = whole(base, came, WEIGHTS, SCALED, fixed)
-    same(mean_delta(base, came, WEIGHTS, SCALED, fixed), expected)
+    same(mean_delta(Updates(base, came, WEIGHTS, SCALED, fixed)), expected)
 
 
 def test_more_clients_than_are_read_at_a_time() -> None:
@@ -120,7 +120,7 @@ def test_more_clients_than_are_read_at_a_time() -> None:
     came = {k: Reply({"w": base["w"] + rng.normal(size=PIECE + 5)}, {}, {}, 1.0) for k in range(n)}
     weights = {k: (k + 1) / n for k in range(n)}
     expected = sum(weights[k] * (r.arrays["w"] - base["w"]) for k, r in came.items())
-    found = mean_delta(base, came, {}, weights, [])["w"]
+    found = mean_delta(Updates(base, came, {}, weights, []))["w"]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -206,7 +206,7 @@ def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
         k: Reply({n: w + np.float32(k) for n, w in base.items()}, {}, {}, 1.0) for k in range(3)
     }
     weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
-    assert peak(lambda: mean_delta(base, came, weights, weights, [])) < 1.3 * size
+    assert peak(lambda: mean_delta(Updates(base, came, weights, weights, []))) < 1.3 * size
     ctx = ServerContext(1, 0.1, weights=weights)
     for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
         advance = partial(GlobalModel(chain([]), base).advance, came, ctx, weights, robust=robust)

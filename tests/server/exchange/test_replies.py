@@ -148,7 +148,7 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "no arrays": (without("arrays"), "must hold an ArrayRecord 'arrays'"),
     "no metrics": (without("metrics"), "must hold a MetricRecord 'metrics', but holds ['arrays', "),
     "pickle": (with_bytes("pickle"), NOT_NPY),
-    "objects": (with_bytes("objects"), "its dtype is '|O0', expected"),
+    "objects": (with_bytes("objects"), "its dtype is '|O', expected"),
     "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
     "empty array": (with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)"),
     **{
