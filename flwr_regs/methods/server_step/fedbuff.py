@@ -28,9 +28,7 @@ from logging import INFO
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
-from flwr.serverapp import Grid
 
 from flwr_regs.abilities import (
     Addresses,
@@ -134,6 +132,7 @@ class BufferedTraining(Training):
     """A training whose round ends when the buffer is full."""
 
     def __init__(self, options: Options, *more: Any) -> None:
+        check_settings(options)  # they may have changed since the strategy was made
         super().__init__(options, *more)
         self._plan = next(t for t in options.term.terms if isinstance(t, Buffer))
         self._clock, self._turns = 0.0, 0
@@ -142,6 +141,7 @@ class BufferedTraining(Training):
         self._unsent: set[int] = set()  # clients at work whose message is not on its way
         self._done: dict[int, Parcel | str] = {}  # simulated: what comes once the time has come
         self._arrived: list[tuple[int, Parcel]] = []
+        self._network: Network | None = None  # the first: it knows what is on its way
 
     def snapshot(self) -> dict[str, Any]:
         at_work = {
@@ -168,6 +168,7 @@ class BufferedTraining(Training):
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         yield []
+        network = self._network = self._network or network
         this_round, exchange, members = self._opened(number, config, network)
         reader = Reader(self.method, self.options, self.model)
         this_round.came = came = dict[int, Parcel]()
@@ -283,13 +284,13 @@ class BufferedTraining(Training):
         half, arrays = self.options.wire_dtype, sent.records[keys.ARRAYS]
         base = arrays if half is None else widen(arrays, half)
         scale = (1 + staleness) ** -0.5
-        delta = {n: scale * move for n, move in update_of(reply, base, reply.buffers)}
+        delta = {n: scale * move for n, move in update_of(reply, base, reply.buffers).items()}
         turns, examples, metrics = 1, reply.num_examples, reply.metrics
         if before is not None:
             by_examples = self.options.weighting == "num-examples"
             old, new = (before.num_examples, examples) if by_examples else (before.turns, 1)
             moves = update_of(before, self.model.given, before.buffers)
-            delta = {n: (old * move + new * delta[n]) / (old + new) for n, move in moves}
+            delta = {n: (old * m + new * delta[n]) / (old + new) for n, m in moves.items()}
             turns, examples = before.turns + 1, before.num_examples + examples
             counts = [m.get("examples-processed") for m in (before.metrics, metrics)]
             if all(type(count) is int for count in counts):
@@ -320,6 +321,18 @@ class BufferedTraining(Training):
 def _open_ended(network: Network) -> OpenEnded | None:
     """Return a network on which clients take their own time; None for one with a simulated clock."""
     return network if isinstance(network, GridNetwork) and not network.at_once else None
+
+
+def check_settings(options: Options) -> None:
+    """Raise ValueError for settings that assume a cohort."""
+    for name, why in REFUSED.items():
+        if (value := getattr(options, name)) != getattr(Options, name):
+            raise ValueError(f"FedBuff does not go with {name}={value!r}: {why}")
+    if options.incomplete == "scale":
+        raise ValueError(
+            "FedBuff does not go with incomplete='scale': it weighs the updates of a cohort; use "
+            "'average' or 'drop'"
+        )
 
 
 class FedBuff(RegStrategy):
@@ -375,18 +388,7 @@ class FedBuff(RegStrategy):
                 )
         plan = Buffer(buffer, server_lr, seconds, max_concurrency)
         super().__init__([*terms, plan], weighting=weighting, **kwargs)
-        self._check_settings()
-
-    def _check_settings(self) -> None:
-        """Raise ValueError for settings that assume a cohort."""
-        for name, why in REFUSED.items():
-            if (value := getattr(self.options, name)) != getattr(Options, name):
-                raise ValueError(f"FedBuff does not go with {name}={value!r}: {why}")
-        if self.options.incomplete == "scale":
-            raise ValueError(
-                "FedBuff does not go with incomplete='scale': it weighs the updates of a cohort; use "
-                "'average' or 'drop'"
-            )
+        check_settings(self.options)
 
     @property
     def method_name(self) -> str:
@@ -401,17 +403,6 @@ class FedBuff(RegStrategy):
         plan = next(t for t in self.term.terms if isinstance(t, Buffer))
         at_a_time = plan.max_concurrency or "a cohort"
         log(INFO, "FedBuff: a step after %d updates, %s at a time", plan.buffer, at_a_time)
-
-    def network_of(self, grid: Grid) -> Network:
-        """Return a network for asynchronous rounds."""
-        self._check_settings()  # they may have changed
-        return super().network_of(grid) or GridNetwork(grid, self._timeout)
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Raise TypeError: a step of the server has no messages that are sent at once."""
-        raise TypeError("FedBuff sends messages as clients become free: use its own start")
 
 
 class FedBuffClient(FedAvgClient):

@@ -1,8 +1,9 @@
 """FedBuff. Nguyen et al. 2022, Alg. 1, on a simulated clock.
 
 ``working`` clients train at a time. A client that is done hands in its update, and the next in order begins
-at once, from the model as it then is; of those that end at one instant, all hand in first. After every K updates the server takes
-``w += eta_g (1/K) sum D_k / sqrt(1 + tau_k)``, tau_k the number of its steps since client k was given w.
+at once, from the model as it then is; of those that end at one instant, all hand in first. After every K
+updates the server takes ``w += eta_g (1/K) sum D_k / sqrt(1 + tau_k)``, tau_k the number of its steps
+since client k was given w.
 """
 
 from collections.abc import Callable
