@@ -337,9 +337,8 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     device than the client's.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if (
-            device.type == "cpu"
-        ):  # torch formats a traceback for each kind of accelerator that it has yet to seed
+        # on a CPU, torch.manual_seed formats a traceback for each accelerator that is not in use
+        if device.type == "cpu":
             torch.default_generator.manual_seed(int(seed))
         else:
             torch.manual_seed(seed)

@@ -8,6 +8,7 @@ shared memory. Plain torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import multiprocessing
@@ -98,7 +99,8 @@ class WorkerPool:
             process.start()
             self.running[connection] = new[connection] = process
             theirs.close()
-            connection.send_bytes(self._given)
+            with contextlib.suppress(OSError):  # it is dead: that shows when it should be ready
+                connection.send_bytes(self._given)
         for connection, process in new.items():
             try:
                 said = connection.recv()

@@ -171,9 +171,8 @@ def _called(
     config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
     if ours := hasattr(client, "respond"):
         config[keys.MEMORY] = memory
-    if isinstance(
-        client, NumPyClient
-    ):  # ours also refuses foreign strategies, which node.py does here
+    if isinstance(client, NumPyClient):
+        # ours would also refuse a foreign strategy, which node.py does here
         client = NumPyClient.to_client(client) if ours else client.to_client()
     parameters = Parameters([array.data for array in given.values()], "numpy.ndarray")
     fits = kind == "train"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.cohort.stacks import Stacks
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
 
 
@@ -281,20 +282,18 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])
-def test_clients_evaluate_in_a_stack_as_one_by_one(method: str) -> None:
+def test_clients_evaluate_in_a_stack_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """On test sets of unequal sizes, of which two are equal; together where they share the model."""
     together: list[int] = []
+    evaluate = Stacks.evaluate
 
-    class Noting(fr.StackedGrid):
-        def network(self, *args: Any) -> Any:
-            evaluate = self._stacks.evaluate
+    def noted(stacks: Stacks, asked: Any) -> Any:
+        together.append(len(came := evaluate(stacks, asked)))
+        return came
 
-            def noted(asked: Any) -> Any:
-                together.append(len(came := evaluate(asked)))
-                return came
-
-            self._stacks.evaluate = noted  # type: ignore[method-assign]
-            return super().network(*args)
+    monkeypatch.setattr(Stacks, "evaluate", noted)
 
     def history(kind: Any) -> Any:
         sets = [pair(k) for k in range(5)]
@@ -307,7 +306,7 @@ def test_clients_evaluate_in_a_stack_as_one_by_one(method: str) -> None:
         )
         return [entry["evaluate"] for entry in strategy.history]
 
-    expected, actual = history(fr.InProcessGrid), history(Noting)
+    expected, actual = history(fr.InProcessGrid), history(fr.StackedGrid)
     assert together == ([5, 5] if method == "FedAvg" else [0, 0])
     for entry, want in zip(actual, expected, strict=True):
         assert entry.keys() == want.keys()

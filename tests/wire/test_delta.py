@@ -21,21 +21,16 @@ def test_what_decodes_has_the_names_shapes_and_dtypes_that_were_asked_for() -> N
         np.testing.assert_array_equal(update[name], array + 1)
 
 
-def raises(data: bytes, like: Any) -> Any:
-    raise MemoryError
+DECODERS: list[Callable[..., Any]] = [
+    lambda data, like: 1 / 0,
+    lambda data, like: None,
+    lambda data, like: {"w": like["w"]},
+    lambda data, like: {**like, "b": like["b"][:2]},
+    lambda data, like: {**like, "b": like["b"].astype(np.complex128)},
+]
 
 
-@pytest.mark.parametrize(
-    "decode",
-    [
-        raises,
-        lambda data, like: None,
-        lambda data, like: {"w": like["w"]},
-        lambda data, like: {**like, "b": like["b"][:2]},
-        lambda data, like: {**like, "b": like["b"].astype(np.complex128)},
-    ],
-    ids=["raises", "none", "missing", "shape", "dtype"],
-)
-def test_whatever_a_decoder_does_is_named_and_costs_one_reply(decode: Callable[..., Any]) -> None:
-    with pytest.raises(ProtocolError, match="the update"):
-        decoded(decode, b"code", LIKE, "the update")
+def test_whatever_a_decoder_does_is_named() -> None:
+    for decode in DECODERS:
+        with pytest.raises(ProtocolError, match="the update"):
+            decoded(decode, b"code", LIKE, "the update")

@@ -14,15 +14,14 @@ from flwr.serverapp import strategy as flower
 import flwr_regs as fr
 from flwr_regs.testing.problem import train
 from tests.conftest import close, make_clients, make_model
-from tests.flower.test_strategy import Plain
+from tests.flower.clients.test_plain_clients import Plain
 
 EPOCH = {"local-epochs": 1}
 
 
 def by_flower(strategy: Any) -> dict[str, np.ndarray]:
     """Four rounds of a plain NumPyClient, so that Flower's strategies can drive the same clients."""
-    clients = make_clients(4)
-    app = fr.client_app(lambda c: Plain(make_model(), clients[c.node_config["partition-id"]]))
+    app = fr.client_app(lambda c: Plain(c.node_config["partition-id"], torch.float64))
     result = strategy.start(
         grid=fr.InProcessGrid(app, 4),
         initial_arrays=ArrayRecord(make_model().state_dict()),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -56,41 +55,60 @@ class Damage:
     """A few changes to a reply's content, drawn one by one."""
 
     def __init__(self, draw: st.DrawFn) -> None:
-        self._draw = draw
-        self._plan = [
-            (draw(st.sampled_from(CHANGES)), draw(st.integers(0, 2**31)))
-            for _ in range(draw(st.integers(1, 3)))
-        ]
+        self._seeds = [draw(st.integers(0, 2**31)) for _ in range(draw(st.integers(1, 3)))]
 
     def __repr__(self) -> str:
-        return f"Damage({[(change.__name__, seed) for change, seed in self._plan]})"
+        return f"Damage({self._seeds})"
 
     def __call__(self, content: RecordDict) -> RecordDict:
-        for change, seed in self._plan:
+        for seed in self._seeds:
             change(content, np.random.default_rng(seed))
         return content
 
 
 def pick(rng: np.random.Generator, options: Any) -> Any:
-    options = list(options)
-    return options[int(rng.integers(len(options)))] if options else None
+    return list(options)[int(rng.integers(len(options)))]
 
 
-def drop_record(content: RecordDict, rng: np.random.Generator) -> None:
-    if name := pick(rng, content):
-        del content[name]
+def change(content: RecordDict, rng: np.random.Generator) -> None:
+    """Drop, rename or exchange a record, or an entry of one."""
+    place: Any = content
+    names, others = NAMES, [ArrayRecord({"a": Array(np.ones(2))}), ConfigRecord({"a": LONG})]
+    if content and rng.random() < 0.8:
+        place = content[pick(rng, content)]
+        names = KEYS
+    name = pick(rng, [*place, *place, *names])
+    what = pick(rng, ["drop", "rename", "exchange", "exchange", "exchange"])
+    old = place.get(name)
+    if what == "exchange":
+        place[name] = pick(rng, others) if place is content else exchanged(place, old, rng)
+    elif old is not None:
+        del place[name]
+        if what == "rename":
+            place[pick(rng, [*names, f"_orig_mod.{name}"])] = old
 
 
-def rename_record(content: RecordDict, rng: np.random.Generator) -> None:
-    if name := pick(rng, content):
-        record = content[name]
-        del content[name]
-        content[pick(rng, NAMES)] = record
+def exchanged(record: Any, old: Any, rng: np.random.Generator) -> Any:
+    """Return another value for an entry of a record."""
+    if isinstance(record, MetricRecord):
+        return pick(rng, [*BEYOND, [], [1, 2], [float("nan")] * 5000])
+    if isinstance(record, ConfigRecord):
+        return pick(rng, [*VALUES, *(spoilt(old, rng) if isinstance(old, bytes) else [])])
+    old = old or Array(np.ones(2))
+    others = [*NOT_ARRAYS.values(), *spoilt(old.data, rng)]
+    made = [Array(old.dtype, old.shape, old.stype, data) for data in others]
+    labels = [("", ()), ("float16", (2**62,) * 3), ("object", ()), (LONG, ())]
+    made += [Array(dtype, shape, old.stype, old.data) for dtype, shape in labels]
+    made += [Array(old.dtype, old.shape, "pickle", old.data)]
+    return pick(rng, [*made, *arrays_like(readable(old)), *arrays_like(readable(old))])
 
 
-def retype_record(content: RecordDict, rng: np.random.Generator) -> None:
-    kinds = [ArrayRecord({"a": Array(np.ones(2))}), ConfigRecord({"a": LONG}), MetricRecord()]
-    content[pick(rng, [*content, *NAMES])] = pick(rng, kinds)
+def spoilt(data: bytes, rng: np.random.Generator) -> list[bytes]:
+    """Return bytes of which some are changed, or cut off, or more came."""
+    flipped = bytearray(data or b"\0")
+    for at in rng.integers(len(flipped), size=3):
+        flipped[at] ^= 1 << int(rng.integers(8))
+    return [bytes(flipped), bytes(flipped), data[: len(data) // 2], data + b"\0"]
 
 
 def readable(value: Array) -> Any:
@@ -103,66 +121,6 @@ def readable(value: Array) -> Any:
     return array if usual else np.ones(2)
 
 
-def change_array(content: RecordDict, rng: np.random.Generator) -> None:
-    record = content.array_records.get(pick(rng, content.array_records) or "")
-    if not record:
-        return
-    name = pick(rng, record)
-    value = record[name]
-    what = pick(rng, ["drop", "rename", "bytes", "labels", "other", "other"])
-    if what in ("drop", "rename"):
-        del record[name]
-    if what == "rename":
-        record[pick(rng, ["x", "", ANSI, LONG, "_orig_mod." + name, name + "."])] = value
-    if what == "bytes":
-        data = bytearray(value.data or b"\0")
-        how = pick(rng, ["flip", "cut", "more", "none"])
-        if how == "flip":
-            for at in rng.integers(len(data), size=3):
-                data[at] ^= 1 << int(rng.integers(8))
-        whole = {"cut": bytes(data[: int(rng.integers(len(data)))]), "more": bytes(data) + b"\0"}
-        new = whole.get(how) or (bytes(data) if how == "flip" else pick(rng, NOT_ARRAYS.values()))
-        record[name] = Array(value.dtype, value.shape, value.stype, new)
-    if what == "labels":
-        dtype, shape = pick(rng, ["", "float16", "object", LONG]), pick(rng, [(), (2**62,) * 3])
-        record[name] = Array(dtype, shape, pick(rng, [value.stype, "pickle"]), value.data)
-    if what == "other":
-        record[name] = pick(rng, arrays_like(readable(value)))
-
-
-def change_config(content: RecordDict, rng: np.random.Generator) -> None:
-    record = content.config_records.get("config", ConfigRecord())
-    name = pick(rng, [*record, *record, *KEYS])
-    what = pick(rng, ["drop", "set", "set", "cut", "flip", "many"])
-    old = record.get(name)
-    if what == "drop" and name in record:
-        del record[name]
-    elif what in ("cut", "flip") and isinstance(old, bytes) and old:
-        data = bytearray(old)
-        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
-        record[name] = bytes(data) if what == "flip" else old[: int(rng.integers(len(old)))]
-    elif what == "many" and rng.random() < 0.1:
-        for i in range(2000):
-            record[f"{i}"] = i
-    else:
-        record[name] = pick(rng, VALUES)
-    content["config"] = record
-
-
-def change_metric(content: RecordDict, rng: np.random.Generator) -> None:
-    record = content.metric_records.get("metrics", MetricRecord())
-    name = pick(rng, [*record, *record, *KEYS])
-    if rng.random() < 0.2 and name in record:
-        del record[name]
-    else:
-        record[name] = pick(rng, [*BEYOND, [], [1, 2], [float("nan")] * 5000])
-    content["metrics"] = record
-
-
-CHANGES: list[Callable[[RecordDict, np.random.Generator], None]] = [
-    *(drop_record, rename_record, retype_record, change_metric),
-    *(change_array, change_array, change_config, change_config),
-]
 MESSAGES = [
     *("train", "train", "train", "evaluate", "query.flwr_regs", "query.flwr_regs_probe"),
     "query.flwr_regs_labels",
