@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
+    from flwr_regs.methods.fedbuff import FedBuff as FedBuff
+    from flwr_regs.methods.fedbuff import FedBuffClient as FedBuffClient
     from flwr_regs.methods.registry import *
-    from flwr_regs.methods.server_step.fedbuff import FedBuff as FedBuff
-    from flwr_regs.methods.server_step.fedbuff import FedBuffClient as FedBuffClient
     from flwr_regs.server.aggregate.aggregators import CenteredClipping as CenteredClipping
     from flwr_regs.server.aggregate.aggregators import CoordinateMedian as CoordinateMedian
     from flwr_regs.server.aggregate.aggregators import GeometricMedian as GeometricMedian
@@ -75,7 +75,7 @@ _MODULES = {
     ),
     "server.checkpoint.checkpoint": ("CheckpointError",),
     "methods.registry": ("METHODS", "Method", "TERMS"),
-    "methods.server_step.fedbuff": ("FedBuff", "FedBuffClient"),
+    "methods.fedbuff": ("FedBuff", "FedBuffClient"),
     "term": ("ClientContext", "ServerContext", "Term"),
 }
 _HOME = {
