@@ -34,7 +34,7 @@ FAMILIES: dict[str, str] = {
     "server": "a baseline, and optimisers on the server",
     "drift": "less client drift, and clients keep nothing",
     "memory": "less client drift, by what clients keep",
-    "loss": "a local loss of its own: features, missing classes, distillation",
+    "loss": "a modified local loss: features, missing classes, distillation",
     "flat": "flat minima",
     "fair": "similar accuracy for all clients",
     "personal": "a model for each client",

@@ -165,7 +165,7 @@ class Results:
             if run.accuracy:
                 spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
                 spent.index += 1  # the initial model, round 0, has cost nothing
-                points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
+                points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
                 points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
                 points["accuracy"] *= 100
                 stopped = run.status != "ended"
