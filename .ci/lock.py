@@ -1,7 +1,7 @@
 """Resolves ``uv.lock``, and leaves out what none of its environments can use: ``python .ci/lock.py``.
 
-uv keeps the wheels of each Python from the lowest on, those of other C libraries, and when each was uploaded: half a
-megabyte. Arguments go to ``uv lock``, such as ``--upgrade``.
+uv keeps the wheels of each Python from the lowest on, those of other C libraries, and when each was
+uploaded: half a megabyte. Arguments go to ``uv lock``, such as ``--upgrade``.
 """
 
 from __future__ import annotations

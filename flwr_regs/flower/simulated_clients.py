@@ -83,6 +83,5 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
 
 
 def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings: Any) -> RegClient:
-    client = RegClient(*args, terms=terms, **settings)
-    client.method = method  # type: ignore[misc]  # a class of its own would only say this
-    return client
+    kind = type(RegClient.__name__, (RegClient,), {"method": method, "terms": terms})
+    return kind(*args, **settings)
