@@ -83,5 +83,6 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
 
 
 def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings: Any) -> RegClient:
-    kind = type(RegClient.__name__, (RegClient,), {"method": method, "terms": terms})
+    named = {"method": method, "terms": terms}
+    kind: type[RegClient] = type(RegClient.__name__, (RegClient,), named)
     return kind(*args, **settings)
