@@ -65,7 +65,9 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     runs = runs_of(methods="FedAvg", **QUICK)
     engine.execute(runs, None, Lines(runs))
     said = capsys.readouterr().out
-    before, _, after = said.partition("1 run of 2 rounds; in each round 4 clients with 12 steps of ")
+    before, _, after = said.partition(
+        "1 run of 2 rounds; in each round 4 clients with 12 steps of "
+    )
     assert before.splitlines()[-1].startswith("about ")
     assert "FedAvg testing examples, 100 of 360, " in after
     assert re.search(r"^FedAvg round    1/2   clients train, \d of 4", after, re.M)
