@@ -138,7 +138,8 @@ def train(
         clock = None
         if grid is None:
             kind = StackedGrid if runner == "stacked" else InProcessGrid
-            grid, clock = kind(factory.app(), clients.num_clients), time.process_time
+            app = factory.app(once=runner == "stacked")
+            grid, clock = kind(app, clients.num_clients), time.process_time
         try:
             return trainer.train(grid, on_round, clock)
         except CannotWrite:
