@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+SELDOM = 20.0
+"""While runs train, tables are written again after so many times the time that it takes."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -173,10 +176,14 @@ def _tuned(
     if experiment.tune and "chosen" not in made:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
-        trials = experiment.trial_runs(panel)
-        _train(trials, folder / "tuning", "trial", args)
-        records = recorded(trials, folder / "tuning").values()
-        made["chosen"] = tuning.chosen(experiment, panel, records)
+
+        def train(trials: Sequence[Run]) -> dict[tuple[str, int], RunRecord]:
+            _train(trials, folder / "tuning", "trial", args)
+            return recorded(trials, folder / "tuning")
+
+        outcomes = tuning.tuned(experiment, panel, train)
+        made["chosen"] = {label: outcome.pop("point") for label, outcome in outcomes.items()}
+        made["tuning"] = outcomes
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 
@@ -213,7 +220,8 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
 
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
-    notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    _, made = card_files.of_folder(folder)
+    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder)]
     if not (records := [*recorded(tests, folder).values()]):
         raise ValueError(f"{folder} has no runs yet")
     first = records[0].label if experiment.baseline else ""
@@ -243,8 +251,14 @@ def _train(
         f"results: {folder}"
     )
 
+    next_at = 0.0
+
     def tables(records: Sequence[RunRecord]) -> None:
-        Results(records, (), heading, ordered).save_tables(folder)
+        nonlocal next_at
+        if len(records) == len(runs) or time.monotonic() > next_at:  # many runs have long tables
+            began = time.monotonic()
+            Results(records, (), heading, ordered).save_tables(folder)
+            next_at = time.monotonic() + SELDOM * (time.monotonic() - began)
 
     gpus = args.gpus_per_client
     bars = progress(lacking)
