@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.experiment import Experiment, Panel, Run, check_words
+from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.space import Point, edges, points, shown
@@ -96,7 +96,7 @@ class _Method:
         for key in [*further]:
             for end in (further[key].at(0.5), further[key].at(1 - 1e-9)):
                 try:
-                    check_words(self._of({**self.left[0], key: end}, 0))
+                    self._of({**self.left[0], key: end}, 0)[0].strategy()
                 except ValueError:
                     further.pop(key, None)
         if further:
