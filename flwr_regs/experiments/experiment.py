@@ -410,9 +410,10 @@ class Experiment:
         rows = tuple(
             replace(row, panels=tuple(name for name in row.panels if name in names))
             for row in self.rows
-            if not row.panels or names & {*row.panels}
+            if any(panel.has(row) for panel in panels)
         )
-        return replace(self, panels=panels, rows=rows)
+        tune = tuple(s for s in self.tune if any(s.applies(row.calls) for row in rows))
+        return replace(self, panels=panels, rows=rows, tune=tune)
 
     def given(self, settings: Mapping[str, Any]) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned."""
