@@ -258,14 +258,14 @@ class Experiment:
     def rungs_of(self, panel: Panel, label: str) -> list[tuple[int, int]]:
         """Return (rounds, points that train so long) of a method's successive halving, in order.
 
-        All of its points train for a quarter of the rounds, the best third for half of them, the best sixth
-        for all. A grid, or fewer than `HALVED` points, train for all rounds at once.
+        All of its points train for an eighth of the rounds, the best third for a quarter, the best sixth
+        for half of them. A grid, or fewer than `HALVED` points, train for all rounds at once.
         """
         row, rounds = self.rows_of(panel)[label], self.run_of(panel, label, {}, 0).settings.rounds
         many = len(self.points_of(row))
         if many < HALVED or is_grid(self.spaces_of(row), self.trials):
             return [(rounds, many)]
-        shorter = max(rounds // 4, 1), max(rounds // 2, 1), rounds
+        shorter = max(rounds // 8, 1), max(rounds // 4, 1), max(rounds // 2, 1)
         return [*zip(shorter, (many, ceil(many / 3), ceil(many / 6)), strict=True)]
 
     @property

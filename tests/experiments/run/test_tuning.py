@@ -49,11 +49,11 @@ def near(lr: float) -> Accuracy:
     return lambda run: 1 - 0.1 * abs(log(run.settings.lr / lr))
 
 
-def test_a_quarter_a_half_and_all_of_the_rounds_for_12_4_and_2_points() -> None:
+def test_an_eighth_a_quarter_and_half_of_the_rounds_for_12_4_and_2_points() -> None:
     experiment = bench("lr=0.02..1", methods="FedAvg, FedProx(0.1)")
     outcomes, calls = tuned(experiment, near(0.15))
     shape = [(len(runs), {run.settings.rounds for run in runs}) for runs in calls]
-    assert shape == [(24, {10}), (8, {20}), (4, {40})]
+    assert shape == [(24, {5}), (8, {10}), (4, {20})]
     rates = [point["lr"] for point in experiment.points_of(experiment.rows[0])]
     rates.sort(key=lambda lr: abs(log(lr / 0.15)))
     for label in ("FedAvg", "FedProx(0.1)"):
@@ -62,7 +62,7 @@ def test_a_quarter_a_half_and_all_of_the_rounds_for_12_4_and_2_points() -> None:
         assert outcomes[label] == {
             "point": {"lr": rates[0]},
             "trials": 12,
-            "rounds": 12 * 10 + 4 * 20 + 2 * 40,
+            "rounds": 12 * 5 + 4 * 10 + 2 * 20,
             "processor-seconds": 9.0,  # 18 trials of half a second
             "widened": [],
             "edge": [],
@@ -71,7 +71,7 @@ def test_a_quarter_a_half_and_all_of_the_rounds_for_12_4_and_2_points() -> None:
 
 def test_what_leads_early_and_falls_behind_is_not_chosen() -> None:
     def accuracy(run: Run) -> float:
-        best = near(0.1 if run.settings.rounds < 40 else 0.2)
+        best = near(0.1 if run.settings.rounds < 20 else 0.2)
         return best(run)
 
     experiment = bench("lr=0.02..1")
@@ -95,7 +95,7 @@ def test_a_range_is_widened_once_where_the_best_is_at_its_edge(
     assert [len(runs) for runs in calls] == [12, 16, 4, 2]
     found = outcomes["FedAvg"]
     assert found["point"] == {"lr": min(beyond, key=lambda lr: abs(log(lr / best)))}
-    assert (found["trials"], found["rounds"]) == (16, 16 * 10 + 4 * 20 + 2 * 40)
+    assert (found["trials"], found["rounds"]) == (16, 16 * 5 + 4 * 10 + 2 * 20)
     assert found["widened"] == ["lr"]
 
 
