@@ -22,12 +22,14 @@ from typing import Any, Literal
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run import references
 from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
 from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
@@ -130,6 +132,9 @@ def train(
     heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
+        if run.calls[0].target in REFERENCES:
+            test_threads = max(allowed // workers, 1)
+            return references.train(run, folder, on_round, heartbeat, test_threads, warned)
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
         test_threads = max(allowed // workers, 1)

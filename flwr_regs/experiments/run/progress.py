@@ -182,6 +182,8 @@ class Heartbeat:
             text = self.what
             if self.total:
                 text += f", {min(self.done, self.total):,} of {self.total:,}"
+            else:
+                text += f", {duration(spent)} so far"
             if 0 < self.done < self.total:
                 text += f", {duration(spent / self.done * (self.total - self.done))} left"
             self._tell(text)
@@ -190,6 +192,11 @@ class Heartbeat:
 def progress(runs: Sequence[Run]) -> Progress:
     """Return bars if standard output is a terminal, else lines."""
     return Bars(runs) if sys.stdout.isatty() else Lines(runs)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 round, 20 rounds."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def duration(seconds: float) -> str:
