@@ -150,7 +150,7 @@ class DivergenceGuard(Snapshots):
                 behind.append(pid)
                 left -= shares[pid]
         before = self.lengths.get(MEAN, ())
-        if is_far(before, mean, max(times[p] for p in behind)):
+        if is_long([*before, mean], max(times[p] for p in behind)) and length > _ordinary(before):
             text = (
                 f"with its update, the clients' mean is {length:.3g} long, over {FAR:g} times the "
                 f"median of the last {LAST} ({_usual(before):.3g})"
@@ -177,14 +177,11 @@ class DivergenceGuard(Snapshots):
         lr, whose = this_round.lr or 1.0, "its cohort's median"
         if before and len(others) < ENOUGH:
             usual, whose = _usual(before), f"the median of the last {LAST} rounds"
-            far = [p for p, n in norms.items() if is_far(before, (n, n / lr), bounds[p])]
+            far = [p for p, n in norms.items() if is_long([*before, (n, n / lr)], bounds[p])]
         else:
             usual = median_low(others) if len(others) >= min(ENOUGH, len(norms)) else given
-            far = [
-                p
-                for p, n in norms.items()
-                if n > bounds[p] * usual > 0 and n > least_far(before, bounds[p])
-            ]
+            far = [p for p, n in norms.items() if n > bounds[p] * usual > 0]
+        far = [p for p in far if bounds[p] < FAR or norms[p] > _ordinary(before)]
         if good := [n for p, n in norms.items() if n > 0 and p not in far]:
             self.usual[what] = median_low(good), median_low(good) / lr
         return {
@@ -290,19 +287,14 @@ def is_long(lengths: Sequence[Length], times: float) -> bool:
     )
 
 
-def least_far(before: Lengths, times: float) -> float:
-    """Return what is ordinary before a model converges: 10 times the first, where `times` is large."""
-    return STEPS * before[0][0] if before and times >= FAR else 0.0
-
-
-def is_far(before: Lengths, last: Length, times: float) -> bool:
-    """Whether a length does not belong to those before."""
-    return is_long([*before, last], times) and last[0] > least_far(before, times)
-
-
 def noted(lengths: Lengths, last: Length) -> Lengths:
     """Return the lengths with the last, unless it is zero: the first of them and the last five."""
     return (*lengths[:1], *(*lengths[1:], last)[-LAST:]) if last[0] > 0 else lengths
+
+
+def _ordinary(before: Lengths) -> float:
+    """Return a length that is ordinary before a model converges."""
+    return STEPS * before[0][0] if before else 0.0
 
 
 def _usual(before: Lengths) -> float:
