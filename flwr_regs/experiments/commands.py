@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shlex
 import signal
 import sys
+import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +23,7 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
-from flwr_regs.experiments.report.results import Results, provenance
+from flwr_regs.experiments.report.results import Results, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import (
     RunRecord,
     file_name,
@@ -28,7 +32,7 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
-from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
@@ -45,10 +49,14 @@ if TYPE_CHECKING:
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+SELDOM = 20.0
+"""While runs train, tables are written again after so many times the time that it takes."""
 
 
 def train(args: argparse.Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
+    if getattr(args, "verify", None):
+        return _verify(args)
     if args.resume:
         experiment, out = _resumed(args), ""
     else:
@@ -150,6 +158,8 @@ def _train_panel(
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
     results.save(folder, pictures=not experiment.smoke)
+    if not experiment.smoke:
+        _draw_tuning(folder)
     _say(results.text() + f"results: {folder}")
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
@@ -163,6 +173,28 @@ def _train_panel(
     return int(bad), results
 
 
+def _draw_tuning(folder: Path, look: Look | None = None) -> None:
+    """Draw what tuning tried in a panel's folder, if it tried several points."""
+    from flwr_regs.experiments.report import tried
+
+    if several := tried.trials(folder):
+        from flwr_regs.experiments.report import drawing
+
+        for name, picture in tried.pictures(several, look or drawing.Look()).items():
+            drawing.save(picture, folder / name)
+
+
+def _draw_ranks(
+    experiment: Experiment, results: Sequence[Results], folder: Path, look: Look | None = None
+) -> None:
+    """Draw the methods' ranks over the panels that have the same ones, if there are enough."""
+    for number, ranks in enumerate(ranks_over(results), 1):
+        from flwr_regs.experiments.report import drawing, plots
+
+        picture = plots.over_panels(ranks, title=experiment.title, look=look)
+        drawing.save(picture, folder / f"ranks-{number}")
+
+
 def _tuned(
     args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
 ) -> Mapping[str, Point]:
@@ -173,10 +205,14 @@ def _tuned(
     if experiment.tune and "chosen" not in made:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
-        trials = experiment.trial_runs(panel)
-        _train(trials, folder / "tuning", "trial", args)
-        records = recorded(trials, folder / "tuning").values()
-        made["chosen"] = tuning.chosen(experiment, panel, records)
+
+        def train(trials: Sequence[Run]) -> dict[tuple[str, int], RunRecord]:
+            _train(trials, folder / "tuning", "trial", args)
+            return recorded(trials, folder / "tuning")
+
+        outcomes = tuning.tuned(experiment, panel, train)
+        made["chosen"] = {label: outcome.pop("point") for label, outcome in outcomes.items()}
+        made["tuning"] = outcomes
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 
@@ -209,11 +245,15 @@ def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
 
 def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     """Return the results so far in a panel's folder; ValueError without any."""
+    from flwr_regs.experiments.report import tried
     from flwr_regs.experiments.run import tuning
 
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
-    notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    _, made = card_files.of_folder(folder)
+    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder)]
+    if several := tried.trials(folder):
+        notes.append(tried.cost(several))
     if not (records := [*recorded(tests, folder).values()]):
         raise ValueError(f"{folder} has no runs yet")
     first = records[0].label if experiment.baseline else ""
@@ -237,14 +277,21 @@ def _train(
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
     _say(
-        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, {settings.rounds} rounds; "
-        f"{settings.dataset}, partition {settings.partition} over {settings.num_clients} clients\n"
+        f"flwr-regs {flwr_regs.__version__}: {counted(n, rows)}, "
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
+        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition {settings.partition} over "
+        f"{counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )
 
+    next_at = 0.0
+
     def tables(records: Sequence[RunRecord]) -> None:
-        Results(records, (), heading, ordered).save_tables(folder)
+        nonlocal next_at
+        if len(records) == len(runs) or time.monotonic() > next_at:  # many runs have long tables
+            began = time.monotonic()
+            Results(records, (), heading, ordered).save_tables(folder)
+            next_at = time.monotonic() + SELDOM * (time.monotonic() - began)
 
     gpus = args.gpus_per_client
     bars = progress(lacking)
@@ -293,6 +340,8 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
     rows = card_report.report_rows(experiment, results)
     write(folder / "protocol.csv", pd.DataFrame(rows).to_csv(index=False))
     write(folder / "protocol.txt", text := card_report.as_text(experiment, rows))
+    if not experiment.smoke:
+        _draw_ranks(experiment, results, folder)
     _say(text + f"results: {folder}")
 
 
@@ -312,10 +361,13 @@ def plot(args: argparse.Namespace) -> int:
     experiment, _ = card_files.of_folder(folder)
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
+    each = []
     for panel, place in begun or every[:1]:
-        results = results_of(experiment, panel, place)
-        results.save(place, look=_look(args))
-        print(results.text() + f"results: {place}")
+        each.append(results_of(experiment, panel, place))
+        each[-1].save(place, look=_look(args))
+        _draw_tuning(place, _look(args))
+        print(each[-1].text() + f"results: {place}")
+    _draw_ranks(experiment, each, folder, _look(args))
     return 0
 
 
@@ -334,11 +386,72 @@ def resources(args: argparse.Namespace) -> int:
     return 0
 
 
-def reproduce(args: argparse.Namespace) -> int:
-    """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
+def _verify(args: argparse.Namespace) -> int:
+    """Train one run of results again, in a temporary folder; return 1 if it does not come out the same."""
+    here = _places_here(args)
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+        folder, again = args.verify, Path(temporary, "again")
+        if folder.is_file():
+            folder = Path(temporary, "kept")
+            with tarfile.open(args.verify) as archive:
+                archive.extractall(folder, filter="data")
+        kept, _ = card_files.of_folder(folder)
+        panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
+        wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
+        seeds = numbers(args.seeds, "--seeds") or kept.seeds
+        found = [
+            (panel, place, record)
+            for panel, place in places(kept, folder)
+            if panel in panels and (place / "runs").is_dir()
+            for run in kept.tests(panel, chosen_of(kept, place))
+            if run.seed in seeds and kept.rows_of(panel)[run.label] in wanted
+            for record in recorded([run], place).values()
+            if record.ended
+        ]
+        if not found:
+            raise ValueError(f"{args.verify} has no such run that ended")
+        panel, place, old = random.choice(found)
+        where = f"{panel.name}: " * (len(kept.panels) > 1)
+        _say(f"{where}{old.label}, seed {old.seed}; one of {len(found)} runs")
+        _, made = card_files.of_folder(place)
+        if "--runner" in made["command"]:  # another one rounds otherwise
+            args.runner = made["command"][made["command"].index("--runner") + 1]
+        again.mkdir()
+        for run in kept.given(here).tests(panel, chosen_of(kept, place)):
+            if run.key == (old.label, old.seed):
+                _train([run], again, kept.heading, args)
+                new = recorded([run], again)[run.key]
+        now = provenance([])
+        if other := [what for what in ("versions", "platform") if now[what] != made.get(what)]:
+            there = ", ".join(f"{what} {made.get(what)} there, {now[what]} here" for what in other)
+            _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
+            return int(not _is_equal(old, new, args.tolerance))
+        _say("machine and versions are those of the results: all rounds must be equal")
+        for one, two in zip_longest(old.test, new.test):
+            if not one or not two or not all(_is_same(one[key], two.get(key)) for key in one):
+                print(f"{new.label}, seed {new.seed}: {one} there, {two} here  DIFFERS")
+                print(f"commit {made.get('commit')} there, {now['commit']} here")
+                return 1
+        print(f"{new.label}, seed {new.seed}: all {len(new.trained)} rounds are the same")
+        return 0
+
+
+def _is_same(kept: float | None, new: float | None) -> bool:
+    """Return whether a figure is one that was kept, perhaps with five digits."""
+    return kept == new or (kept is not None and new is not None and kept == round(new, 5))
+
+
+def _places_here(args: argparse.Namespace) -> dict[str, Any]:
+    """Return where files are here, the only settings that may differ from those of results."""
     here = {"code-dir": os.getcwd(), **read_words(args.settings)}
     if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
+    return here
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
+    here = _places_here(args)
     kept, _ = card_files.of_folder(args.folder)
     seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
     if not (trained := tuple(seed for seed in kept.seeds if seed in seeds)):

@@ -17,17 +17,19 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run import references
 from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
 from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
@@ -66,7 +68,7 @@ def execute(
     workers : int
         Processes that train at a time; with 1 it is this one.
     runner : str
-        ``"process"``; ``"stacked"``: a cohort's clients train in one set of kernels; or ``"ray"``: in
+        ``"process"``; ``"stacked"``: all clients of a round train at once (vmap); or ``"ray"``: in
         Flower's simulation, where a seed's labels must be its methods. It needs a folder.
     tables : callable
         Called with the records so far after each run; in Ray, after each seed.
@@ -122,7 +124,6 @@ def train(
     grid: Grid | None = None,
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-    from flwr_regs import InProcessGrid, StackedGrid
 
     def on_round(record: RunRecord) -> None:
         test = record.test[-1]
@@ -131,22 +132,48 @@ def train(
     heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
+        if run.calls[0].target in REFERENCES:
+            test_threads = max(allowed // workers, 1)
+            return references.train(run, folder, on_round, heartbeat, test_threads, warned)
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
         test_threads = max(allowed // workers, 1)
         trainer = Trainer(run, folder, factory, heartbeat, test_threads, warned)
         clock = None
         if grid is None:
-            kind = StackedGrid if runner == "stacked" else InProcessGrid
-            grid, clock = kind(factory.app(), clients.num_clients), time.process_time
+            grid, clock = _grid(factory, runner == "stacked"), time.process_time
         try:
-            return trainer.train(grid, on_round, clock)
+            record = trainer.train(grid, on_round, clock)
+            if getattr(grid, "fallbacks", None) == {}:
+                _CHECKED.add(_kind(run))
+            return record
         except CannotWrite:
             raise
         except Exception:
             if clock is None:  # on Flower's grid: into its log
                 traceback.print_exc()
             return trainer.record
+
+
+def _grid(factory: ClientFactory, stacked: bool) -> Grid:
+    """Return the grid of a run. A process compares each method's stack with clients alone once."""
+    from flwr_regs import InProcessGrid, StackedGrid
+
+    if not stacked:
+        return InProcessGrid(factory.app(), factory.clients.num_clients)
+    check: Literal["first", False] = False if _kind(factory.run) in _CHECKED else "first"
+    return StackedGrid(factory.app(once=True), factory.clients.num_clients, check=check)
+
+
+def _kind(run: Run) -> tuple[Any, ...]:
+    """Return what decides whether a run's stacks give the results of clients alone."""
+    settings = run.settings
+    targets = (*(call.target for call in run.calls), settings.optimizer)
+    return settings.dataset, settings.model, settings.test_on_clients, *targets
+
+
+_CHECKED: set[tuple[Any, ...]] = set()
+"""The kinds of runs whose clients have all been stacked, and compared, in this process."""
 
 
 def _in_processes(
