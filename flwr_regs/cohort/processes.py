@@ -219,7 +219,6 @@ def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) 
     """Train what comes until the asking process is gone."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the asking process says it
     clients, who, settings = given
-    clients.join()
     stacks, made = Stacks(settings), dict[int, OneClient]()
     while True:
         try:

@@ -18,7 +18,7 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
-from flwr_regs.cohort.batch_plan import CannotStack, Plan
+from flwr_regs.cohort.batch_plan import CannotStack, plan_of
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
@@ -149,7 +149,7 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
     return replace(
         member,
-        plan=Plan(data, plan.seed, batches=batches, drawn=plan.after),
+        plan=plan_of(data, plan.seed, batches, plan.after),
         private=_in(precision, member.private),
         broadcast=_in(precision, member.broadcast),
         client=_in(precision, _plain(member.client)),

@@ -33,7 +33,7 @@ from flwr_regs.client.train.batches import (
 )
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
+from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
@@ -133,7 +133,7 @@ class Recipe:
         """Whether this is a round's first exchange, without training."""
         return bool(self.config.get(keys.PROBE_KEY))
 
-    def steps(self, data: Pairs) -> int:
+    def steps(self, data: Pairs, order: Order | None) -> int:
         """Return E; for a first exchange, the batches of one pass.
 
         Raises CannotStack for data that have to be counted: that may draw random numbers.
@@ -141,8 +141,8 @@ class Recipe:
         if (steps := self.config.get("local-steps")) and not self.probes:
             return int(steps)
         epochs = 1 if self.probes else self.config.get("local-epochs", 0)
-        if order := order_of(data):
-            return int(epochs * order.batches)
+        if order is not None:
+            return int(epochs * len(order.sizes))
         try:
             len(data)
         except TypeError:
@@ -370,7 +370,8 @@ def member_of(
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
     begun = memories.begin(asked.memory, term, config, recipe.withholds)
-    planned = recipe.steps(pairs)
+    order = order_of(pairs)
+    planned = recipe.steps(pairs, order)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
     if not most:
@@ -389,7 +390,7 @@ def member_of(
     # a term's `start` sees no more classes than the client has
     reads = counts is not None and any(t.acts("start") for t in term.terms)
     return Member(
-        draw(pairs, seed, most),
+        draw(pairs, seed, most, order),
         planned,
         private,
         own,

@@ -81,7 +81,7 @@ class Stack:
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
         self._losses = torch.zeros(self._rows, device=shared.device)
-        self._examples = [m.plan.trained for m in self._members]
+        self._examples = [sum(m.plan.sizes) for m in self._members]
         self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
 
@@ -93,7 +93,8 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            self._gradient = Gradient(self._view, self._plain_lr())
+            own = [self._held.told[slots] for slots in ("client", "broadcast")]
+            self._gradient = Gradient(self._view, own, self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
@@ -107,7 +108,7 @@ class Stack:
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             view = self._view
-            view.batch_size = self._members[0].plan.size(0)
+            view.batch_size = self._members[0].plan.sizes[0]
 
             def one(told: dict[str, Any], functions: dict[str, Any]) -> Any:
                 none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
@@ -237,7 +238,7 @@ class Stack:
             with torch.no_grad():
                 for n, p in view.vmapped(begin)(self._held.told).items():
                     self._held.values[n].copy_(p)
-        view.batch_size = self._members[0].plan.size(0)
+        view.batch_size = self._members[0].plan.sizes[0]
         if self._carries:
             self._carry()
 
@@ -299,9 +300,8 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        alike = self._batches.equal
-        forms = [] if alike else [m.plan.forms[step] for m in self._members[: self._rows]]
-        if alike or len(set(forms)) == 1:
+        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
+        if len(set(forms)) == 1:
             grads = self._gradients(step)
             for n, p in self._leaves.items():
                 if self._gradient.moved and (moved := grads[n]) is not None:
@@ -337,12 +337,13 @@ class Stack:
             chosen, of_each = rows.tolist(), held.rows(rows)
             values = {n: v[rows] for n, v in values.items()}
         batch = self._batches.of(step, chosen)
-        whole = len(chosen) == len(self._members) and batch.form == self._batches.form
+        plan = self._members[chosen[0]].plan
+        whole = len(chosen) == len(self._members) and plan.forms[step] == plan.forms[0]
         leaves = {n: v.requires_grad_() for n, v in values.items()}
         part = Part(leaves, batch, of_each, whole)
         grads, losses, new, slots = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
-        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        self._losses[where] += losses * plan.sizes[step]
         self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
