@@ -198,9 +198,13 @@ class Batches:
         given = [(p.order.source, p.rows) for p in plans if p.order and p.rows is not None]
         nbytes = sum(t[:1].nbytes * len(rows) for source, rows in given for t in source)
         if len(given) == len(plans) and nbytes <= GATHERED:
-            each = [[t.index_select(0, rows) for t in source] for source, rows in given]
-            self._leaves = [torch.cat(leaf).to(device) for leaf in zip(*each, strict=True)]
             self._firsts = [0, *itertools.accumulate(len(rows) for _, rows in given)]
+            for k, first in enumerate(given[0][0]):
+                leaf = first.new_empty(self._firsts[-1], *first.shape[1:])
+                places = zip(self._firsts, self._firsts[1:], strict=False)
+                for (source, rows), (begin, end) in zip(given, places, strict=True):
+                    torch.index_select(source[k], 0, rows, out=leaf[begin:end])
+                self._leaves.append(leaf.to(device))
 
     def of(self, step: int, members: Sequence[int]) -> Batch:
         """Return the batches that some members have in a step, which are of one form."""

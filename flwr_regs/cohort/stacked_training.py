@@ -19,7 +19,7 @@ from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
-from flwr_regs.client.train.batches import mapped, to_device
+from flwr_regs.client.train.batches import to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
@@ -66,7 +66,7 @@ class Stack:
     ----------
     shared : Shared
     members : sequence of Member
-        Each with at least one step.
+        Each with at least one step; those with most steps first.
     seed : int
         For what the model draws, such as dropout.
 
@@ -76,8 +76,7 @@ class Stack:
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
         self._shared, self._seed = shared, seed
-        order = sorted(range(len(members)), key=lambda k: -len(members[k].plan))
-        self._order, self._members = order, [members[k] for k in order]
+        self._members = members
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
         self._losses = torch.zeros(self._rows, device=shared.device)
@@ -117,8 +116,7 @@ class Stack:
             passes, held = [m.plan for m in self._members], self._held
             given = passes, held.entries, held.at_start, (held.told,)
             upload, kept = over_data(view, *given, one)
-            slots = self._in_order(upload), self._in_order(kept)
-            return StackedResult({}, {}, *slots, (), ())
+            return StackedResult({}, {}, to_device(upload, "cpu"), to_device(kept, "cpu"), (), ())
 
     # before the steps
 
@@ -379,7 +377,7 @@ class Stack:
     # after the steps
 
     def _finish(self) -> StackedResult:
-        """Run the terms' `finish`, and return what came of the round in the members' order."""
+        """Run the terms' `finish`, and return what came of the round."""
         view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
         if self._carries:
@@ -392,25 +390,9 @@ class Stack:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
-        return StackedResult(
-            self._in_order(self._held.entries),
-            self._in_order(sent),
-            self._in_order(uploads),
-            self._in_order(slots),
-            self._in_order(losses),
-            self._in_order(self._examples),
-            None if view.tap is None else view.tap.layer,
-        )
-
-    def _in_order(self, tree: Any) -> Any:
-        """Return nested dicts of stacked tensors, or numbers, in the members' order, on the CPU."""
-        back = sorted(range(len(self._order)), key=self._order.__getitem__)
-        if isinstance(tree, list):
-            return [to_device(tree[row], "cpu") for row in back]
-        if back == sorted(back):
-            return to_device(tree, "cpu")
-        index = torch.tensor(back, device=self._shared.device)
-        return mapped(tree, lambda t: t[index].cpu())
+        layer = None if view.tap is None else view.tap.layer
+        state, sent, uploads, slots = to_device((self._held.entries, sent, uploads, slots), "cpu")
+        return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
