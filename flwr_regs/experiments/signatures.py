@@ -18,7 +18,7 @@ from typing import Any
 
 import flwr_regs
 from flwr_regs import term
-from flwr_regs.experiments.calls import Call, check_name
+from flwr_regs.experiments.calls import REFERENCES, Call, check_name
 from flwr_regs.experiments.user_code import load
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.arguments import check_arguments
@@ -48,6 +48,8 @@ def named(text: str) -> Iterator[None]:
 def find(call: Call, folder: str = "") -> Any:
     """Return the class, term, list or function that a call names; ValueError if there is none."""
     check_name(call)
+    if call.target in REFERENCES:
+        return type(call.target, (flwr_regs.FedAvg,), {"method": call.target})
     return load(call.target, folder) if ":" in call.target else getattr(flwr_regs, call.target)
 
 

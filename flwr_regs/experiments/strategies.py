@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import Call, text_of
+from flwr_regs.experiments.calls import REFERENCES, Call, text_of
 from flwr_regs.experiments.signatures import bound, find, named, with_values
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
@@ -53,6 +53,8 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
     extra = {k: v for k, v in common.items() if k not in Options.names()}
+    if len(calls) > 1 and (alone := [c.target for c in calls if c.target in REFERENCES]):
+        raise ValueError(f"'{text_of(calls)}': {alone[0]} is no method; it goes with nothing")
     for call in calls:
         with named(str(call)):
             call = with_values(call)
