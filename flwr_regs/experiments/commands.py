@@ -58,7 +58,6 @@ def train(args: argparse.Namespace) -> int:
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
-        experiment.check_data()
     if args.dry_run:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
             _dry_run(experiment, panel, place, args.workers)
@@ -299,9 +298,9 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
     if args.what == "partition":
+        run, out = first_run(args)
         from flwr_regs.experiments.report import partition_plot
 
-        run, out = first_run(args)
         print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
         return 0
     if args.export:
@@ -346,7 +345,6 @@ def reproduce(args: argparse.Namespace) -> int:
             f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"
         )
     again = replace(kept, seeds=trained, tune=()).given(here).checked()
-    again.check_data()
     _check_runner(args, again)
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):

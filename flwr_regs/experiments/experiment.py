@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flwr_regs.experiments import signatures
+from flwr_regs.experiments import signatures, user_code
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
+from flwr_regs.experiments.data.datasets import two_examples
+from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, points, shown
@@ -79,10 +82,10 @@ class Run:
                 return True
         return False
 
-    def strategy(self) -> RegStrategy:
+    def strategy(self, only_check: bool = False) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
 
-        Raises as :func:`flwr_regs.experiments.strategies.build` does.
+        Raises as :func:`flwr_regs.experiments.strategies.build` does, also with `only_check`.
         """
         from flwr_regs.experiments.strategies import build
 
@@ -96,10 +99,11 @@ class Run:
         common |= {name: value for name, value in papers.items() if value != "paper"}
         common["fraction_evaluate"] = float(bool(settings.personalise or settings.test_on_clients))
         if settings.dp_clip_norm:
-            common["privacy"] = _privacy(settings)
+            common["privacy"] = _privacy(settings, only_check)
         return build(
             self.calls,
             settings.code_dir,
+            only_check,
             lr_schedule=lambda t: settings.lr_decay ** (t - 1),
             server_lr_schedule=lambda t: settings.server_lr_decay ** (t - 1),
             **common,
@@ -109,9 +113,9 @@ class Run:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
         settings = self.settings
         settings.check()
-        strategy = self.strategy()
+        strategy, start = self.strategy(), _start(*settings.model_arguments)
         with signatures.named(self.method):
-            strategy.check_model(_start(*settings.model_arguments))
+            strategy.check_model(start)
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
@@ -294,10 +298,11 @@ class Experiment:
         """
         return replace(self, panels=tuple(map(self._on_clients, self.panels)))
 
-    def checked(self) -> Experiment:
+    def checked(self, data: bool = True) -> Experiment:
         """Return the experiment as :meth:`fair` says, after a check of its settings, methods and models.
 
-        Raises ValueError that says what is wrong.
+        So are its `data`, if asked. What is quick to check comes first. Raises ValueError that says what
+        is wrong; ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
         """
         if both := {*self.seeds} & {*(self.tuning_seeds if self.tune else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
@@ -317,11 +322,15 @@ class Experiment:
         if not self.smoke:
             refuse_dead(ends, but="test-on-clients")
         check_words(ends)
+        if data:
+            self._check_data()
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.runs)
         for run in {(run.label, run.method): run for run in whole.runs}.values():
             run.check()
+        if data:
+            whole._check_data()  # now it says which clients test
         return whole
 
     def _on_clients(self, panel: Panel) -> Panel:
@@ -346,11 +355,8 @@ class Experiment:
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
 
-    def check_data(self) -> None:
-        """Load the data sets; raise ValueError if one cannot be split over the clients as asked.
-
-        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
-        """
+    def _check_data(self) -> None:
+        """Load the data sets; raise ValueError if one cannot be split over the clients as asked."""
         from flwr_regs.experiments.partition.client_data import client_data_of
 
         for run in self.runs:
@@ -385,12 +391,29 @@ class Experiment:
 
 
 def check_words(runs: Sequence[Run]) -> None:
-    """Raise ValueError for settings or arguments that are wrong by themselves; nothing is loaded."""
-    for run in runs:
-        run.settings.check()
-    calls = {(str(call), run.settings.code_dir): call for run in runs for call in run.calls}
-    for (_, folder), call in calls.items():
-        signatures.check(call, folder)
+    """Raise ValueError for what is wrong by itself: settings, arguments, methods that do not compose.
+
+    Neither torch nor the package's data are loaded; a user's own code is.
+    """
+    for run in {(run.method, replace(run.settings, seed=0)): run for run in runs}.values():
+        settings = run.settings
+        settings.check()
+        for reference in (settings.dataset, settings.model):
+            if ":" in reference:
+                user_code.load(reference, settings.code_dir)
+        if ":" not in settings.dataset + settings.model:
+            chosen(
+                settings.dataset,
+                settings.model,
+                two_examples(settings.dataset, settings.data_dir)[0],
+            )
+        references = [call for call in run.calls if ":" in call.target]
+        for call in references:
+            with signatures.named(str(call)):
+                signatures.find(call, settings.code_dir)
+        with suppress(NameError):  # only torch can tell
+            if not references:
+                run.strategy(only_check=True)
 
 
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
@@ -415,12 +438,12 @@ def trial_label(label: str, point: Point) -> str:
     return f"{label} [{shown(point)}]"
 
 
-def _privacy(settings: Settings) -> CentralDP:
+def _privacy(settings: Settings, only_check: bool) -> CentralDP:
     """Return central differential privacy with a new accountant, for one client replaced."""
     from flwr_regs import CentralDP
 
-    if settings.dp_noise == 0:
-        return CentralDP(settings.dp_clip_norm, 0.0)
+    if settings.dp_noise == 0 or only_check:
+        return CentralDP(settings.dp_clip_norm, settings.dp_noise)
     from flwr_regs.experiments.extras import install_command
     from flwr_regs.flower.compat import privacy_accounting
 
