@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import catalogue
-from flwr_regs.experiments.data.catalogue import DATASETS, SOURCES, parsed
+from flwr_regs.experiments.data.catalogue import DATASETS, parsed
 from flwr_regs.experiments.models.architectures import MODELS
-from flwr_regs.experiments.partition.partitions import BY_GROUP, PARTITIONS, PERSONAL_SHARE
+from flwr_regs.experiments.partition.partitions import PARTITIONS, PERSONAL_SHARE
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
 
@@ -125,12 +125,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         """Raise ValueError for settings that do not go together, or a folder that is not there."""
         check_train_config(self.train_config, "the run config")
         if ":" not in self.dataset:
-            name, _ = parsed(self.dataset)
-            if self.partition in BY_GROUP and not SOURCES[name].groups:
-                raise ValueError(
-                    f"partition '{self.partition}' needs the group (writer, speaker, user or domain) of "
-                    f"each example, and dataset '{name}' has none"
-                )
+            parsed(self.dataset)
         if self.projection and ":" in self.model:
             raise ValueError(f"setting 'projection' does not go with your own model '{self.model}'")
         if (self.held_out_clients or self.personalise) and self.test_on_clients:
