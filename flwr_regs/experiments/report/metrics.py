@@ -25,6 +25,8 @@ MEANS = (
     *("rounds_to_target", "mb_to_target", "mb", "mb_down", "mb_up", "seconds"),
     "processor_seconds",
 )
+OF_ALL = ("last5", "final")
+"""Accuracies to which a run that diverged adds the untrained model's: it is not left out."""
 SOME = ("epsilon", "delta", "clipped", "own", "personal")
 """Figures that a row has only where its runs have them."""
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
@@ -58,7 +60,8 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order.
 
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
-    deviations (None for one seed).
+    deviations (None for one seed). In ``last5`` and ``final`` a seed that diverged counts too, with the
+    untrained model's accuracy.
 
     method, n, diverged, failed, unfinished, collapsed
         The label, its seeds, and those of them that diverged, failed, have not ended yet, or collapsed.
@@ -75,15 +78,17 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
         Of a run.
     failures
         Replies that were rejected, over all seeds.
-    last5_interval, difference, difference_interval
+    last5_interval, difference, difference_interval, p, p_holm, decided, detectable
         With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
-        seeds); the mean paired difference of ``last5`` to the baseline on the same seeds, and its interval.
+        seeds); its paired difference to the baseline, and what
+        :func:`flwr_regs.experiments.report.statistics.differences` says of that.
     epsilon, delta, clipped, own, personal
         Where there is privacy: what it spent, and the share of clipped updates. Where models were
         personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
     """
     import pandas as pd
-    from scipy import stats
+
+    from flwr_regs.experiments.report import statistics
 
     labels, seeds = [run.label for run in runs], [run.seed for run in runs]
     names = [*COUNTED, *SPREAD, *MEANS, *SOME]
@@ -95,13 +100,8 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     table = pd.concat(parts, axis=1)
     if baseline:
         ends = numbers["last5"].unstack()
-        gaps = ends[ends.index != baseline] - ends.loc[baseline]
-
-        def interval(values: pd.DataFrame) -> Any:  # NaN for one seed
-            return stats.t.ppf(0.975, values.count(axis=1) - 1) * values.sem(axis=1)
-
-        table["last5_interval"] = interval(ends)
-        table["difference"], table["difference_interval"] = gaps.mean(axis=1), interval(gaps)
+        table["last5_interval"] = statistics.half_interval(ends)
+        table = table.join(statistics.differences(ends, baseline))
     table = table.rename_axis("method").reset_index().astype(object)
     return [
         {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
@@ -125,7 +125,7 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
             row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
             row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
     if run.whole:
-        row |= {name: of_run[name] for name in ("last5", "final", "best", "own", "personal")}
+        row |= {name: of_run[name] for name in ("best", "own", "personal")}
         row |= {
             "collapsed": collapsed(run),
             "worst_client": of_run["worst"],
@@ -134,6 +134,8 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
             "seconds": run.seconds,
             "processor_seconds": run.processor_seconds,
         }
+    if run.whole or run.diverged:
+        row |= {name: of_run[name] for name in OF_ALL}
     return row
 
 
@@ -154,8 +156,8 @@ def figures(run: RunRecord) -> dict[str, float | None]:
     each = sorted(run.per_client.get("clients", ()))
     received = bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
     return {
-        "final": _at(accuracy),
-        "last5": mean(accuracy[-LAST:]),
+        "final": run.untrained if run.diverged else _at(accuracy),
+        "last5": run.untrained if run.diverged else mean(accuracy[-LAST:]),
         "best": max(accuracy, default=None),
         "best-half": max(half, default=None),
         "mean": mean(accuracy),
@@ -170,7 +172,7 @@ def figures(run: RunRecord) -> dict[str, float | None]:
         "megabytes-to": _at(run.megabytes, reached),
         "gradients-to": _at(gradients, reached),
         "seconds-round": run.clock[-1] / len(entries) if entries else None,
-        "deployed-seconds": deployed_seconds(run),
+        "deployed-seconds": mean([s for s in deployed_rounds(run) if s is not None]),
         "gradients": _at(gradients),
         "bits": 8e6 * run.megabytes[-1] * run.clients if entries else None,
         "bytes-down": received,
@@ -187,21 +189,24 @@ def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
     return values[number - 1] if values and number is not None else None
 
 
-def deployed_seconds(run: RunRecord) -> float | None:
-    """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
+def deployed_rounds(run: RunRecord) -> list[float | None]:
+    """Return the estimated seconds of each round on phones, by the Field Guide's Eqs. 9 and 10.
 
-    The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
+    The simulation's time of a client is the round's ``clients`` phase divided by its cohort. None where a
+    round does not say that.
     """
-    each = []
+    each: list[float | None] = []
     for entry in run.rounds:
         seconds, cohort = entry.get("seconds", {}), entry.get("cohort")
-        if "clients" in seconds and cohort:
-            sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
-            down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
-            trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
-            computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
-            each.append(down / DOWN_MB + up / UP_MB + computed)
-    return mean(each)
+        if "clients" not in seconds or not cohort:
+            each.append(None)
+            continue
+        sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
+        down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
+        trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
+        computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
+        each.append(down / DOWN_MB + up / UP_MB + computed)
+    return each
 
 
 def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
@@ -247,6 +252,8 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
         for status in ENDS:
             if bad := [r for r in of_label if r.status == status]:
                 text = status + ", in no mean" * (status == "unfinished")
+                if status == "diverged":
+                    text += f" (in the mean as {bad[0].untrained:.1%})"
                 why = f"seed {bad[0].seed}: {bad[0].stopped[:160]}"
                 sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]
@@ -289,14 +296,15 @@ def mean_and_spread(
 ) -> tuple[float | None, float | None, int]:
     """Return (mean, sample standard deviation, number) of a metric over the runs that ended and have it.
 
-    `first` are the first method's runs, for a metric beside it. The standard deviation of fewer than two is
-    None.
+    Those that diverged have the accuracies of :data:`OF_ALL`. `first` are the first method's runs, for a
+    metric beside it. The standard deviation of fewer than two is None.
     """
     beside = METRICS[name].beside
     base = {run.seed: figures(run)[name] if beside else 0.0 for run in first or runs}
     values = []
     for run in runs:
-        value, less = figures(run)[name] if run.whole else None, base.get(run.seed)
+        counts = run.whole or (run.diverged and name in OF_ALL)
+        value, less = figures(run)[name] if counts else None, base.get(run.seed)
         if value is not None and less is not None:
             values.append(value - less)
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None

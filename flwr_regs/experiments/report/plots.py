@@ -3,8 +3,9 @@
 The functions return matplotlib figures and never touch pyplot's state. They take a table of points: a
 row for each run (``label``, ``seed``) and round with a test. Its columns are ``round`` (0 is the untrained
 model), ``accuracy`` in per cent, ``loss``, ``megabytes`` (10^6 bytes down and up until the end of the
-round, per client of the population), ``seconds`` of training until then, and ``stopped``, whether the run
-diverged or failed after its last round.
+round, per client of the population), ``seconds`` of training until then, ``hours`` that it would take on
+phones, ``stopped``, whether the run diverged or failed after its last round, and ``filled``, whether the
+row is of a run that diverged as it counts in the mean: with the untrained accuracy from there on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from scipy import stats
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 
-X = {"round": "round", "megabytes": "megabytes per client, down and up", "seconds": "seconds"}
+X = {
+    "round": "round",
+    "megabytes": "megabytes per client, down and up",
+    "seconds": "seconds",
+    "hours": "estimated hours on phones (Field Guide, Eqs. 9 and 10)",
+}
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
 
@@ -45,8 +51,9 @@ def over_rounds(
     The band is one standard deviation of the sample (n - 1), or with `interval` the mean's 95 % interval
     (Student's t), and there is none for one seed. The mean is taken round by round, over the rounds that
     all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
-    against their mean y after it. Runs that stopped, or whose y is not finite, are in neither mean nor
-    band: each is a thin line to its last finite y, with a cross there, and the label counts them.
+    against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
+    there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
+    kinds is also a thin line to its last finite y, with a cross there, and the label counts them.
 
     Parameters
     ----------
@@ -69,6 +76,8 @@ def over_rounds(
         if word not in legal:
             raise ValueError(f"a picture of {word!r}: expected one of {', '.join(legal)}")
     look = look or Look()
+    if y != "accuracy":
+        points = points[~points["filled"]]
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
     points = points.assign(stopped=points["stopped"] | ~finite, x=points[x], y=points[y])
     labels, whole = points["label"].unique(), points[~points["stopped"]]
@@ -127,7 +136,10 @@ def over_rounds(
             caption = f"Mean and {spread} over {caption}"
         if points["stopped"].any():
             caption += " Thin line with a cross: a run that stopped there"
-            caption += "; it is in no mean." if words else "; none finished."
+            if points["filled"].any():
+                caption += "; if it diverged, it counts in the mean as untrained from there."
+            else:
+                caption += "; it is in no mean." if words else "; none finished."
         drawing.finish(picture, axes, height, title, caption.strip())
     return picture
 

@@ -33,6 +33,7 @@ PICTURES = {
     "loss": ("round", "loss"),
     "megabytes": ("megabytes", "accuracy"),
     "seconds": ("seconds", "accuracy"),
+    "hours": ("hours", "accuracy"),
     "clients": ("clients", "accuracy"),
 }
 """Picture -> its axes."""
@@ -121,6 +122,7 @@ class Results:
     ) -> Figure:
         """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
+        Or against ``hours``, the time that the rounds would take on phones, by the Field Guide's estimate.
         With ``x="clients"``, each client's accuracy with the final model.
 
         Parameters
@@ -163,13 +165,23 @@ class Results:
         tables = []
         for run in self.runs:
             if run.accuracy:
-                spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
-                spent.index += 1  # the initial model, round 0, has cost nothing
+                hours = np.cumsum([s or np.nan for s in metrics.deployed_rounds(run)]) / 3600
+                spent = pd.DataFrame(
+                    {"megabytes": run.megabytes, "seconds": run.clock, "hours": hours}
+                )
+                spent.index += 1
+                spent.loc[0] = 0.0  # the initial model has cost nothing
                 points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
-                points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
+                points = points.join(spent, on="round")
                 points["accuracy"] *= 100
-                stopped = run.status != "ended"
-                tables.append(points.assign(label=run.label, seed=run.seed, stopped=stopped))
+                points = points.assign(label=run.label, seed=run.seed, filled=False)
+                tables.append(points.assign(stopped=run.status != "ended"))
+                if run.diverged:  # as the table's means take it
+                    rounds = range(run.job["rounds"] + 1)
+                    rest = points.set_index("round").reindex(rounds).rename_axis("round")
+                    rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
+                    rest = rest.ffill().reset_index()
+                    tables.append(rest.assign(filled=True, stopped=False))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
@@ -182,7 +194,8 @@ class Results:
         cells = [self._cells(row) for row in self.rows()]
         lines = columns([[*cells[0]], *([*row.values()] for row in cells)], right=True, width=80)
         notes = [f"NOTE: {note}" for note in self.notes]
-        for text in [*self._legend(), *metrics.warnings(self.runs), *self._beside(), *notes]:
+        said = [*self._legend(), *self.decisions(), *metrics.warnings(self.runs), *self._beside()]
+        for text in [*said, *notes]:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
@@ -239,6 +252,23 @@ class Results:
             "per client, both ways, the whole training.",
         ]
 
+    def decisions(self) -> list[str]:
+        """Say which differences to the baseline are decided, and how small ones these seeds could show."""
+        compared = [row for row in self.rows() if row.get("difference_interval") is not None]
+        if not compared:
+            return []
+        decided = [row["method"] for row in compared if row["decided"]]
+        others = [row["method"] for row in compared if not row["decided"]]
+        shown = sorted(row["detectable"] for row in compared)
+        low, middle, high = (metrics.per_cent(shown[at]) for at in (0, len(shown) // 2, -1))
+        return [
+            f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {len(compared)} "
+            f"comparisons; never where the interval holds 0): {', '.join(decided) or 'none'}. "
+            f"Not decided: {', '.join(others) or 'none'}.",
+            "Power: the smallest difference that these seeds show with 80 % probability, in a comparison "
+            f"by itself: {middle} points for the median method ({low} to {high}).",
+        ]
+
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
         said = []
@@ -276,8 +306,12 @@ class Results:
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
+            known = {
+                "clients": any(run.per_client for run in self.runs),
+                "hours": None not in metrics.deployed_rounds(self.runs[0]),
+            }
             for name, axes in PICTURES.items():
-                if name != "clients" or any(run.per_client for run in self.runs):
+                if known.get(name, True):
                     picture = self._picture(*axes, look or drawing.Look())
                     drawing.save(picture, folder / name)
 

@@ -90,8 +90,13 @@ class RunRecord:
         return [point["accuracy"] for point in self.trained]
 
     @property
+    def untrained(self) -> float:
+        """The initial model's accuracy, which a run that diverged counts with; 0 where nobody tested it."""
+        return float(self.test[0]["accuracy"]) if self.test and not self.test[0]["round"] else 0.0
+
+    @property
     def whole(self) -> bool:
-        """Whether it ran to its end, and was tested: it counts in means."""
+        """Whether it ran to its end, and was tested: it counts in all means."""
         return self.status == "ended" and bool(self.trained)
 
     @property

@@ -31,6 +31,7 @@ def run(label: str, seed: int, accuracy: Any, start: int = 0, **more: Any) -> pd
     """A run whose rounds take 0.2 MB and 1.5 s, and whose loss is a hundredth of the accuracy."""
     rounds = np.arange(start, start + len(accuracy), dtype=float)
     columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, "stopped": False}
+    columns |= {"filled": False, "hours": rounds / 60}
     columns |= {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **more}
     return pd.DataFrame({"label": label, "seed": seed, "round": rounds, **columns})
 
@@ -224,6 +225,12 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
     assert not artists(figure, "target")  # it is an accuracy
     results.save(tmp_path)
     assert {p.stem for p in tmp_path.glob("*.png")} == {"accuracy", "loss", "megabytes", "seconds"}
+    for record in records:
+        for entry in record.rounds:
+            entry["cohort"] = [0, 1]
+    # 1 MB at 0.75 MB/s, 0.5 MB at 0.25 MB/s, 7 times half of 2 s, 10 s, and half a second
+    hours = artists(results.plot("hours"), "mean A")[0].get_xdata()
+    assert hours[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 3600)
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(

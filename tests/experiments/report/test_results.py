@@ -66,35 +66,51 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert metrics.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
-BAD: list[tuple[RunRecord, str, int, str]] = [
-    # a run that stopped, as what it counts, the seeds that reach the target, and what is said of it
-    (
-        run("A", [0.9, 0.9], 2, error=NAN, diverged=True),
-        "diverged",
-        2,
-        "; seed 2: diverged in round 3",
-    ),
-    (
-        run("A", [0.2, 0.3], 2, ended=False),
-        "unfinished",
-        1,
-        ", in no mean; seed 2: it has 2 of 30 rounds",
-    ),
-]
-
-
-@pytest.mark.parametrize(("bad", "counted", "reached", "said"), BAD)
-def test_a_stopped_seed_is_counted_and_voids_nothing(
-    bad: RunRecord, counted: str, reached: int, said: str
-) -> None:
-    both = [run("A", GOOD, 1), bad]
+def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None:
+    both = [run("A", GOOD, 1), run("A", [0.9, 0.9], 2, error=NAN, diverged=True)]
     (row,) = metrics.rows(both)
-    assert (row["n"], row[counted], row["reached"], row["last5_std"]) == (2, 1, reached, None)
+    assert (row["n"], row["diverged"], row["reached"]) == (2, 1, 2)
+    assert row["last5"] == pytest.approx((0.9 + 0.1) / 2)
+    assert row["last5_std"] == pytest.approx(0.8 / math.sqrt(2))
+    assert row["final"] == pytest.approx((0.94 + 0.1) / 2)
+    assert row["mb"] == pytest.approx(5.25)  # of the run that ended
+    assert metrics.mean_and_spread("final", both)[::2] == (pytest.approx(0.52), 2)
+    assert metrics.mean_and_spread("seconds-round", both)[2] == 1
+    assert metrics.warnings(both) == [
+        "A: 1 of 2 seeds diverged (in the mean as 10.0%); seed 2: diverged in round 3"
+    ]
+    points = Results(both)._points()
+    filled = points[points["filled"]]
+    assert filled["accuracy"].tolist() == pytest.approx([10, 90, 90, *[10] * 28])
+    assert filled["megabytes"].tolist() == pytest.approx([0, 0.75, *[1.5] * 29])
+    assert points[points["stopped"]]["round"].tolist() == [0, 1, 2]
+    every = [*both, *(run("B", [v], seed) for seed, v in enumerate(GOOD[:2], start=1))]
+    paired = metrics.rows(every, "B")[0]
+    assert paired["difference"] == pytest.approx((0.9 + 0.1 - 0.5 - 0.8) / 2)
+
+
+def test_a_seed_that_is_not_finished_is_counted_and_in_no_mean() -> None:
+    both = [run("A", GOOD, 1), run("A", [0.2, 0.3], 2, ended=False)]
+    (row,) = metrics.rows(both)
+    assert (row["n"], row["unfinished"], row["reached"], row["last5_std"]) == (2, 1, 1, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
-    assert metrics.warnings(both) == [f"A: 1 of 2 seeds {counted}{said}"]
+    said = "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds"
+    assert metrics.warnings(both) == [said]
     stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
     assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
     assert metrics.rows([run("A", [], ended=False)])[0]["last5"] is None
+
+
+def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> None:
+    ends = {"Base": (0.5, 0.6, 0.7), "Far": (0.9, 1.0, 0.99), "Near": (0.52, 0.63, 0.71)}
+    every = [run(label, [v], seed) for label, of in ends.items() for seed, v in enumerate(of)]
+    text = " ".join(Results(every, baseline="Base").text().split())
+    # Far: p = 0.008, twice; Near: p = 0.074
+    assert "adjusted p < 0.05 over 2 comparisons" in text
+    assert "Far. Not decided: Near." in text
+    # 5.6535 / sqrt(3) deviations, which are 0.01 and 0.0635: the larger of two is the median
+    assert "20.73 points for the median method (3.26 to 20.73)" in text
+    assert "Power" not in Results(every[::3], baseline="Base").text()  # one seed
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:
