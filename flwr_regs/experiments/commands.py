@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, provenance
@@ -121,8 +122,6 @@ def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
 
 def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
     """Write experiment.toml into the results' folder, and of each panel into its own."""
-    from flwr_regs.experiments.partition.client_data import client_data_of
-
     came = {**came, "card": experiment.name}
     write(folder / card_files.FILE, card_files.text(experiment, came))
     for panel, place in places(experiment, folder):

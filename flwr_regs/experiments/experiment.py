@@ -17,6 +17,7 @@ from flwr_regs.experiments import signatures, user_code
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
 from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.models.architectures import chosen
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, points, shown
@@ -113,9 +114,9 @@ class Run:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
         settings = self.settings
         settings.check()
-        strategy, start = self.strategy(), _start(*settings.model_arguments)
+        strategy = self.strategy()
         with signatures.named(self.method):
-            strategy.check_model(start)
+            strategy.check_model(_start(*settings.model_arguments))
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
@@ -301,8 +302,9 @@ class Experiment:
     def checked(self, data: bool = True) -> Experiment:
         """Return the experiment as :meth:`fair` says, after a check of its settings, methods and models.
 
-        So are its `data`, if asked. What is quick to check comes first. Raises ValueError that says what
-        is wrong; ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
+        So are its `data`, and how they are split, if asked. What is quick to check comes first. Raises
+        ValueError that says what is wrong; ImportError or OSError as
+        :func:`flwr_regs.experiments.data.datasets.load` does.
         """
         if both := {*self.seeds} & {*(self.tuning_seeds if self.tune else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
@@ -322,15 +324,16 @@ class Experiment:
         if not self.smoke:
             refuse_dead(ends, but="test-on-clients")
         check_words(ends)
-        if data:
-            self._check_data()
+        for run in self.runs if data else ():
+            assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.runs)
         for run in {(run.label, run.method): run for run in whole.runs}.values():
             run.check()
-        if data:
-            whole._check_data()  # now it says which clients test
+        for run in whole.runs if data else ():
+            if run.settings.test_on_clients:
+                client_data_of(run.settings).test_rows(0)
         return whole
 
     def _on_clients(self, panel: Panel) -> Panel:
@@ -354,16 +357,6 @@ class Experiment:
         if any(asked) or any(map(is_private, strategies.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
-
-    def _check_data(self) -> None:
-        """Load the data sets; raise ValueError if one cannot be split over the clients as asked."""
-        from flwr_regs.experiments.partition.client_data import client_data_of
-
-        for run in self.runs:
-            clients = client_data_of(run.settings)
-            assert clients.parts  # raises for a partition that is impossible
-            if run.settings.test_on_clients:
-                clients.test_rows(0)
 
     def only(self, *panels: Panel) -> Experiment:
         """Return the experiment with these panels alone, and the rows that they have."""

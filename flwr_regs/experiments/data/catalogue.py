@@ -109,7 +109,7 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     Raises ValueError for a name or an argument that does not exist, or for a value that is no literal or of
     another type than the default.
     """
-    name, bracket, _ = dataset.partition("(")
+    name, bracket, rest = dataset.partition("(")
     name = name.strip()
     if name not in SOURCES:
         raise ValueError(
@@ -120,7 +120,7 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     if bracket and not given:
         raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
     try:
-        ((call,),) = parse_methods(dataset).values()
+        ((call,),) = parse_methods(f"f{bracket}{rest}").values()
         takes = Signature([Parameter(key, Parameter.POSITIONAL_OR_KEYWORD) for key in given])
         values = takes.bind_partial(*call.args, **call.kwargs).arguments
     except (ValueError, TypeError) as error:
