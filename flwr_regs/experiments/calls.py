@@ -81,6 +81,10 @@ def text_of(calls: Iterable[Call]) -> str:
     return "+".join(map(str, calls))
 
 
+REFERENCES = ("Local", "Pooled")
+"""Rows that are no methods: see run/references.py."""
+
+
 def catalogue() -> list[str]:
     """Return the names that need no module: the registry's strategies and terms."""
     terms = [name for row in METHODS.values() for name in row.terms]
@@ -89,7 +93,7 @@ def catalogue() -> list[str]:
 
 def check_name(call: Call) -> None:
     """Raise ValueError if a call is neither of the package nor of a user's own code."""
-    if ":" not in call.target and call.target not in (names := catalogue()):
+    if ":" not in call.target and call.target not in (names := [*catalogue(), *REFERENCES]):
         raise ValueError(
             f"the package has no strategy or term '{call.target}'"
             f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"

@@ -20,7 +20,7 @@ from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
-from flwr_regs.experiments.report.results import Results, provenance
+from flwr_regs.experiments.report.results import Results, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import (
     RunRecord,
     file_name,
@@ -29,7 +29,7 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
-from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
@@ -148,6 +148,8 @@ def _train_panel(
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
     results.save(folder, pictures=not experiment.smoke)
+    if not experiment.smoke:
+        _draw_tuning(folder)
     _say(results.text() + f"results: {folder}")
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
@@ -159,6 +161,28 @@ def _train_panel(
             wrong = ("collapsed", "failures")
             bad |= any(row[what] for row in results.rows() for what in wrong)
     return int(bad), results
+
+
+def _draw_tuning(folder: Path, look: Look | None = None) -> None:
+    """Draw what tuning tried in a panel's folder, if it tried several points."""
+    from flwr_regs.experiments.report import tried
+
+    if several := tried.trials(folder):
+        from flwr_regs.experiments.report import drawing
+
+        for name, picture in tried.pictures(several, look or drawing.Look()).items():
+            drawing.save(picture, folder / name)
+
+
+def _draw_ranks(
+    experiment: Experiment, results: Sequence[Results], folder: Path, look: Look | None = None
+) -> None:
+    """Draw the methods' ranks over the panels that have the same ones, if there are enough."""
+    for number, ranks in enumerate(ranks_over(results), 1):
+        from flwr_regs.experiments.report import drawing, plots
+
+        picture = plots.over_panels(ranks, title=experiment.title, look=look)
+        drawing.save(picture, folder / f"ranks-{number}")
 
 
 def _tuned(
@@ -207,11 +231,14 @@ def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
 
 def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     """Return the results so far in a panel's folder; ValueError without any."""
+    from flwr_regs.experiments.report import tried
     from flwr_regs.experiments.run import tuning
 
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
     notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    if several := tried.trials(folder):
+        notes.append(tried.cost(several))
     if not (records := [*recorded(tests, folder).values()]):
         raise ValueError(f"{folder} has no runs yet")
     first = records[0].label if experiment.baseline else ""
@@ -235,9 +262,10 @@ def _train(
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
     _say(
-        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, {settings.rounds} rounds; "
-        f"{settings.dataset}, partition {settings.partition} over {settings.num_clients} clients\n"
+        f"flwr-regs {flwr_regs.__version__}: {counted(n, rows)}, "
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
+        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition {settings.partition} over "
+        f"{counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )
 
@@ -291,6 +319,8 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
     rows = card_report.report_rows(experiment, results)
     write(folder / "protocol.csv", pd.DataFrame(rows).to_csv(index=False))
     write(folder / "protocol.txt", text := card_report.as_text(experiment, rows))
+    if not experiment.smoke:
+        _draw_ranks(experiment, results, folder)
     _say(text + f"results: {folder}")
 
 
@@ -310,10 +340,13 @@ def plot(args: argparse.Namespace) -> int:
     experiment, _ = card_files.of_folder(folder)
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
+    each = []
     for panel, place in begun or every[:1]:
-        results = results_of(experiment, panel, place)
-        results.save(place, look=_look(args))
-        print(results.text() + f"results: {place}")
+        each.append(results_of(experiment, panel, place))
+        each[-1].save(place, look=_look(args))
+        _draw_tuning(place, _look(args))
+        print(each[-1].text() + f"results: {place}")
+    _draw_ranks(experiment, each, folder, _look(args))
     return 0
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import Signature
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.calls import Call, check_name
+from flwr_regs.experiments.calls import REFERENCES, Call, check_name
 from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.user_code import load
 from flwr_regs.methods.registry import METHODS
@@ -33,10 +33,14 @@ def named(text: str) -> Iterator[None]:
         raise ValueError(f"'{text}': {error}") from error
 
 
-def find(call: Call, folder: str = "") -> Any:
-    """Return what a call names, of the package the light form; ValueError if there is none."""
+def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:
+    """Return what a call names: a user's own, or what `of` returns; ValueError if there is none."""
     check_name(call)
-    return load(call.target, folder) if ":" in call.target else light(call.target)
+    if ":" in call.target:
+        return load(call.target, folder)
+    if call.target in REFERENCES:
+        return type(call.target, (of("FedAvg"),), {"method": call.target})
+    return of(call.target)
 
 
 def check_bound(takes: Signature, call: Call, kwargs: Mapping[str, Any]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import Call, check_name, text_of
+from flwr_regs.experiments.calls import REFERENCES, Call, check_name, text_of
 from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.signatures import check_bound, find, named, with_values
 from flwr_regs.server.options import Options
@@ -56,11 +57,14 @@ def build(
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
-    base = light("RegStrategy") if only_check else flwr_regs.RegStrategy
+    of = light if only_check else partial(getattr, flwr_regs)
+    base = of("RegStrategy")
     strategies: list[RegStrategy] = []
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
     extra = {k: v for k, v in common.items() if k not in Options.names()}
+    if len(calls) > 1 and (alone := [c.target for c in calls if c.target in REFERENCES]):
+        raise ValueError(f"'{text_of(calls)}': {alone[0]} is no method; it goes with nothing")
     for call in calls:
         check_name(call)
         with named(str(call)):
@@ -68,9 +72,7 @@ def build(
             of_every = {k: v for k, v in call.kwargs.items() if k in Options.names()}
             drawn = {"seed", "lr_schedule"}  # None is their default
             check_ranges({k: v for k, v in of_every.items() if v is not None or k not in drawn})
-            own = only_check or ":" in call.target
-            kind = find(call, folder)
-            kind = kind if own else getattr(flwr_regs, call.target)
+            kind = find(call, folder, of)
             is_strategy = isinstance(kind, type) and issubclass(kind, base)
             if len(calls) == 1 and is_strategy:
                 return _strategy(kind, call, common)

@@ -68,7 +68,10 @@ def _of_card(
     folder = given["code-dir"] if _gives(args, "code-dir") else given.pop("code-dir")
     methods = str(given.pop("methods", "")) or args.methods
     card = choices.at(card_files.load(name), args.setting)
-    card = choices.with_methods(card, methods) if methods else card
+    if methods:
+        card = choices.with_methods(card, methods)
+    elif not args.smoke:
+        card = choices.with_references(card)
     card = replace(card.only(*choices.panels_of(card, args.panels)), **changed)
     card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)
     return choices.smoke(card, given) if args.smoke else card

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flwr_regs.experiments.calls import parse_methods, pieces, text_of
+from flwr_regs.experiments.calls import REFERENCES, parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
@@ -72,6 +72,13 @@ def with_methods(card: Experiment, text: str) -> Experiment:
             rows += meant or [Row(label, calls)]
     spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
     return replace(card, rows=tuple(rows), tune=tuple(spaces))
+
+
+def with_references(card: Experiment) -> Experiment:
+    """Return the card with clients that train alone, and one model on all their data, as last rows."""
+    named = [row.name for row in card.rows]
+    more = [Row(name, parse_methods(name)[name]) for name in REFERENCES if name not in named]
+    return replace(card, rows=(*card.rows, *more))
 
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -96,14 +96,19 @@ def wrap(text: str, width: float, scale: float = 1.0) -> str:
     return "\n".join(line.strip() for line in lines)
 
 
-def finish(picture: Picture, axes: Axes, height: float, title: str, caption: str) -> None:
-    """Write title and caption, and make the picture as high as it takes for the axes to have `height`."""
+def head(picture: Picture, title: str, caption: str) -> None:
+    """Write title and caption."""
     look, width = picture.look, picture.get_figwidth()
     place: dict[str, Any] = {"x": PAD / width, "ha": "left", "parse_math": False}
     text = wrap(title if look.title is None else look.title, width, 1.15)
     picture.suptitle(text, fontsize=rcParams["axes.titlesize"], gid="title", **place)
     picture.supxlabel(wrap(caption, width), fontsize="medium", gid="caption", **place)
-    if look.size is None:
+
+
+def finish(picture: Picture, axes: Axes, height: float, title: str, caption: str) -> None:
+    """Write title and caption, and make the picture as high as it takes for the axes to have `height`."""
+    head(picture, title, caption)
+    if picture.look.size is None:
         picture.set_figheight(height + 3)  # room for a first layout
         for _ in range(2):  # the ticks depend on the axes' size, and their room on the ticks
             picture.draw_without_rendering()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.report.run_records import RunRecord
 
 LAST = 5
@@ -101,12 +102,17 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     if baseline:
         ends = numbers["last5"].unstack()
         table["last5_interval"] = statistics.half_interval(ends)
-        table = table.join(statistics.differences(ends, baseline))
+        table = table.join(statistics.differences(ends, baseline, references(runs)))
     table = table.rename_axis("method").reset_index().astype(object)
     return [
         {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
         for row in table.to_dict("records")
     ]
+
+
+def references(runs: Sequence[RunRecord]) -> set[str]:
+    """Return the labels that are no methods: clients that train alone, and one model on all their data."""
+    return {run.label for run in runs if run.method in REFERENCES}
 
 
 def _in_row(run: RunRecord) -> dict[str, Any]:

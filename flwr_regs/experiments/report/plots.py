@@ -10,27 +10,36 @@ row is of a run that diverged as it counts in the mean: with the untrained accur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import multimode
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
+from flwr_regs.experiments.report.statistics import LEVEL, Ranks
 
 X = {
     "round": "round",
     "megabytes": "megabytes per client, down and up",
     "seconds": "seconds",
     "hours": "estimated hours on phones (Field Guide, Eqs. 9 and 10)",
+    "clients": "share of the clients with at most this accuracy (%)",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
+BANDS = {
+    "standard deviation": "Mean and standard deviation over ",
+    "95 % interval": "Mean and 95 % interval over ",
+    "second best": "The best point of tuning, and the gap to the second best; of each ",
+}
+"""What a band around a line is -> how its caption begins."""
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
 
 
@@ -43,14 +52,14 @@ def over_rounds(
     title: str = "",
     heading: str = "",
     ordered: bool = False,
-    interval: bool = False,
+    band: str = "standard deviation",
     look: Look | None = None,
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is one standard deviation of the sample (n - 1), or with `interval` the mean's 95 % interval
-    (Student's t), and there is none for one seed. The mean is taken round by round, over the rounds that
-    all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
+    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), and
+    there is none for one seed. The mean is taken round by round, over the rounds that all seeds have: with
+    ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
     kinds is also a thin line to its last finite y, with a cross there, and the label counts them.
@@ -62,9 +71,10 @@ def over_rounds(
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
     title : one sentence above the axes, if the look has none
-    heading : what the labels are, above their list
-    ordered : whether the labels are an ordered parameter's values, given in order: so are the colours and
-        the list of labels then; else the list is in the order of the lines' ends
+    heading : what the labels are, above them
+    ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
+    band : a key of `BANDS`; with "second best", the line is the first "seed", and the band reaches to the
+        second
 
     Returns
     -------
@@ -89,18 +99,17 @@ def over_rounds(
         lines = []
         for index, label in enumerate(labels):
             line = drawing.line(index, len(labels), ordered)
+            text = _counted(label, points)
             of_label = points[points["label"] == label]
             of_label = of_label[of_label[x] > 0] if log else of_label
             broken = of_label["stopped"]
-            end = _draw_mean(axes, of_label[~broken], interval, line)
-            end = max(end, _draw_broken(axes, of_label[broken], line))
-            lines.append((end, _counted(label, points), line))
+            end = _draw_mean(axes, of_label[~broken], band, line)
+            end = max(end, _draw_broken(axes, of_label[broken], line), key=lambda xy: xy[1])
+            lines.append((*end, text, line))
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(target, gid="target", **line)
-            lines.append((target, f"target {target:.4g} %", line))
-        if not ordered:
-            lines.sort(key=lambda line: -line[0])
+            lines.append((np.inf, target, f"target {target:.4g} %", line))
         axes.margins(x=0.015, y=0.04)
         if y == "accuracy":
             low, top = axes.get_ylim()
@@ -110,30 +119,17 @@ def over_rounds(
             axes.set_yscale("log")
         if log:
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_major_formatter(FuncFormatter(_plain))
             axes.xaxis.set_minor_formatter(NullFormatter())
         elif x == "round":
             ticks = MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
         axes.set(xlabel=X[x], ylabel=Y[y])
-        legend = axes.legend(
-            [Line2D([], [], **line) for _, _, line in lines],
-            [drawing.wrap(text, 0.245 * picture.get_figwidth()) for _, text, _ in lines],
-            loc="upper left",
-            bbox_to_anchor=(1, 1),
-            frameon=False,
-            handlelength=2.7,
-            title=heading,
-            alignment="left",
-        )
-        for text in legend.get_texts():
-            text.set(parse_math=False, gid="label")
-        height = max(3.1, legend.get_window_extent().height / picture.dpi)
+        height = _label_ends(picture, axes, lines, heading)
         words = seeds_in_words(seeds.to_dict())
         caption = f"{words}." if words else ""
         if seeds.max() > 1:
-            spread = "95 % interval" if interval else "standard deviation"
-            caption = f"Mean and {spread} over {caption}"
+            caption = f"{BANDS[band]}{caption}"
         if points["stopped"].any():
             caption += " Thin line with a cross: a run that stopped there"
             if points["filled"].any():
@@ -142,6 +138,11 @@ def over_rounds(
                 caption += "; it is in no mean." if words else "; none finished."
         drawing.finish(picture, axes, height, title, caption.strip())
     return picture
+
+
+def _plain(value: float, _: int | None) -> str:
+    """Return a tick's label on a logarithmic axis."""
+    return f"{value:g}"
 
 
 def _wide(values: pd.Series) -> bool:
@@ -168,28 +169,33 @@ def _counted(label: str, points: pd.DataFrame) -> str:
     return f"{label} ({stopped.sum()}\u00a0of\u00a0{len(stopped)}\u00a0stopped)"
 
 
-def _draw_mean(axes: Axes, points: pd.DataFrame, interval: bool, line: dict[str, Any]) -> float:
-    """Draw the mean of a method's whole runs and its band; return the height at which its line ends."""
+def _draw_mean(
+    axes: Axes, points: pd.DataFrame, band: str, line: dict[str, Any]
+) -> tuple[float, float]:
+    """Draw the mean of a method's whole runs and its band; return the point at which its line ends."""
     seeds = points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
     across, mean, spread = rounds["x"].mean(), rounds["y"].mean(), rounds["y"].std()
     if mean.empty:
-        return -np.inf
+        return -np.inf, -np.inf
     label = points["label"].iloc[0]
-    if interval:
+    if band == "95 % interval":
         spread *= stats.t.ppf(0.975, seeds - 1) / np.sqrt(seeds)
+    low, high = mean - spread, mean + spread
+    if band == "second best":
+        mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
     if seeds > 1:
         fill: dict[str, Any] = {"color": line["color"], "alpha": 0.16, "linewidth": 0, "zorder": 2}
-        axes.fill_between(across, mean - spread, mean + spread, gid=f"band {label}", **fill)
+        axes.fill_between(across, low, high, gid=f"band {label}", **fill)
     dot: dict[str, Any] = {"marker": "o", "markersize": 4} if len(mean) == 1 else {}
     axes.plot(across, mean, gid=f"mean {label}", **line, **dot)
-    return float(mean.iloc[-1])
+    return float(across.iloc[-1]), float(mean.iloc[-1])
 
 
-def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> float:
-    """Draw a method's broken runs; return the height at which the highest one ends."""
-    end = -np.inf
+def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> tuple[float, float]:
+    """Draw a method's broken runs; return the point at which the highest one ends."""
+    ends = [(-np.inf, -np.inf)]
     thin = {**line, "linestyle": "-", "linewidth": 0.6}
     cross: dict[str, Any] = {"marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for (label, _), run in points.groupby(["label", "seed"]):
@@ -197,65 +203,147 @@ def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> floa
         axes.plot(run["x"], run["y"], gid=f"stopped {label}", **thin)
         last = run[-1:]
         axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **thin, **cross)
-        end = max([end, *last["y"]])
-    return end
+        ends += zip(last["x"], last["y"], strict=True)
+    return max(ends, key=lambda xy: xy[1])
 
 
-def over_clients(
-    points: pd.DataFrame,
-    accuracies: Mapping[tuple[str, int], Any],
-    *,
-    title: str = "",
-    look: Look | None = None,
-) -> Picture:
-    """Draw the spread over clients: a row for each label, a tick for each client of each seed.
+def _label_ends(
+    picture: Picture,
+    axes: Axes,
+    lines: Sequence[tuple[float, float, str, dict[str, Any]]],
+    heading: str,
+) -> float:
+    """Write each line's label beside its end, right of the axes; return the axes' height, in inches.
 
-    Below them stand the median and the quartiles over all clients of all seeds. Runs that stopped have no
-    final model; the label counts them.
+    A piece of the line leads to the label. Labels stand in the order of the ends, and none covers another.
+    """
+    width = picture.get_figwidth()
+    lines = sorted(lines, key=lambda line: -line[1])
+    texts = [drawing.wrap(text, 0.22 * width) for _, _, text, _ in lines]
+    row = 1.35 * rcParams["font.size"] / 72
+    sizes = np.array([row * (1 + text.count("\n")) for text in texts])
+    height = max(3.1, float(1.02 * sizes.sum()))
+    sizes /= height
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [
+        to_axes.transform((min(max(x, left), right), min(max(y, low), high)))
+        for x, y, _, _ in lines
+    ]
+    places = np.array([y for _, y in ends])
+    edge = 1.0
+    for i, size in enumerate(sizes):  # down from the top, then up from the bottom
+        places[i] = min(places[i], edge - size / 2)
+        edge = places[i] - size / 2
+    edge = 0.0
+    for i, size in reversed([*enumerate(sizes)]):
+        places[i] = max(places[i], edge + size / 2)
+        edge = places[i] + size / 2
+    beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
+    for (x, y), place, text, (*_, line) in zip(ends, places, texts, lines, strict=True):
+        thin = {**line, "linewidth": 0.5, "linestyle": "-", "alpha": 0.6}
+        axes.add_line(Line2D([x, 1, 1.02], [y, y, place], **beside, **thin))
+        axes.add_line(Line2D([1.02, 1.075], [place, place], **beside, **line))
+        axes.text(1.085, place, text, va="center", parse_math=False, gid="label", **beside)
+    if heading:
+        axes.text(1.02, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+    return height
 
-    Parameters
-    ----------
-    points : the runs' points
-    accuracies : (label, seed) -> each client's accuracy with the final model, in per cent; NaN: not
-        measured
 
-    Raises ValueError if no run holds clients' accuracies.
+def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> Picture:
+    """Draw mean ranks over panels, a row for each method, with Nemenyi's critical difference.
+
+    A bar joins each group of methods that are not told apart (Demsar 2006, Fig. 1, turned upright).
     """
     look = look or Look()
-    each = [
-        pd.DataFrame({"accuracy": values, "label": label, "seed": seed})
-        for (label, seed), values in accuracies.items()
-    ]
-    clients = pd.concat(each).dropna()
-    if clients.empty:
-        raise ValueError("no whole run holds the clients' accuracies")
-    pooled = clients.groupby("label", sort=False)["accuracy"]
-    dot: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 9, "alpha": 0.55}
-    bar: dict[str, Any] = {"linestyle": "-", "linewidth": 3.5, "alpha": 0.45}
+    names, means, groups = [*ranks.mean.index], ranks.mean.to_numpy(), ranks.alike()
     with drawing.style(look):
         picture = Picture(look)
         axes = picture.add_subplot()
-        for row, (label, values) in enumerate(pooled):
-            colour = drawing.line(row, len(pooled), False)["color"]
-            low, middle, high = values.quantile([0.25, 0.5, 0.75])
-            axes.plot(values, np.full(len(values), row), color=colour, gid=f"points {label}", **dot)
-            axes.plot((low, high), (row + 0.25,) * 2, color=colour, gid=f"quartiles {label}", **bar)
-            axes.plot([middle], [row + 0.25], "o", color=colour, gid=f"median {label}")
-        names = [drawing.wrap(_counted(label, points), 1.6) for label, _ in pooled]
-        axes.set_yticks(range(len(names)), names, parse_math=False)
-        axes.margins(x=0.03)
-        axes.set_ylim(len(names) - 0.4, -0.5)
-        label = "test accuracy of a client with the final model (%)"
-        axes.set_xlabel(drawing.wrap(label, 0.6 * picture.get_figwidth()))
-        axes.grid(visible=False, axis="y")
+        rows = np.arange(len(names))
+        axes.plot(means, rows, "o", color="black", markersize=3.5, gid="ranks")
+        colour = drawing.line(1, 3, False)["color"]
+        gap = 0.03 * len(names)
+        for number, (first, last) in enumerate(groups):
+            across = len(names) + gap * (1 + number)
+            bar: dict[str, Any] = {"linewidth": 2, "linestyle": "-", "color": colour}
+            axes.plot((across, across), (first, last), gid="group", **bar)
+        axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
+        axes.text(1, -1.5, f"critical difference {ranks.critical:.2f}", gid="label")
+        axes.set_yticks(rows, [drawing.wrap(name, 1.9) for name in names], parse_math=False)
+        axes.set_ylim(len(names) - 0.4, -2.6)
+        axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
+        ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
+        axes.set_xticks([1, *(tick for tick in ticks if 1 < tick <= len(names))])
+        axes.set_xlabel("mean rank (1 is the best)")
         axes.tick_params(axis="y", length=0)
-        sizes = clients.groupby(["label", "seed"]).size()
-        number = " to ".join(dict.fromkeys((str(sizes.min()), str(sizes.max()))))
-        seeds = seeds_in_words(sizes.groupby("label", sort=False).size().to_dict())
+        apart = "" if ranks.p < LEVEL else ": the ranks show no difference at all"
         caption = (
-            f"Ticks: {number} clients of each seed. Bars: median and quartiles over them, {seeds}."
+            f"Ranks over {ranks.blocks} panels by the mean over seeds. Friedman's test: p = "
+            f"{ranks.p:.2g}{apart}. Bars join methods whose mean ranks differ by less than Nemenyi's "
+            "critical difference."
         )
-        lines = 1 + max(name.count("\n") for name in names)
-        height = len(names) * max(0.4, 0.05 + 0.14 * lines)
-        drawing.finish(picture, axes, height, title, caption)
+        drawing.finish(picture, axes, 0.17 * (len(names) + 3), title, caption)
+    return picture
+
+
+def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = None) -> Picture:
+    """Draw the accuracy on held-out data over what was tuned: a map for each method.
+
+    Parameters
+    ----------
+    trials : a row for each point that was tried, a method's best ones first: ``label``, ``accuracy`` in per
+        cent (NaN: it diverged), and a column for each key that was tuned, NaN where a method has it not
+    """
+    look = look or Look()
+    labels, keys = (
+        [*trials["label"].unique()],
+        [k for k in trials if k not in ("label", "accuracy")],
+    )
+    columns = min(len(labels), 4)
+    with drawing.style(look):
+        picture = Picture(look)
+        low, high = trials["accuracy"].min(), trials["accuracy"].max()
+        grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
+        for axes, label in zip(grid.flat, labels, strict=False):
+            of_label = trials[trials["label"] == label].dropna(axis=1, how="all")
+            x, *ys = [key for key in keys if key in of_label] or ["label"]
+            y = ys[0] if ys else None
+            across, up = of_label[x], of_label[y] if y else pd.Series(0.0, of_label.index)
+            shown = (
+                of_label["accuracy"].reindex(of_label.index)
+                if "accuracy" in of_label
+                else up * np.nan
+            )
+            lost = shown.isna()
+            dots = axes.scatter(
+                across, up, 40, shown, marker="s", vmin=low, vmax=high, gid=f"trials {label}"
+            )
+            axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
+            best = of_label.index[~lost][:2]
+            for at, marker, name in zip(best, ("*", "o"), ("best", "second"), strict=False):
+                ring = {
+                    "markersize": 11,
+                    "fillstyle": "none",
+                    "color": drawing.line(2, 3, False)["color"],
+                }
+                axes.plot(across[at], up[at], marker, gid=f"{name} {label}", **ring)
+            for axis, key, values in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
+                name = "" if key is None else key.rpartition(".")[2]
+                if key is not None and values.dtype.kind == "f" and values.min() > 0:
+                    getattr(axes, f"set_{axis.axis_name}scale")("log")
+                    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=4))
+                    axis.set_major_formatter(FuncFormatter(_plain))
+                    axis.set_minor_formatter(NullFormatter())
+                axis.set_label_text(name)
+            if y is None:
+                axes.set_yticks([])
+            axes.margins(0.15)
+            axes.set_title(drawing.wrap(label, 1.3), fontsize="medium", parse_math=False)
+        for axes in grid.flat[len(labels) :]:
+            axes.set_visible(False)
+        picture.colorbar(dots, ax=grid, label="accuracy on held-out data (%)", fraction=0.05)
+        caption = "Star: the best point; ring: the second best; cross: diverged."
+        picture.set_figheight(look.size[1] if look.size else 0.8 + 1.65 * len(grid))
+        drawing.head(picture, title, caption)
     return picture

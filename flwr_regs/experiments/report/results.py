@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flwr_regs.experiments.report.drawing import Look, Picture
+    from flwr_regs.experiments.report.statistics import Ranks
 
 PICTURES = {
     "accuracy": ("round", "accuracy"),
@@ -123,7 +124,7 @@ class Results:
         """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
         Or against ``hours``, the time that the rounds would take on phones, by the Field Guide's estimate.
-        With ``x="clients"``, each client's accuracy with the final model.
+        With ``x="clients"``, the quantiles of the clients' accuracies with the final model.
 
         Parameters
         ----------
@@ -141,22 +142,34 @@ class Results:
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
-        if x == "clients":
-            whole = [run for run in self.runs if run.whole]
-            clients = {(r.label, r.seed): r.per_client.get("clients", ()) for r in whole}
-            in_per_cent = {run: 100 * np.array(each, float) for run, each in clients.items()}
-            return plots.over_clients(self._points(), in_per_cent, title=self.title, look=look)
+        points = self._clients() if x == "clients" else self._points()
         return plots.over_rounds(
-            self._points(),
+            points,
             x,
             y,
-            target=100 * self.target if y == "accuracy" else None,
+            target=100 * self.target if y == "accuracy" and x != "clients" else None,
             title=self.title,
             heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
-            interval=bool(self.baseline),
+            band="95 % interval" if self.baseline else "standard deviation",
             look=look,
         )
+
+    def _clients(self) -> pd.DataFrame:
+        """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
+        import pandas as pd
+
+        shares = np.linspace(0, 1, 21)
+        tables = [
+            pd.DataFrame(
+                {"round": shares, "clients": 100 * shares, "label": run.label, "seed": run.seed}
+            ).assign(accuracy=100 * np.quantile(each, shares), stopped=False, filled=False)
+            for run in self.runs
+            if run.whole and (each := run.per_client.get("clients")) and None not in each
+        ]
+        if not tables:
+            raise ValueError("no whole run holds the clients' accuracies")
+        return pd.concat(tables)
 
     def _points(self) -> pd.DataFrame:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
@@ -246,15 +259,17 @@ class Results:
             worst = "worst: the lowest of a client, on its own test data"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
-            f"{self.title}{self._left}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
+            f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]
 
     def decisions(self) -> list[str]:
         """Say which differences to the baseline are decided, and how small ones these seeds could show."""
-        compared = [row for row in self.rows() if row.get("difference_interval") is not None]
+        rows = [row for row in self.rows() if row["method"] not in metrics.references(self.runs)]
+        compared = [row for row in rows if row.get("difference_interval") is not None]
         if not compared:
             return []
         decided = [row["method"] for row in compared if row["decided"]]
@@ -314,6 +329,27 @@ class Results:
                 if known.get(name, True):
                     picture = self._picture(*axes, look or drawing.Look())
                     drawing.save(picture, folder / name)
+
+
+def ranks_over(results: Sequence[Results]) -> list[Ranks]:
+    """Return the methods' ranks by ``last5`` over panels that have the same ones; the most methods first.
+
+    None where there are fewer than two panels or three methods.
+    """
+    import pandas as pd
+
+    from flwr_regs.experiments.report.statistics import ranks
+
+    groups: dict[frozenset[str], list[dict[str, float]]] = {}
+    for of_panel in results:
+        without = metrics.references(of_panel.runs)
+        scores = {row["method"]: row["last5"] for row in of_panel.rows()}
+        scores = {label: x for label, x in scores.items() if label not in without and x is not None}
+        groups.setdefault(frozenset(scores), []).append(scores)
+    several = [
+        ranks(pd.DataFrame(of)) for labels, of in groups.items() if len(of) > 1 and len(labels) > 2
+    ]
+    return sorted(several, key=lambda of: -len(of.mean))
 
 
 def _either(values: Iterable[Any]) -> str:

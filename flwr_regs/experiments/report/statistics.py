@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +20,9 @@ def half_interval(values: pd.DataFrame) -> pd.Series:
     return stats.t.ppf(1 - LEVEL / 2, values.count(axis=1) - 1) * values.sem(axis=1)
 
 
-def differences(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
+def differences(
+    values: pd.DataFrame, baseline: str, untested: Collection[str] = ()
+) -> pd.DataFrame:
     """Return what each label's values say beside the baseline's of the same seeds.
 
     Parameters
@@ -28,6 +31,8 @@ def differences(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
         NaN where a seed has not ended; such a seed counts for no pair.
     baseline : str
         A label; it has no row in what is returned.
+    untested : collection of str
+        Labels that are no methods: they have a difference, and no test.
 
     Returns
     -------
@@ -42,6 +47,7 @@ def differences(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
         divide="ignore", invalid="ignore"
     ):  # equal gaps: certain; all of them 0: no sign
         p = pd.Series(2 * stats.t.sf((mean / gaps.sem(axis=1)).abs(), pairs - 1), gaps.index)
+    p[p.index.isin([*untested])] = np.nan
     adjusted = holm(p)
     each = zip(gaps.std(axis=1), pairs, strict=True)
     return pd.DataFrame(

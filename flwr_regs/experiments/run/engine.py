@@ -22,12 +22,14 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run import references
 from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
 from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
@@ -66,7 +68,7 @@ def execute(
     workers : int
         Processes that train at a time; with 1 it is this one.
     runner : str
-        ``"process"``; ``"stacked"``: a cohort's clients train in one set of kernels; or ``"ray"``: in
+        ``"process"``; ``"stacked"``: all clients of a round train at once (vmap); or ``"ray"``: in
         Flower's simulation, where a seed's labels must be its methods. It needs a folder.
     tables : callable
         Called with the records so far after each run; in Ray, after each seed.
@@ -131,6 +133,9 @@ def train(
     heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
+        if run.calls[0].target in REFERENCES:
+            test_threads = max(allowed // workers, 1)
+            return references.train(run, folder, on_round, heartbeat, test_threads, warned)
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
         test_threads = max(allowed // workers, 1)

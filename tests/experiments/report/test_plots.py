@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ from matplotlib.text import Text
 
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report import drawing, partition_plot, plots
+from flwr_regs.experiments.report import drawing, partition_plot, plots, statistics, tried
 from flwr_regs.experiments.report.drawing import Look
 from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.settings import Settings
@@ -92,7 +93,7 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
     curves += [run("A", 8, [10, 20, 15], stopped=True), run("A", 9, [10, 30, 40, NAN, 50, 60])]
     curves += [run("B", k, v, megabytes=spent[0]) for k, v in enumerate(sampled(3))]
-    figure = drawn(curves, x, y, interval=interval)
+    figure = drawn(curves, x, y, band="95 % interval" if interval else "standard deviation")
     unit = 100 if y == "loss" else 1
     values = values / unit
     (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
@@ -137,24 +138,67 @@ def test_axes_are_logarithmic_only_where_values_differ_much(total: int, scale: s
     assert all(tick == int(tick) for tick in axes.get_xticks())  # rounds are whole
 
 
-def test_clients_quartiles_are_over_the_whole_runs() -> None:
-    values = sampled(3, 20)
-    clients = {("A", seed): of for seed, of in enumerate(values)}
-    clients["B", 1] = np.array([*values[0], NAN])
-    points = [run("A", s, [50], stopped=s == 9) for s in (0, 1, 2, 9)] + [run("B", 1, [50])]
-    figure = plots.over_clients(pd.concat(points), clients)
-    for label, expected in (("A", values.ravel()), ("B", values[0])):
-        quartiles = np.quantile(expected, [0.25, 0.5, 0.75])
-        (bar,), (middle,) = (artists(figure, f"{n} {label}") for n in ("quartiles", "median"))
-        np.testing.assert_allclose(bar.get_xdata(), quartiles[::2])
-        np.testing.assert_allclose(middle.get_xdata(), quartiles[1])
-        (ticks,) = artists(figure, f"points {label}")
-        np.testing.assert_array_equal(ticks.get_xdata(), expected)
-    assert figure.axes[0].get_yticklabels()[0].get_text() == "A (1\u00a0of\u00a04\u00a0stopped)"
-    assert "20 clients" in text_of(figure, "caption")
-    assert "n = 3 seeds (B: n = 1)" in text_of(figure, "caption")
+def test_clients_are_quantiles_of_each_seed() -> None:
+    values = sampled(3, 20) / 100
+    records = [
+        recorded("A", [0.5], s, per_client={"clients": v.tolist()}) for s, v in enumerate(values)
+    ]
+    records.append(recorded("A", [0.5], 9, error="diverged", diverged=True))
+    figure = Results(records, baseline="A").plot("clients")
+    (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
+    each = 100 * np.sort(values)[:, [0, -1]]
+    assert line.get_xdata()[[0, -1]].tolist() == [0, 100]
+    np.testing.assert_allclose(line.get_ydata()[[0, -1]], each.mean(0))
+    np.testing.assert_allclose(line.get_ydata()[10], 100 * np.median(values, axis=1).mean())
+    low = each.mean(0)[0] - 4.302653 * each.std(0, ddof=1)[0] / 3**0.5  # t(0.975, 2)
+    edges = band.get_paths()[0].vertices
+    assert np.isclose(edges, (0, low), rtol=1e-6).all(axis=1).any()
+    assert not artists(figure, "target")
     with pytest.raises(ValueError, match="no whole run holds the clients' accuracies"):
-        plots.over_clients(pd.concat(points), {("A", 1): []})
+        Results(records[3:]).plot("clients")
+
+
+def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
+    means = pd.Series([1.5, 2.0, 3.5, 6.0], ["A", "FedFOR(alpha=0.5)", "C", "x" * 40])
+    ranks = statistics.Ranks(means, 12, 9.0, 0.03, 2.1)
+    figure = plots.over_panels(ranks, title="ranks")
+    assert_legible(figure)
+    (dots,) = artists(figure, "ranks")
+    assert dots.get_xdata().tolist() == means.tolist()
+    assert [[*bar.get_ydata()] for bar in artists(figure, "group")] == [[0, 2]]
+    (critical,) = artists(figure, "critical")
+    assert np.ptp(critical.get_xdata()) == pytest.approx(2.1)
+    assert "over 12 panels" in text_of(figure, "caption")
+    assert "no difference" not in text_of(figure, "caption")
+    alike = dataclasses.replace(ranks, p=0.3)
+    assert "show no difference at all" in text_of(plots.over_panels(alike), "caption")
+
+
+def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
+    trials = []
+    for lr, accuracy in ((0.1, 0.5), (0.2, 0.7), (0.4, 0.6), (0.8, 0.9)):
+        trials.append(recorded("", [0.3, accuracy], 101))
+        trials[-1].label = f"A [lr={lr}, A.mu=0.01]"
+    trials[3].error, trials[3].diverged = "diverged", True
+    short = recorded("A [lr=0.3, A.mu=0.1; 9 rounds]", [0.99], 101)
+    short.job["rounds"] = 9  # a rung of halving that the point did not leave
+    trials.append(short)
+    table = tried.table(trials)
+    assert table["lr"].tolist() == [0.2, 0.4, 0.1, 0.8, 0.3]
+    drawn_ = tried.pictures(trials, Look())
+    figure = drawn_["tuning"]
+    assert_legible(figure)
+    (best,), (second,) = artists(figure, "best A"), artists(figure, "second A")
+    assert [*best.get_xdata(), *best.get_ydata()] == [0.2, 0.01]
+    assert [*second.get_xdata()] == [0.4]
+    (lost,) = artists(figure, "lost A")
+    assert [*lost.get_xdata()] == [0.8]
+    gap = drawn_["tuning-gap"]
+    assert artists(gap, "mean A")[0].get_ydata()[-1] == pytest.approx(70)
+    edges = artists(gap, "band A")[0].get_paths()[0].vertices
+    assert {60.0, 70.0} <= {*np.round(edges[edges[:, 0] == 2][:, 1], 6)}
+    assert "second best" in text_of(gap, "caption")
+    assert tried.cost(trials).startswith("Tuning took 5 trainings, 10 s and 0 local steps")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -171,8 +215,7 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
     assert_legible(figure)
     assert all(t.get_window_extent().x0 > figure.axes[0].bbox.x1 for t in artists(figure, "label"))
     wanted = [*ends, "target 92.5 %"]
-    if not ordered:
-        wanted.sort(key=lambda label: -ends.get(label, 92.5))
+    wanted.sort(key=lambda label: -ends.get(label, 92.5))
     assert text_of(figure, "label").replace(" ", "") == "|".join(wanted).replace(" ", "")
 
 

@@ -1,0 +1,108 @@
+"""What tuning tried in a panel's folder: what that cost, and how far the best point is from the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.metrics import last
+from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.report.run_records import RunRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from flwr_regs.experiments.report.drawing import Look, Picture
+
+TRIAL = re.compile(r"(.*) \[(.*?)(?:; \d+ rounds)?\]", re.S)
+"""A trial's label: its method's, and the point; also the rounds of one that is shorter than the test."""
+
+
+def trials(folder: Path) -> list[RunRecord]:
+    """Return the trials of a panel's folder, in order of their files."""
+    return [records.read(path) for path in sorted((folder / "tuning" / "runs").glob("*.jsonl"))]
+
+
+def cost(tried: Sequence[RunRecord]) -> str:
+    """Say what tuning cost."""
+    steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
+    seconds = sum(run.processor_seconds or run.seconds for run in tried)
+    return f"Tuning took {len(tried)} trainings, {seconds:,.0f} s and {steps:,} local steps."
+
+
+def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
+    """Return a row for each point of each method, its best one first.
+
+    Its columns are ``label``, ``point``, ``rounds`` of its longest trials, ``accuracy`` in per cent, the
+    mean of their last five rounds over the tuning seeds (NaN: one diverged), and each key that was tuned.
+    """
+    import pandas as pd
+
+    points: dict[tuple[str, str], dict[int, list[RunRecord]]] = {}
+    for run in tried:
+        label, point, rounds = _names(run)
+        points.setdefault((label, point), {}).setdefault(rounds, []).append(run)
+    rows = []
+    for (label, point), by_rounds in points.items():
+        rounds, longest = max(by_rounds.items())
+        whole = all(run.whole for run in longest)
+        accuracy = 100 * np.mean([last(run) for run in longest]) if whole else np.nan
+        values = dict(pair.split("=", 1) for pair in point.split(", ") if "=" in pair)
+        keys = {key: _number(value) for key, value in values.items()}
+        rows.append(
+            {"label": label, "point": point, "rounds": rounds, "accuracy": accuracy, **keys}
+        )
+    order = ["label", "rounds", "accuracy"]
+    best_first = pd.DataFrame(rows).sort_values(order, ascending=[True, False, False])
+    return best_first.reset_index(drop=True)
+
+
+def _names(run: RunRecord) -> tuple[str, str, int]:
+    match = TRIAL.fullmatch(run.label)
+    label, point = match.groups() if match else (run.label, "")
+    return label, point, run.job["rounds"]
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
+    """Return ``tuning``, a map of what was tried for each method, and ``tuning-gap``.
+
+    The latter has each method's curve on held-out data at its best point, in a band that reaches to the
+    second best (Wang et al. 2021, Figs. 1 and 3).
+    """
+    import pandas as pd
+
+    from flwr_regs.experiments.report import plots
+
+    of_points, title = table(tried), Results(tried).title
+    drawn = {
+        "tuning": plots.over_points(
+            of_points.drop(columns=["rounds", "point"]), title=title, look=look
+        )
+    }
+    best = []
+    for label, rows in of_points.dropna(subset="accuracy").groupby("label", sort=False):
+        for place, row in enumerate(rows.head(2).to_dict("records")):
+            names = row["label"], row["point"], row["rounds"]
+            several = [run for run in tried if _names(run) == names]
+            points = Results(several)._points()
+            mean = points[~points["filled"]].groupby("round").mean(numeric_only=True)
+            best.append(
+                mean.reset_index().assign(label=label, seed=place, stopped=False, filled=False)
+            )
+    if best:
+        drawn["tuning-gap"] = plots.over_rounds(
+            pd.concat(best), title=title, band="second best", look=look
+        )
+    return drawn

@@ -1,0 +1,118 @@
+"""Clients that train alone, and one model on all their data, against plain loops with whole batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.run.clients import ClientFactory
+from tests.experiments.runs import runs_of, trained
+
+SMALL = {
+    "model": "logistic",
+    "examples": 300,
+    "num_clients": 4,
+    "rounds": 3,
+    "local_steps": 2,
+    "batch_size": 1000,
+    "lr": 0.5,
+    "fraction_train": 0.5,
+    "lr_decay": 0.5,
+}
+
+
+def stepped(model: Any, x: Any, y: Any, lr: float, steps: int) -> None:
+    """Take steps of plain gradient descent."""
+    for _ in range(steps):
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])
+        with torch.no_grad():
+            for weight, gradient in zip(model.parameters(), gradients, strict=True):
+                weight -= lr * gradient
+
+
+def scored(model: Any, data: Any) -> tuple[float, float]:
+    with torch.no_grad():
+        output, y = model(torch.from_numpy(data.test_x)), torch.from_numpy(data.test_y)
+    return float(F.cross_entropy(output, y)), float((output.argmax(1) == y).float().mean())
+
+
+def parts(run: Run) -> tuple[Any, Any, list[Any]]:
+    """The initial model, the data, and each client's examples."""
+    clients = client_data_of(run.settings)
+    data = clients.data
+    examples = [
+        (torch.from_numpy(data.train_x[rows]), torch.from_numpy(data.train_y[rows]))
+        for rows in clients.parts
+    ]
+    return ClientFactory(run, clients).new_model(), data, examples
+
+
+def test_local_clients_train_as_often_as_they_are_in_a_cohort_on_average() -> None:
+    record = trained(methods="Local", **SMALL)["Local"]
+    (run,) = runs_of(methods="Local", **SMALL)
+    start, data, examples = parts(run)
+    models = [copy.deepcopy(start) for _ in examples]
+    expected = [np.mean([scored(model, data) for model in models], axis=0)]
+    for lr in (0.5, None, 0.125):  # a second turn in round 3: half of the clients train in a round
+        for model, (x, y) in zip(models, examples, strict=True):
+            if lr:
+                stepped(model, x, y, lr, 2)
+        expected.append(np.mean([scored(model, data) for model in models], axis=0))
+    got = [(test["loss"], test["accuracy"]) for test in record.test]
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    sizes = sum(len(y) for _, y in examples)
+    assert [entry["examples_processed"] for entry in record.rounds] == [2 * sizes, 0, 2 * sizes]
+    assert record.megabytes == [0, 0, 0]
+    # the worst client, by its own model and its own labels
+    right = []
+    for model, (_, y) in zip(models, examples, strict=True):
+        output = model(torch.from_numpy(data.test_x)).argmax(1).numpy()
+        hits = [np.mean(output[data.test_y == c] == c) for c in range(data.num_classes)]
+        right.append(np.bincount(y, minlength=data.num_classes) @ hits / len(y))
+    assert record.per_client["clients"] == pytest.approx(right)
+    assert record.per_client["worst"] == pytest.approx(min(right))
+
+
+def test_the_pooled_model_takes_as_many_steps_as_a_cohort_together() -> None:
+    record = trained(methods="Pooled", **SMALL)["Pooled"]
+    (run,) = runs_of(methods="Pooled", **SMALL)
+    model, data, examples = parts(run)
+    x, y = (torch.cat(part) for part in zip(*examples, strict=True))
+    expected = [scored(model, data)]
+    for lr in (0.5, 0.25, 0.125):
+        stepped(model, x, y, lr, 4)
+        expected.append(scored(model, data))
+    got = [(test["loss"], test["accuracy"]) for test in record.test]
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert record.ended
+    assert len(record.per_client["clients"]) == 4
+
+
+def test_each_client_tests_a_model_where_clients_test() -> None:
+    on_clients = {**SMALL, "test_on_clients": True, "partition": "shards"}
+    alone = trained(methods="Local", **on_clients)["Local"]
+    pooled = trained(methods="Pooled", **on_clients)["Pooled"]
+    for record in (alone, pooled):
+        assert record.accuracy[-1] == pytest.approx(np.mean(record.per_client["clients"]))
+    assert alone.accuracy[-1] != pooled.accuracy[-1]
+
+
+def test_a_model_that_diverges_ends_the_run() -> None:
+    for label in ("Local", "Pooled"):
+        record = trained(methods=label, **{**SMALL, "lr": 1e38, "local_steps": 9})[label]
+        assert record.status == "diverged"
+        assert record.ended
+
+
+def test_a_reference_goes_with_nothing() -> None:
+    with pytest.raises(ValueError, match="Local is no method; it goes with nothing"):
+        runs_of(methods="Local+FedProx(mu=0.1)")
+    with pytest.raises(ValueError, match=r"'Pooled.*no argument 'x'"):
+        runs_of(methods="Pooled(x=1)")
