@@ -58,7 +58,7 @@ def build(
         that do not compose.
     """
     of = light if only_check else partial(getattr, flwr_regs)
-    base = of("RegStrategy")
+    base: type[RegStrategy] = of("RegStrategy")
     strategies: list[RegStrategy] = []
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
