@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shlex
 import signal
 import sys
+import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +50,14 @@ if TYPE_CHECKING:
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+SELDOM = 20.0
+"""While runs train, tables are written again after so many times the time that it takes."""
 
 
 def train(args: argparse.Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
+    if getattr(args, "verify", None):
+        return _verify(args)
     if args.resume:
         experiment, out = _resumed(args), ""
     else:
@@ -195,10 +203,14 @@ def _tuned(
     if experiment.tune and "chosen" not in made:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
-        trials = experiment.trial_runs(panel)
-        _train(trials, folder / "tuning", "trial", args)
-        records = recorded(trials, folder / "tuning").values()
-        made["chosen"] = tuning.chosen(experiment, panel, records)
+
+        def train(trials: Sequence[Run]) -> dict[tuple[str, int], RunRecord]:
+            _train(trials, folder / "tuning", "trial", args)
+            return recorded(trials, folder / "tuning")
+
+        outcomes = tuning.tuned(experiment, panel, train)
+        made["chosen"] = {label: outcome.pop("point") for label, outcome in outcomes.items()}
+        made["tuning"] = outcomes
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 
@@ -236,7 +248,8 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
 
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
-    notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    _, made = card_files.of_folder(folder)
+    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder)]
     if several := tried.trials(folder):
         notes.append(tried.cost(several))
     if not (records := [*recorded(tests, folder).values()]):
@@ -269,8 +282,14 @@ def _train(
         f"results: {folder}"
     )
 
+    next_at = 0.0
+
     def tables(records: Sequence[RunRecord]) -> None:
-        Results(records, (), heading, ordered).save_tables(folder)
+        nonlocal next_at
+        if len(records) == len(runs) or time.monotonic() > next_at:  # many runs have long tables
+            began = time.monotonic()
+            Results(records, (), heading, ordered).save_tables(folder)
+            next_at = time.monotonic() + SELDOM * (time.monotonic() - began)
 
     gpus = args.gpus_per_client
     bars = progress(lacking)
@@ -365,11 +384,72 @@ def resources(args: argparse.Namespace) -> int:
     return 0
 
 
-def reproduce(args: argparse.Namespace) -> int:
-    """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
+def _verify(args: argparse.Namespace) -> int:
+    """Train one run of results again, in a temporary folder; return 1 if it does not come out the same."""
+    here = _places_here(args)
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+        folder, again = args.verify, Path(temporary, "again")
+        if folder.is_file():
+            folder = Path(temporary, "kept")
+            with tarfile.open(args.verify) as archive:
+                archive.extractall(folder, filter="data")
+        kept, _ = card_files.of_folder(folder)
+        panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
+        wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
+        seeds = numbers(args.seeds, "--seeds") or kept.seeds
+        found = [
+            (panel, place, record)
+            for panel, place in places(kept, folder)
+            if panel in panels and (place / "runs").is_dir()
+            for run in kept.tests(panel, chosen_of(kept, place))
+            if run.seed in seeds and kept.rows_of(panel)[run.label] in wanted
+            for record in recorded([run], place).values()
+            if record.ended
+        ]
+        if not found:
+            raise ValueError(f"{args.verify} has no such run that ended")
+        panel, place, old = random.choice(found)
+        where = f"{panel.name}: " * (len(kept.panels) > 1)
+        _say(f"{where}{old.label}, seed {old.seed}; one of {len(found)} runs")
+        _, made = card_files.of_folder(place)
+        if "--runner" in made["command"]:  # another one rounds otherwise
+            args.runner = made["command"][made["command"].index("--runner") + 1]
+        again.mkdir()
+        for run in kept.given(here).tests(panel, chosen_of(kept, place)):
+            if run.key == (old.label, old.seed):
+                _train([run], again, kept.heading, args)
+                new = recorded([run], again)[run.key]
+        now = provenance([])
+        if other := [what for what in ("versions", "platform") if now[what] != made.get(what)]:
+            there = ", ".join(f"{what} {made.get(what)} there, {now[what]} here" for what in other)
+            _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
+            return int(not _is_equal(old, new, args.tolerance))
+        _say("machine and versions are those of the results: all rounds must be equal")
+        for one, two in zip_longest(old.test, new.test):
+            if not one or not two or not all(_is_same(one[key], two.get(key)) for key in one):
+                print(f"{new.label}, seed {new.seed}: {one} there, {two} here  DIFFERS")
+                print(f"commit {made.get('commit')} there, {now['commit']} here")
+                return 1
+        print(f"{new.label}, seed {new.seed}: all {len(new.trained)} rounds are the same")
+        return 0
+
+
+def _is_same(kept: float | None, new: float | None) -> bool:
+    """Return whether a figure is one that was kept, perhaps with five digits."""
+    return kept == new or (kept is not None and new is not None and kept == round(new, 5))
+
+
+def _places_here(args: argparse.Namespace) -> dict[str, Any]:
+    """Return where files are here, the only settings that may differ from those of results."""
     here = {"code-dir": os.getcwd(), **read_words(args.settings)}
     if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
+    return here
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
+    here = _places_here(args)
     kept, _ = card_files.of_folder(args.folder)
     seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
     if not (trained := tuple(seed for seed in kept.seeds if seed in seeds)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments import signatures, user_code
@@ -20,7 +21,7 @@ from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
-from flwr_regs.experiments.space import Point, Space, points, shown
+from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -32,6 +33,8 @@ OF_STRATEGIES = (
     *("restart_lr", "on_divergence"),
 )
 """The settings that a strategy takes by the same name."""
+HALVED = 6
+"""Of so many points or more, the worse ones do not train for all rounds."""
 HELD_OUT = 0.2
 """The share of each client's data that tuning measures on, unless held-out-share says otherwise."""
 
@@ -133,12 +136,15 @@ class Row:
         Its own; they are not tuned for it.
     panels : tuple of str
         The panels that have it; empty: all.
+    tune : tuple of Space
+        What is tried for it alone, or in place of the experiment's space of the same key.
     """
 
     name: str
     calls: tuple[Call, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     panels: tuple[str, ...] = ()
+    tune: tuple[Space, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,8 @@ class Panel:
         in per cent.
     notes : tuple of str
         What a reader must know of its data.
+    methods : tuple of str
+        The names of its rows; empty: all that do not name their panels.
     """
 
     name: str = "all"
@@ -162,6 +170,13 @@ class Panel:
     reduced: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def has(self, row: Row) -> bool:
+        """Return whether it has a row."""
+        return self.name in (row.panels or (self.name,)) and row.name in (
+            self.methods or (row.name,)
+        )
 
 
 @dataclass(frozen=True)
@@ -214,7 +229,7 @@ class Experiment:
         A sweep's rows have their names. The label of a method is its text without what is tuned, unless two
         rows had the same then.
         """
-        rows = [row for row in self.rows if not row.panels or panel.name in row.panels]
+        rows = [row for row in self.rows if panel.has(row)]
         if self.heading != "method":
             return {row.name: row for row in rows}
         tuned = {space.key for space in self.tune}
@@ -233,12 +248,30 @@ class Experiment:
             raise ValueError(f"'{twice}' stands here twice: name each method once")
         return dict(zip(labels, rows, strict=True))
 
+    def spaces_of(self, row: Row) -> list[Space]:
+        """Return what is tuned for a method."""
+        spaces = {s.key: s for s in (*self.tune, *row.tune) if s.applies(row.calls)}
+        return [space for key, space in spaces.items() if key not in row.settings]
+
     def points_of(self, row: Row, ends: bool = False) -> list[Point]:
         """Return the points that are tried for a method; or the first and the last value of each space."""
-        spaces = [s for s in self.tune if s.applies(row.calls) and s.key not in row.settings]
+        spaces = self.spaces_of(row)
         if ends:
             return [{space.key: space.at(share) for space in spaces} for share in (0.0, 1 - 1e-9)]
         return points(spaces, self.trials)
+
+    def rungs_of(self, panel: Panel, label: str) -> list[tuple[int, int]]:
+        """Return (rounds, points that train so long) of a method's successive halving, in order.
+
+        All of its points train for an eighth of the rounds, the best third for a quarter, the best sixth
+        for half of them. A grid, or fewer than `HALVED` points, train for all rounds at once.
+        """
+        row, rounds = self.rows_of(panel)[label], self.run_of(panel, label, {}, 0).settings.rounds
+        many = len(self.points_of(row))
+        if many < HALVED or is_grid(self.spaces_of(row), self.trials):
+            return [(rounds, many)]
+        shorter = max(rounds // 8, 1), max(rounds // 4, 1), max(rounds // 2, 1)
+        return [*zip(shorter, (many, ceil(many / 3), ceil(many / 6)), strict=True)]
 
     @property
     def panel(self) -> Panel:
@@ -256,18 +289,22 @@ class Experiment:
         ]
 
     def trial_runs(self, panel: Panel, ends: bool = False) -> list[Run]:
-        """Return the runs that tuning needs: each method at each of its points, or at their `ends`."""
+        """Return the runs that tuning needs: each method at each of its points, or at their `ends`.
+
+        As long as it is not known which points are the best, the first ones stand for them.
+        """
         if not self.tune:
             return []
         return [
-            self.run_of(panel, label, point, seed, trial=True)
+            self.run_of(panel, label, point, seed, rounds)
             for label, row in self.rows_of(panel).items()
-            for point in self.points_of(row, ends)
+            for rounds, many in self.rungs_of(panel, label)[-1 if ends else 0 :]
+            for point in self.points_of(row, ends)[: 2 if ends else many]
             for seed in self.tuning_seeds
         ]
 
-    def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: bool = False) -> Run:
-        """Return the run of a row at a point of its space; a trial holds data out, a test does not."""
+    def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: int = 0) -> Run:
+        """Return the run of a row at a point of its space; a `trial` of some rounds holds data out."""
         row = self.rows_of(panel)[label]
         settings = {**self.settings, **panel.settings, **row.settings}
         if self.baseline:  # the test is on other data than tuning
@@ -285,12 +322,21 @@ class Experiment:
             else:
                 settings[key] = value
         settings |= {"methods": text_of(calls), "seed": seed}
-        return Run(trial_label(label, point) if trial else label, Settings.of(settings), calls)
+        whole = Settings.of(settings)
+        if not trial:
+            return Run(label, whole, calls)
+        shorter = f"; {trial} rounds" * (trial < whole.rounds)
+        return Run(f"{label} [{shown(point)}{shorter}]", replace(whole, rounds=trial), calls)
 
     @cached_property
     def runs(self) -> list[Run]:
         """The runs of all panels, trials among them, before anything is tuned."""
         return [r for p in self.panels for r in [*self.trial_runs(p), *self.tests(p)]]
+
+    @cached_property
+    def ends(self) -> list[Run]:
+        """The runs of all panels; of what is tuned, those at the ends of the spaces alone."""
+        return [r for p in self.panels for r in [*self.trial_runs(p, ends=True), *self.tests(p)]]
 
     def fair(self) -> Experiment:
         """Return the experiment in which the clients test every method of a panel if they must test one.
@@ -312,8 +358,7 @@ class Experiment:
             raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
-        ends = [r for p in self.panels for r in [*self.trial_runs(p, ends=True), *self.tests(p)]]
-        if self.baseline and any(run.settings.held_out_clients for run in ends):
+        if self.baseline and any(run.settings.held_out_clients for run in self.ends):
             raise ValueError(
                 "bench tests on the test set and tunes on held-out-share: leave held-out-clients out"
             )
@@ -322,16 +367,16 @@ class Experiment:
                 texts = ", ".join(text_of(row.calls) for row in self.rows)
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
         if not self.smoke:
-            refuse_dead(ends, but="test-on-clients")
-        check_words(ends)
-        for run in self.runs if data else ():
+            refuse_dead(self.ends, but="test-on-clients")
+        check_words(self.ends)
+        for run in self.ends if data else ():
             assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
         if not self.smoke:
-            refuse_dead(whole.runs)
-        for run in {(run.label, run.method): run for run in whole.runs}.values():
+            refuse_dead(whole.ends)
+        for run in {(run.label, run.method): run for run in whole.ends}.values():
             run.check()
-        for run in whole.runs if data else ():
+        for run in whole.ends if data else ():
             if run.settings.test_on_clients:
                 client_data_of(run.settings).test_rows(0)
         return whole
@@ -364,9 +409,10 @@ class Experiment:
         rows = tuple(
             replace(row, panels=tuple(name for name in row.panels if name in names))
             for row in self.rows
-            if not row.panels or names & {*row.panels}
+            if any(panel.has(row) for panel in panels)
         )
-        return replace(self, panels=panels, rows=rows)
+        tune = tuple(s for s in self.tune if any(s.applies(row.calls) for row in rows))
+        return replace(self, panels=panels, rows=rows, tune=tune)
 
     def given(self, settings: Mapping[str, Any]) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned."""
@@ -377,7 +423,14 @@ class Experiment:
         return replace(
             self,
             settings={**self.settings, **settings},
-            rows=tuple(replace(row, settings=without(row.settings)) for row in self.rows),
+            rows=tuple(
+                replace(
+                    row,
+                    settings=without(row.settings),
+                    tune=tuple(space for space in row.tune if space.key not in settings),
+                )
+                for row in self.rows
+            ),
             panels=tuple(replace(p, settings=without(p.settings)) for p in self.panels),
             tune=tuple(space for space in self.tune if space.key not in settings),
         )
@@ -424,11 +477,6 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
                 f"setting '{name}' needs {of.needs.replace(',', ' or ')}; it does nothing with {values}: "
                 "leave it out"
             )
-
-
-def trial_label(label: str, point: Point) -> str:
-    """Return the label of a trial."""
-    return f"{label} [{shown(point)}]"
 
 
 def _privacy(settings: Settings, only_check: bool) -> CentralDP:

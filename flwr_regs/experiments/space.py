@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil, log2, prod, sqrt
 from typing import Any
 
 from flwr_regs.experiments.calls import Call, literal, values
 from flwr_regs.experiments.settings import DEFAULTS, read
 from flwr_regs.wire.config import nearest
 
-FIXED = ("methods", "seed", "out", "code-dir", "data-dir", "held-out-clients", "held-out-share")
+FIXED = (
+    *("methods", "seed", "out", "code-dir", "data-dir", "held-out-clients", "held-out-share"),
+    "rounds",
+)
 """Settings that no trial may change."""
 Point = Mapping[str, Any]
 """Key -> value: a setting, or a parameter of a method."""
@@ -70,6 +74,13 @@ class Space:
         value = self.low * (self.high / self.low) ** share
         return round(value) if type(DEFAULTS.get(self.key)) is int else float(f"{value:.3g}")
 
+    def beyond(self, top: bool) -> Space:
+        """Return the range above this one, or below it, half as wide in the logarithm."""
+        half = sqrt(self.high / self.low)
+        if top:
+            return replace(self, low=self.high, high=self.high * half)
+        return replace(self, low=self.low / half, high=self.low)
+
     def applies(self, calls: Iterable[Call]) -> bool:
         """Return whether a method has what this is about."""
         target, dot, _ = self.key.rpartition(".")
@@ -85,18 +96,38 @@ def points(spaces: Sequence[Space], trials: int) -> list[Point]:
     """Return different points that are tried: the whole grid if it is small, else Sobol's sequence."""
     if not spaces:
         return [{}]
-    grid = list(product(*(space.choices for space in spaces)))
-    if not 0 < len(grid) <= trials:
-        from torch.quasirandom import SobolEngine
+    grid = [*product(*(space.choices for space in spaces))]
+    if not is_grid(spaces, trials):
+        from scipy.stats import qmc
 
-        engine = SobolEngine(len(spaces), scramble=True, seed=0)  # type: ignore[no-untyped-call]
-        shares = engine.draw(8 * trials).tolist()  # whole numbers and choices come twice
+        engine = qmc.Sobol(len(spaces), rng=0)
+        shares = engine.random_base2(3 + ceil(log2(trials)))  # whole numbers and choices come twice
         grid = [tuple(s.at(x) for s, x in zip(spaces, point, strict=True)) for point in shares]
     tried: dict[str, Point] = {}
     for one in grid:
         point = dict(zip((space.key for space in spaces), one, strict=True))
         tried.setdefault(shown(point), point)
     return list(tried.values())[:trials]
+
+
+def is_grid(spaces: Sequence[Space], trials: int) -> bool:
+    """Return whether all combinations of values are tried: they are few."""
+    combinations = prod(len(space.choices) for space in spaces)
+    return 0 < combinations <= trials
+
+
+def edges(point: Point, tried: Sequence[Point]) -> dict[str, bool]:
+    """Return the keys of which a point has the smallest or largest number tried: key -> is it the largest.
+
+    Two values have no inside.
+    """
+    found = {}
+    for key, value in point.items():
+        every = [other[key] for other in tried]
+        numbers = all(type(one) in (int, float) for one in every)
+        if numbers and len({*every}) > 2 and value in (min(every), max(every)):
+            found[key] = value == max(every)
+    return found
 
 
 def shown(point: Point, equals: str = "=") -> str:

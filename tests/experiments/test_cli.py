@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -162,6 +164,38 @@ def test_results_need_their_folder_alone(here: Path, trained: tuple[Path, str]) 
     (tests, one), (others, other) = kept("here"), kept("again")
     assert tests == others
     assert [record.test for record in one] == [record.test for record in other]
+
+
+def test_one_run_of_results_is_trained_again_and_compared(here: Path) -> None:
+    """From a folder or an archive of it, to the bit on this machine; elsewhere within a tolerance."""
+    Path("mine.py").write_text(OWN)
+    choice = ["--methods", "FedAvg", "--seeds", "2"]
+    status, out = printed("bench", "--verify", "here", *choice)
+    assert (status, out.splitlines()[-1]) == (0, "FedAvg, seed 2: all 2 rounds are the same")
+    assert "FedAvg, seed 2; one of 1 runs" in out
+    with tarfile.open("page.tar.gz", "w:gz") as archive:
+        archive.add("here", ".")
+    status, out = printed("bench", "--verify", "page.tar.gz", "--seeds", "1")
+    assert status == 0
+    assert re.search(r"(FedAvg|Decay), seed 1; one of 2 runs", out)
+    assert run("bench", "--verify", "here", "--seeds", "9") == 2
+    assert run("bench", "--verify", "here", "lr=0.1") == 2
+
+    path = record_path(here, "FedAvg", 2)
+    path.write_text(re.sub(r', "check": "\w+"', "", path.read_text()))
+    true = json.loads(path.read_text().splitlines()[-2])["test"]
+    path.write_text(path.read_text().replace(f"{true['loss']}", f"{true['loss'] + 1e-9}"))
+    status, out = printed("bench", "--verify", "here", *choice)
+    assert (status, "DIFFERS" in out) == (1, True)  # a billionth is not the same
+    assert run("bench", "--verify", "here", "--methods", "FedAvg", "--seeds", "1") == 0
+
+    card = here / "experiment.toml"
+    card.write_text(card.read_text().replace('platform = "', 'platform = "Another '))
+    status, out = printed("bench", "--verify", "here", *choice)
+    assert (status, "must agree within 3 points" in out) == (0, True)
+    path.write_text(path.read_text().replace('"accuracy": 0.', '"accuracy": 0.0'))
+    assert printed("bench", "--verify", "here", *choice)[0] == 1
+    assert printed("bench", "--verify", "here", *choice, "--tolerance", "100")[0] == 0
 
 
 @pytest.mark.full

@@ -117,11 +117,15 @@ def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
     """Return an experiment as a TOML text, which :func:`read` takes; `made` is what has made it."""
     import tomli_w
 
-    plain = not any(of.settings or of.panels for of in experiment.rows)  # TOML has tables last
+    plain = not any(of.settings or of.panels or of.tune for of in experiment.rows)
+    # TOML has tables last
 
     def row(of: Row) -> Any:
         call = text_of(of.calls)
-        return call if plain else _filled({**vars(of), "name": None, "calls": None, "call": call})
+        if plain:
+            return call
+        table = {"call": call, "settings": of.settings, "panels": of.panels}
+        return _filled({**table, "tune": [space.text for space in of.tune]})
 
     def panel(of: Panel) -> dict[str, Any]:
         reports = {
@@ -284,14 +288,15 @@ def _row(name: str, given: Any) -> Row:
     table = {"call": given} if isinstance(given, str) else given
     if not isinstance(table, Mapping) or not isinstance(table.get("call"), str):
         raise ValueError(f"{where} must be a call, or a table with a call, not {given!r}")
-    _known(table, ("call", "settings", "panels"), where)
+    _known(table, ("call", "settings", "panels", "tune"), where)
     methods = [*parse_methods(table["call"]).values()]
     if len(methods) != 1:
         raise ValueError(f"{where} must be one call, not {table['call']!r}")
     for call in methods[0]:
         check_name(call)
     settings = _settings(table.get("settings", {}), f"{where}, settings")
-    return Row(name, methods[0], settings, _texts(table.get("panels", []), f"{where}, panels"))
+    panels = _texts(table.get("panels", []), f"{where}, panels")
+    return Row(name, methods[0], settings, panels, _spaces(table.get("tune", []), f"{where}, tune"))
 
 
 KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
@@ -310,8 +315,8 @@ KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
     "tune": (_spaces, "what is tried, as bench --tune takes it"),
     "settings": (_settings, "as on the command line"),
     "reduced": (_settings, "settings for two processor cores, in place of those above"),
-    "methods": (_table, "name = a call, or {call, settings, panels}: its settings and panels"),
-    "panels": (_panels, "columns of a table: {name, settings, reduced, reports, notes}"),
+    "methods": (_table, "name = a call, or {call, settings, panels, tune}: its own of these"),
+    "panels": (_panels, "columns of a table: {name, settings, reduced, reports, notes, methods}"),
     "heading": (_text, "what the rows are: method; or case, a setting: their names are labels"),
     "baseline": (_flag, "whether rows are compared with the first one, after tuning"),
     "smoke": (_flag, "whether this is a trial of a few seconds, whose figures say nothing"),
@@ -326,4 +331,5 @@ PANEL_KEYS: dict[str, Callable[[Any, str], Any]] = {
     "reduced": _settings,
     "reports": _reports,
     "notes": _texts,
+    "methods": _texts,
 }

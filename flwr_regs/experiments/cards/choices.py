@@ -71,7 +71,8 @@ def with_methods(card: Experiment, text: str) -> Experiment:
                 raise ValueError(f"'{label}' stands twice in {text!r}: name each method once")
             rows += meant or [Row(label, calls)]
     spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
-    return replace(card, rows=tuple(rows), tune=tuple(spaces))
+    panels = tuple(panel for panel in card.panels if any(map(panel.has, rows)))
+    return replace(card, rows=tuple(rows), tune=tuple(spaces), panels=panels)
 
 
 def with_references(card: Experiment) -> Experiment:

@@ -18,8 +18,16 @@ def logistic(shape: Sequence[int]) -> Body:
 
 def mlp(shape: Sequence[int]) -> Body:
     """One hidden layer of 64; from 256 inputs on two of 200: the 2NN of McMahan et al. (2017), Sec. 3."""
-    inputs = math.prod(shape)
-    widths = [inputs, *([64] if inputs < 256 else [200, 200])]
+    return _hidden(shape, [64] if math.prod(shape) < 256 else [200, 200])
+
+
+def mlp_64(shape: Sequence[int]) -> Body:
+    """One hidden layer of 64, whatever the inputs are."""
+    return _hidden(shape, [64])
+
+
+def _hidden(shape: Sequence[int], hidden: list[int]) -> Body:
+    widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]

@@ -46,9 +46,11 @@ class ClientFactory:
         self.told: Callable[[str, int], None] | None = None
         self._kept: dict[int, Examples] = {}
 
-    def app(self) -> ClientApp:
-        """Return the app of these clients."""
-        return client_app(self, once=False)
+    def app(self, once: bool = False) -> ClientApp:
+        """Return the app of these clients; `once`: each is made once, if it is the same in each round."""
+        settings = self.run.settings
+        changing = self.clients.by_round or settings.straggler_share or settings.drop_out
+        return client_app(self, once=once and not changing)
 
     def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``."""

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -124,7 +124,6 @@ def train(
     grid: Grid | None = None,
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-    from flwr_regs import InProcessGrid, StackedGrid
 
     def on_round(record: RunRecord) -> None:
         test = record.test[-1]
@@ -142,16 +141,39 @@ def train(
         trainer = Trainer(run, folder, factory, heartbeat, test_threads, warned)
         clock = None
         if grid is None:
-            kind = StackedGrid if runner == "stacked" else InProcessGrid
-            grid, clock = kind(factory.app(), clients.num_clients), time.process_time
+            grid, clock = _grid(factory, runner == "stacked"), time.process_time
         try:
-            return trainer.train(grid, on_round, clock)
+            record = trainer.train(grid, on_round, clock)
+            if getattr(grid, "fallbacks", None) == {}:
+                _CHECKED.add(_kind(run))
+            return record
         except CannotWrite:
             raise
         except Exception:
             if clock is None:  # on Flower's grid: into its log
                 traceback.print_exc()
             return trainer.record
+
+
+def _grid(factory: ClientFactory, stacked: bool) -> Grid:
+    """Return the grid of a run. A process compares each method's stack with clients alone once."""
+    from flwr_regs import InProcessGrid, StackedGrid
+
+    if not stacked:
+        return InProcessGrid(factory.app(), factory.clients.num_clients)
+    check: Literal["first", False] = False if _kind(factory.run) in _CHECKED else "first"
+    return StackedGrid(factory.app(once=True), factory.clients.num_clients, check=check)
+
+
+def _kind(run: Run) -> tuple[Any, ...]:
+    """Return what decides whether a run's stacks give the results of clients alone."""
+    settings = run.settings
+    targets = (*(call.target for call in run.calls), settings.optimizer)
+    return settings.dataset, settings.model, settings.test_on_clients, *targets
+
+
+_CHECKED: set[tuple[Any, ...]] = set()
+"""The kinds of runs whose clients have all been stacked, and compared, in this process."""
 
 
 def _in_processes(

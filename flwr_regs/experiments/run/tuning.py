@@ -1,45 +1,134 @@
-"""What tuning chooses: for each method the best of its points on held-out data."""
+"""What tuning chooses: for each method the best of its points on held-out data, by successive halving."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.experiment import Experiment, Panel, trial_label
+from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.space import Point, shown
+from flwr_regs.experiments.space import Point, edges, points, shown
+
+Train = Callable[[Sequence[Run]], Mapping[tuple[str, int], RunRecord]]
+"""Trains what is missing of some trials, and returns the records of all, by label and seed."""
+MORE = 3
+"""Beyond an edge, one point is tried for so many before."""
 
 
-def chosen(experiment: Experiment, panel: Panel, records: Iterable[RunRecord]) -> dict[str, Point]:
-    """Return label -> the point with the highest mean of the last five rounds on held-out data.
+def tuned(experiment: Experiment, panel: Panel, train: Train) -> dict[str, dict[str, Any]]:
+    """Return label -> what tuning chose (``point``), and what that took.
 
-    A point of which a run diverged is not chosen. RuntimeError if a method has no other.
+    ``trials`` is how many points were tried, ``rounds`` and ``processor-seconds`` what they trained in all,
+    ``widened`` the keys whose range was widened, and ``edge`` those at the edge of what was tried.
+
+    All methods have equal budgets. Where the best point of the first rung has the lowest or the highest
+    value of a range, a third as many points are tried beyond it, once. The best point has the highest mean
+    of the last five rounds; a diverged one is worse than all others. RuntimeError if all trials of a method
+    failed otherwise.
     """
-    best, records = {}, [*records]
-    for label, row in experiment.rows_of(panel).items():
-        tried = experiment.points_of(row)
-        scores = []
-        for point in tried:
-            of_point = [r for r in records if r.label == trial_label(label, point)]
-            good = of_point and not any(r.error for r in of_point)
-            scores.append(float(np.mean([last(r) for r in of_point])) if good else -1.0)
-        if max(scores) < 0:
-            raise RuntimeError(f"{label}: every one of its {len(scores)} trials failed or diverged")
-        best[label] = tried[int(np.argmax(scores))]
-    return best
+    methods = [_Method(experiment, panel, label) for label in experiment.rows_of(panel)]
+
+    def climb(rung: int) -> None:
+        several = [method for method in methods if len(method.tried) > 1]  # else nothing to choose
+        on_it = [method for method in several if rung < len(method.rungs)]
+        records = train([run for method in on_it for run in method.runs(rung)])
+        for method in on_it:
+            method.rank(rung, records)
+
+    climb(0)
+    for method in methods:
+        method.widen()
+    if any(method.widened for method in methods):
+        climb(0)
+    for rung in range(1, max(len(method.rungs) for method in methods)):
+        climb(rung)
+    return {method.label: method.outcome() for method in methods}
 
 
-def notes(experiment: Experiment, panel: Panel, best: Mapping[str, Point]) -> list[str]:
+class _Method:
+    """The points of one method: `tried` are all, `left` those on the present rung, the best one first."""
+
+    def __init__(self, experiment: Experiment, panel: Panel, label: str) -> None:
+        self.experiment, self.panel, self.label = experiment, panel, label
+        self.row = experiment.rows_of(panel)[label]
+        self.rungs = experiment.rungs_of(panel, label)
+        self.tried = experiment.points_of(self.row)
+        self.left = [*self.tried]
+        self.widened: list[str] = []
+        self.records: dict[tuple[str, int], RunRecord] = {}
+
+    def _of(self, point: Point, rung: int) -> list[Run]:
+        of, rounds = self.experiment, self.rungs[rung][0]
+        return [of.run_of(self.panel, self.label, point, s, rounds) for s in of.tuning_seeds]
+
+    def runs(self, rung: int) -> list[Run]:
+        """Return the trials of a rung, for which the best points of the one before are left."""
+        if rung:
+            self.left = self.left[: self.rungs[rung][1]]
+        return [run for point in self.left for run in self._of(point, rung)]
+
+    def rank(self, rung: int, records: Mapping[tuple[str, int], RunRecord]) -> None:
+        """Put the best point of a rung first."""
+        self.records |= {run.key: records[run.key] for run in self.runs(rung)}
+
+        def score(point: Point) -> tuple[bool, float]:
+            trials = [records[run.key] for run in self._of(point, rung)]
+            if all(trial.whole for trial in trials):
+                return True, float(np.mean([last(trial) for trial in trials]))
+            return False, float(np.mean([len(trial.trained) for trial in trials]))
+
+        self.left.sort(key=score, reverse=True)
+        tried = [records[run.key] for run in self.runs(rung)]
+        if all(trial.error and not trial.diverged for trial in tried):
+            raise RuntimeError(f"{self.label}: every one of its trials failed: {tried[0].error}")
+
+    def widen(self) -> None:
+        """Try points beyond the edges of ranges at which the best point lies; none that is not legal."""
+        if len(self.rungs) == 1:
+            return
+        at = edges(self.left[0], self.tried)
+        spaces = self.experiment.spaces_of(self.row)
+        further = {s.key: s.beyond(at[s.key]) for s in spaces if s.key in at and not s.choices}
+        for key in [*further]:
+            for end in (further[key].at(0.5), further[key].at(1 - 1e-9)):
+                try:
+                    self._of({**self.left[0], key: end}, 0)[0].strategy()
+                except ValueError:
+                    further.pop(key, None)
+        if further:
+            self.widened = [*further]
+            whole = [further.get(space.key, space) for space in spaces]
+            more = points(whole, ceil(len(self.tried) / MORE))
+            self.tried += more
+            self.left += more
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what :func:`tuned` says of a method."""
+        seconds = [record.processor_seconds or 0.0 for record in self.records.values()]
+        return {
+            "point": self.left[0],
+            "trials": len(self.tried),
+            "rounds": sum(len(record.rounds) for record in self.records.values()),
+            "processor-seconds": round(sum(seconds), 1),
+            "widened": self.widened,
+            "edge": [*edges(self.left[0], self.tried)],
+        }
+
+
+def notes(
+    chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[str]:
     """Say what tuning chose, and where that is at the edge of what was tried."""
     said = []
-    for label, point in best.items():
-        tried = experiment.points_of(experiment.rows_of(panel)[label])
+    for label, point in chosen.items():
+        outcome = (outcomes or {}).get(label, {"trials": "some"})
         text = shown(point, " = ") or "nothing to tune"
-        said.append(f"{label}: {text}; the best of {len(tried)} on held-out data")
-        for key, value in point.items():
-            every = [other[key] for other in tried if type(other[key]) in (int, float)]
-            if len(every) == len(tried) > 2 and value in (min(every), max(every)):
-                said[-1] += f" ({key} is at the edge of what was tried)"
+        said.append(f"{label}: {text}; the best of {outcome['trials']} on held-out data")
+        for key in outcome.get("edge", ()):
+            again = ", which was widened" * (key in outcome.get("widened", ()))
+            said[-1] += f" ({key} is at the edge of what was tried{again})"
     return said
