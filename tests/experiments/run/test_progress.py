@@ -48,7 +48,7 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
 def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.1)
+    monkeypatch.setattr(progress, "SILENCE", 0.03)
     examples, outputs = ClientFactory.examples, ServerTest.outputs
 
     def slowly(self: ClientFactory, *args: Any) -> Any:
