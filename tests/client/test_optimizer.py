@@ -14,8 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_regs import (
-    FedADC,
-    FedADCClient,
     FedProx,
     FedProxClient,
     InProcessGrid,
@@ -28,7 +26,7 @@ from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of, steps_alone
 from flwr_regs.term import Term
 from flwr_regs.testing import Method
-from flwr_regs.testing.problem import app_of, start_weights
+from flwr_regs.testing.problem import start_weights
 from flwr_regs.wire.config import OPTIMIZERS
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.flower.clients.test_own_loop import Loop, own_app, plain_loop, without
@@ -93,17 +91,6 @@ def test_a_config_gives_the_bits_of_a_factory_with_every_method(method: Method) 
 
 
 # Refused
-
-
-@pytest.mark.parametrize("config", [{"momentum": 0.9}, {"optimizer": "AdamW"}], ids=str)
-def test_fedadc_refuses_another_momentum_before_a_client_is_contacted(config: Any) -> None:
-    class Untouchable(InProcessGrid):
-        def push_messages(self, messages: Any) -> Any:
-            raise AssertionError("a client was contacted")
-
-    grid = Untouchable(app_of(FedADCClient, make_clients()), 4)
-    with pytest.raises(ValueError, match="FedADC's clients run SGD without momentum of their own"):
-        run(FedADC(), FedADCClient, train={**LENGTH, **config}, grid=grid)
 
 
 def test_a_client_has_one_optimiser() -> None:

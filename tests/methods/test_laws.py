@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 from flwr_regs import (
@@ -23,11 +22,11 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
-from flwr_regs.testing import LAWS, Law, Method, problem
+from flwr_regs.testing import LAWS, Law, Method
 from flwr_regs.testing.problem import SerialisingGrid
-from flwr_regs.wire import keys
-from tests.conftest import budgeted, close, make_clients, make_model, run
+from tests.conftest import close, make_clients, make_model, run
 from tests.laws import CASES
+from tests.methods.early_stops import FORGETS, ROUNDS, equals_the_oracle
 from tests.sampling import sampled
 
 FORMULAS = ("moves", "oracle", "incomplete")
@@ -58,29 +57,12 @@ def test_the_law_holds(case: Method, law: tuple[Law, str]) -> None:
     holds(case, *law)
 
 
-SHORT = [{}, {1: 2, 3: 1}, {0: 3, 1: 0}, {2: 4, 4: 1}]
-"""Round -> client -> steps that it has time for; 0: it is inactive."""
 NOTHING_KEPT = ("SCAFFOLD-server", "SCAFFOLD-server-1", "EFL-down", "EFL-sums-16")
 """Cases that leave nothing with the clients, whatever their method's row says."""
-ROUNDS, FORGETS = range(1, 7), 4
 
 
 def keeps(case: Method) -> bool:
     return bool(METHODS[case.strategy.__name__].state) and case.name not in NOTHING_KEPT
-
-
-class Forgetful(InProcessGrid):
-    """Client 2 loses its state before round 4."""
-
-    forgot = False
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        config = messages[0].content.config_records.get(keys.CONFIG, {})
-        if config.get(keys.ROUND_KEY) == FORGETS and not self.forgot:
-            self._contexts[1002].state = RecordDict()
-            self.forgot = True
-        return super().push_messages(messages)
 
 
 @pytest.mark.parametrize(
@@ -94,45 +76,14 @@ class Forgetful(InProcessGrid):
     ids=name_of,
 )
 def test_some_clients_stop_early_and_one_forgets(case: Method, how: str) -> None:
-    """3 of 5 clients a round; who stops early is used as the method has it, or dropped. As the oracle."""
-    options = {"incomplete": how, "downlink": "delta"} if how == "drop" else {}
-    some = {
-        "fraction_train": 0.6,
-        "min_train_nodes": 1,
-        "fraction_evaluate": 0.0,
-        "max_scale": 99.0,
-    }
-    strategy = case.build(seed=8, **some, **options)
-    data, client = make_clients(5), budgeted(case.client, SHORT)
-    grid = Forgetful(problem.app_of(client, data), 5)
-    models = problem.train(strategy, client, rounds=len(ROUNDS), grid=grid)
-    history = strategy.history
+    history = equals_the_oracle(case, how, keeps(case))[0].history
+    short = [sorted(e["incomplete"] + e["inactive"]) for e in history]
+    assert short[:4] == [[], [1], [0, 1], [2, 4]]
     unused = [set(e["cohort"]) - set(e["replies"]) for e in history]
-    assert [sorted(e["incomplete"] + e["inactive"]) for e in history[:4]] == [
-        [],
-        [1],
-        [0, 1],
-        [2, 4],
-    ]
     assert sum(map(len, unused)) == (6 if how == "drop" else 1)
     lost = [{2} if keeps(case) and t == FORGETS else set[int]() for t in ROUNDS]
     again = {2} if keeps(case) and how == "drop" else set()  # its reply of round 4 was not used
     assert [set(e["lost_state"]) for e in history] == [*lost[:-1], again]
-    expected = case.oracle(
-        problem.start_weights(),
-        problem.to_numpy(data),
-        len(ROUNDS),
-        lambda t: 0.2,
-        2,
-        weighting=strategy.weighting,
-        cohorts=[e["cohort"] for e in history],
-        steps_done=[SHORT[(t - 1) % 4] for t in ROUNDS],
-        unused=unused,
-        lost=lost,
-        **case.oracle_settings,
-    )
-    for ours, theirs in zip(models, expected, strict=True):
-        close(ours, theirs, 1e-10)
 
 
 def test_two_runs_give_equal_bits() -> None:

@@ -134,10 +134,11 @@ def test_terms_that_do_not_go_together_are_refused(row: int) -> None:
             fr.RegStrategy(order)
 
 
-OTHER = "takes other ones"
+OTHER, ADDS_UP = "takes other ones", "SGD without momentum of their own"
 NOVA_BALL = partial(fr.FedNova, 0.5)
 MIME, LITE = partial(fr.Mime, 0.5), partial(fr.MimeLite, 0.5)
 CONFIGS: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (fr.FedADC, fr.FedADCClient, {"momentum": 0.9}, ADDS_UP),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"momentum": 0.9}, f"option 2.*SGD with momentum {OTHER}"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"optimizer": "Adam"}, f"Adam {OTHER}: leave that out"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"clip-norm": 1.0}, "'clip-norm' .* clips their gradients"),
@@ -182,7 +183,7 @@ def test_a_config_that_changes_no_weight_of_a_gradient_is_taken() -> None:
 
 
 SGD = torch.optim.SGD
-ADDS_UP, WEIGHS = "SGD without momentum of their own", "weighs their gradients in another way"
+WEIGHS = "weighs their gradients in another way"
 
 
 def slower(params: Any, lr: float) -> torch.optim.Optimizer:

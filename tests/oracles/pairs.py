@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.client_loss.distillation import loss_and_gradient
+from tests.oracles.client_loss.distillation import distilled
 from tests.oracles.client_loss.rfedavg import delta as mean_feature
 from tests.oracles.client_loss.rfedavg import distance_gradient
 from tests.oracles.client_step.efl import compress, fisher, float32
@@ -58,7 +58,7 @@ def composed(
                 for name, p in terms.items():
                     if name == "self-distillation":  # Eq. 7: (1 - lam) base + lam T^2 KL
                         lam, T = p["lam"], p["temperature"]
-                        _, eq7 = loss_and_gradient(v, begins[k], x, y, counts, lam, T)
+                        eq7 = distilled(v, begins[k], x, y, counts, lam, T)
                         grad = plus(eq7, 1.0 - lam, minus(grad, plain))
                     elif name == "rfedavg":  # Eqs. 3 and 5
                         others = [delta for j, delta in table.items() if j != k]

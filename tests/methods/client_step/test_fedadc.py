@@ -16,7 +16,6 @@ from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.oracles.client_loss import distillation
 from tests.oracles.client_step.fedadc import fedadc
 
 HEAVY: dict[str, Any] = {"clients": make_clients(4, torch.float32)}
@@ -36,34 +35,6 @@ def test_slowmo_is_fedadc_with_all_the_momentum_on_the_server() -> None:
 
 
 # Distillation
-
-
-@pytest.mark.parametrize("counts", [[7, 3, 5], [7, 3], [0, 9, 0]], ids=str)
-def test_the_loss_and_its_gradient_are_the_oracles(counts: list[int]) -> None:
-    """Absent classes included: a list that ends early ends in zeros."""
-    x, y = make_clients()[1][0]
-    model, teacher = make_model(), make_model()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
-    ctx = ClientContext(
-        start={},
-        lr=0.1,
-        num_steps=1,
-        targets=y,
-        output=model(x),
-        start_output=teacher(x).detach(),
-        label_counts=torch.tensor(counts),
-    )
-    loss = fr.SelfDistillation(0.35, 3.0).loss(nn.functional.cross_entropy(ctx.output, y), {}, ctx)
-    loss.backward()
-    arrays = [{n: p.detach().numpy() for n, p in m.named_parameters()} for m in (model, teacher)]
-    full = np.array(counts + [0] * (3 - len(counts)))
-    want, grads = distillation.loss_and_gradient(
-        *arrays, x.numpy(), y.numpy(), full, lam=0.35, temperature=3.0
-    )
-    assert loss.item() == pytest.approx(want, abs=1e-12)
-    close({n: p.grad.numpy() for n, p in model.named_parameters()}, grads, 1e-12)  # type: ignore[union-attr]
 
 
 def distilled(output: Any, teacher: Any, targets: Any, counts: list[int], base: Any = 0.0) -> Any:

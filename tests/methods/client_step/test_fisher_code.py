@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
 from torch import nn
 
 import flwr_regs.client.measure.fisher
-from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
+from flwr_regs import EFL, EFLClient, Elastic
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
 from tests.conftest import close, make_clients, run
+from tests.methods.early_stops import Forgetful
 
 Slot = dict[str, Any]
 
@@ -160,23 +160,14 @@ class Wide(nn.Sequential):
             super().__init__(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 3))
 
 
-class Forgetful(InProcessGrid):
-    """Client 1 loses its state before round 6."""
-
-    rounds = 0
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.rounds += any(m.metadata.message_type == "train" for m in messages)
-        if self.rounds == 6:
-            self._contexts[1001].state = RecordDict()
-        return super().push_messages(messages)
+class ForgetfulOne(Forgetful):
+    who, before = 1, 6
 
 
 def test_sums_of_every_third_round_travel_once() -> None:
     """And once more, a round later, to a client that lost them; in that round it gets the model."""
     strategy = EFL(0.1, 0.01, 0.01, seed=1, fraction_evaluate=0.0, sums_every=3)
-    grid = Forgetful(app_of(EFLClient, make_clients(3, torch.float32), Wide), 3)
+    grid = ForgetfulOne(app_of(EFLClient, make_clients(3, torch.float32), Wide), 3)
     run(strategy, EFLClient, rounds=7, model=Wide, grid=grid)
     history, dense = strategy.history, 8 * 24_003
     assert not any(e["failures"] for e in history)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
@@ -22,9 +20,10 @@ from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
+from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, start_weights, train
-from flwr_regs.wire import keys
-from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
+from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
 from tests.oracles.personal.apfl import apfl, mixed
 from tests.oracles.personal.ditto import ditto
@@ -32,58 +31,28 @@ from tests.oracles.personal.fedamp import fedamp
 from tests.oracles.personal.fedbabu import fedbabu, fine_tuned
 from tests.sampling import sampled
 
-SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1}
-SHORT = [{}, {1: 2, 3: 1}, {0: 3}, {2: 4, 4: 1}]  # round -> client -> steps that it has time for
-ROUNDS, LOST, FORGETS = 6, 2, 4  # client 2 forgets before round 4
+
+def case(name: str, oracle: Any, settings: dict[str, Any], **oracles: Any) -> Method:
+    """A method; `oracles`: what its oracle takes in place of the settings."""
+    strategy, client = getattr(fr, name), getattr(fr, f"{name}Client")
+    how = {"settings": settings, "oracle_settings": oracles or settings}
+    return Method(strategy, client, [], oracle, **how)
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method, its oracle, and how a client's own model follows from what the oracle gives out."""
-
-    strategy: Callable[..., fr.RegStrategy]
-    client: Any
-    oracle: Callable[..., list[Params]]
-    settings: dict[str, Any]
-    own: Callable[[Any, Params], Params] = lambda kept, w: kept
-
-
-def mixture(kept: Any, w: Params) -> Params:
-    return mixed(kept[0], w, kept[1])
-
-
-FIXED = {"alpha": 0.7, "learn": False}
-EVERY = {"alpha": 0.4, "every": "round"}
 HEAD = {"personal_part": "head", "personal_epochs": 2, "personal_lr": 0.4}
-AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
+EVERY = {"alpha": 0.4, "alpha_every": "round"}
 METHODS = {
-    "Ditto": Method(fr.Ditto, fr.DittoClient, ditto, {"lam": 0.4}),
-    "Ditto-lr": Method(fr.Ditto, fr.DittoClient, ditto, {"lam": 0.4, "personal_lr": 0.05}),
-    "APFL": Method(fr.APFL, fr.APFLClient, apfl, {"alpha": 0.4}, mixture),
-    "APFL-fixed": Method(
-        lambda learn, **s: fr.APFL(adaptive=learn, **s), fr.APFLClient, apfl, FIXED, mixture
-    ),
-    "APFL-every": Method(
-        lambda every, **s: fr.APFL(alpha_every=every, **s), fr.APFLClient, apfl, EVERY, mixture
-    ),
-    "APFL-clipped": Method(fr.APFL, fr.APFLClient, apfl, {"alpha": 1.0}, mixture),
-    "FedBABU": Method(fr.FedBABU, fr.FedBABUClient, fedbabu, {"personal_part": "all"}),
-    "FedBABU-head": Method(fr.FedBABU, fr.FedBABUClient, fedbabu, HEAD),
-    "FedBABU-body": Method(fr.FedBABU, fr.FedBABUClient, fedbabu, {"personal_part": "body"}),
-    "FedAMP": Method(fr.FedAMP, fr.FedAMPClient, fedamp, AMP),
+    "Ditto": case("Ditto", ditto, {"lam": 0.4}),
+    "Ditto-lr": case("Ditto", ditto, {"lam": 0.4, "personal_lr": 0.05}),
+    "APFL": case("APFL", apfl, {"alpha": 0.4}),
+    "APFL-fixed": case("APFL", apfl, {"alpha": 0.7, "adaptive": False}, alpha=0.7, learn=False),
+    "APFL-every": case("APFL", apfl, EVERY, alpha=0.4, every="round"),
+    "APFL-clipped": case("APFL", apfl, {"alpha": 1.0}),
+    "FedBABU": case("FedBABU", fedbabu, {"personal_part": "all"}),
+    "FedBABU-head": case("FedBABU", fedbabu, HEAD),
+    "FedBABU-body": case("FedBABU", fedbabu, {"personal_part": "body"}),
+    "FedAMP": case("FedAMP", fedamp, {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}),
 }
-
-
-class Forgetful(fr.InProcessGrid):
-    """One client loses its context before the messages of a round."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        config = messages[0].content.config_records.get("config", {})
-        training = messages[0].metadata.message_type == "train"
-        if training and config.get(keys.ROUND_KEY) == FORGETS:
-            self._contexts[1000 + LOST].state = RecordDict()
-        return super().push_messages(messages)
 
 
 def measured(w: Params, client: Any) -> tuple[float, float]:
@@ -93,32 +62,20 @@ def measured(w: Params, client: Any) -> tuple[float, float]:
     return float(-log_softmax(z)[range(len(y)), y].mean()), float((z.argmax(1) == y).mean())
 
 
-@sampled("name,incomplete", list(product(METHODS, ["average", "drop"])), 4)
-def test_own_models_are_the_oracles(name: str, incomplete: str) -> None:
-    """3 of 5 unequal clients a round, of which some stop early, and one forgets what it kept."""
-    method = METHODS[name]
-    strategy = method.strategy(**method.settings, incomplete=incomplete, **SOME)
-    client, data = budgeted(method.client, SHORT), make_clients(5)
-    models = train(strategy, client, rounds=ROUNDS, grid=Forgetful(app_of(client, data), 5))
-    history, clients = strategy.history, to_numpy(data)
-    cohorts = [e["cohort"] for e in history]
+@sampled("name,how", list(product(METHODS, ["used", "drop"])), 4)
+def test_own_models_are_the_oracles(name: str, how: str) -> None:
+    """Where some clients stop early, and client 2 forgets what it kept before round 4."""
     own: list[dict[int, Any]] = []
-    expected = method.oracle(
-        start_weights(), clients, ROUNDS, lambda t: 0.2, 2, cohorts=cohorts,
-        unused=[set(e["cohort"]) - set(e["replies"]) for e in history],
-        steps_done=[SHORT[t % 4] for t in range(ROUNDS)],
-        lost=[{LOST} if t == FORGETS else set[int]() for t in range(1, ROUNDS + 1)],
-        personal=own, **method.settings,
-    )  # fmt: skip
-    apart = 0.0
-    for t, entry in enumerate(history):
-        close(models[t], expected[t], 1e-10)
-        since = cohorts[FORGETS - 1 : t + 1]  # has the client its model again?
+    strategy, models = equals_the_oracle(METHODS[name], how, personal=own)
+    clients = to_numpy(make_clients(5))
+    apart, back = 0.0, False  # has client 2 its model again?
+    for t, (entry, w) in enumerate(zip(strategy.history, models, strict=True)):
+        back = back or (t + 1 >= FORGETS and 2 in entry["cohort"])
         for k, metrics in entry["evaluate"]["clients"].items():
-            w = expected[t]
-            forgot = method.oracle is fedamp and k == LOST and t + 1 >= FORGETS
-            has = k in own[t] and not (forgot and not any(LOST in cohort for cohort in since))
-            loss, accuracy = measured(method.own(own[t][k], w) if has else w, clients[k])
+            gone = name == "FedAMP" and k == 2 and t + 1 >= FORGETS and not back
+            kept = w if gone else own[t].get(k, w)
+            kept = mixed(kept[0], w, kept[1]) if isinstance(kept, tuple) else kept
+            loss, accuracy = measured(kept, clients[k])
             assert metrics["personal-loss"] == pytest.approx(loss, abs=1e-9)
             assert metrics["personal-accuracy"] == pytest.approx(accuracy, abs=1e-9)
             assert metrics["loss"] == pytest.approx(measured(w, clients[k])[0], abs=1e-9)

@@ -9,29 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.model import Params, dfeatures_backprop, features
-from tests.oracles.rounds import plus, rounds_of
+from tests.oracles.model import Params, dfeatures_backprop, features, gradient
+from tests.oracles.rounds import Slope, plus
+from tests.oracles.server_step.fedavg import fedavg
 
 
-def decorrelation(w: Params, x: np.ndarray) -> tuple[float, Params]:
-    """Return the term on one batch, without beta, and its gradient with respect to ``w``."""
+def decorrelation(w: Params, x: np.ndarray) -> Params:
+    """Return the gradient of the term on one batch, without beta, with respect to ``w``."""
     phi = features(w, x)
     size, width = phi.shape
     g = np.zeros_like(phi)
     if size == 1 or width == 1:
-        return 0.0, dfeatures_backprop(w, x, g)
+        return dfeatures_backprop(w, x, g)
     centred, scale = np.zeros_like(phi), np.zeros(width)
     for j in range(width):
         centred[:, j] = phi[:, j] - sum(phi[:, j]) / size
         scale[j] = math.sqrt(1e-8 + sum(centred[:, j] ** 2) / (size - 1))
     hat = centred / scale
-    value, d_hat = 0.0, np.zeros_like(phi)
+    d_hat = np.zeros_like(phi)
     pairs = width * (width - 1)
     for i in range(width):
         for j in range(width):
             if i != j:
                 c_ij = float(hat[:, i] @ hat[:, j])
-                value += c_ij**2 / pairs / size
                 d_hat[:, i] += 2.0 * c_ij * hat[:, j] / pairs / size
                 d_hat[:, j] += 2.0 * c_ij * hat[:, i] / pairs / size
     for j in range(width):
@@ -39,21 +39,20 @@ def decorrelation(w: Params, x: np.ndarray) -> tuple[float, Params]:
         d_scale = -float(d_hat[:, j] @ centred[:, j]) / scale[j] ** 2
         d_centred = d_hat[:, j] / scale[j] + d_scale * centred[:, j] / ((size - 1) * scale[j])
         g[:, j] = d_centred - sum(d_centred) / size
-    return value, dfeatures_backprop(w, x, g)
+    return dfeatures_backprop(w, x, g)
 
 
 def feddecorr(
-    w: Params, *run: Any, beta: float = 0.1, weighting: str = "uniform", **how: Any
+    w: Params,
+    *run: Any,
+    beta: float = 0.1,
+    slope: Slope = gradient,
+    weighting: str = "uniform",
+    **how: Any,
 ) -> list[Params]:
-    """Return the global model after each round."""
-    models = []
-    for r in rounds_of(*run, weighting=weighting, **how):
-        ends = {}
-        for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), beta, decorrelation(v, x)[1]))
-            ends[k] = v
-        w = r.mean(ends)
-        models.append(w)
-    return models
+    """Return the global model after each round: FedAvg's on the changed loss."""
+
+    def changed(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+        return plus(slope(v, x, y), beta, decorrelation(v, x))
+
+    return fedavg(w, *run, slope=changed, weighting=weighting, **how)

@@ -19,24 +19,21 @@ def not_true(z: np.ndarray, y: np.ndarray, tau: float) -> np.ndarray:
     return log_softmax(np.array(others))
 
 
-def distillation(
-    w: Params, w_global: Params, x: np.ndarray, y: np.ndarray, tau: float
-) -> tuple[float, Params]:
-    """Return ``tau^2 KL(q_g || q)`` on one batch, its mean, and its gradient with respect to ``w``.
+def distillation(w: Params, w_global: Params, x: np.ndarray, y: np.ndarray, tau: float) -> Params:
+    """Return the gradient for ``w`` of the mean of ``tau^2 KL(q_g || q)`` over one batch.
 
     q and q_g are the softmaxes of the model's and of the global model's not-true logits; q_g is constant.
     """
     z = logits(w, x)
     log_q, log_teacher = not_true(z, y, tau), not_true(logits(w_global, x), y, tau)
-    value, g = 0.0, np.zeros_like(z)
+    g = np.zeros_like(z)
     for b in range(len(y)):
         others = [i for i in range(z.shape[1]) if i != y[b]]
         for j, i in enumerate(others):
             p = math.exp(log_teacher[b, j])
-            value += tau**2 * p * (log_teacher[b, j] - log_q[b, j]) / len(y)
             # d KL(q_g || q)/d z_i = (q_i - q_g,i) / tau; the true class's logit has no part in it
             g[b, i] = tau**2 * (math.exp(log_q[b, j]) - p) / tau / len(y)
-    return value, dlogits_backprop(w, x, g)
+    return dlogits_backprop(w, x, g)
 
 
 def fedntd(w: Params, *run: Any, beta: float = 1.0, tau: float = 1.0, **how: Any) -> list[Params]:
@@ -47,7 +44,7 @@ def fedntd(w: Params, *run: Any, beta: float = 1.0, tau: float = 1.0, **how: Any
         for k in r.used:
             v = w
             for x, y in r.batches(k):
-                _, g = distillation(v, w, x, y, tau)
+                g = distillation(v, w, x, y, tau)
                 v = plus(v, -r.eta, plus(r.slope(v, x, y), beta, g))
             ends[k] = v
         w = r.mean(ends)

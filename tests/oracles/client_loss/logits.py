@@ -15,8 +15,8 @@ from tests.oracles.model import Client, Params, dlogits_backprop
 from tests.oracles.model import logits as outputs
 from tests.oracles.rounds import plus, rounds_of
 
-Loss = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
-"""(logits (B, c), labels (B,)) to (mean loss, d loss/d logits)."""
+Slope = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(logits (B, c), labels (B,)) to the gradient of the mean loss for the logits."""
 
 
 def counted(data: Client, classes: int) -> list[int]:
@@ -24,15 +24,15 @@ def counted(data: Client, classes: int) -> list[int]:
     return [sum(int((y == c).sum()) for _, y in data) for c in range(classes)]
 
 
-def entropy(z: list[float], label: int) -> tuple[float, list[float]]:
-    """Return -log softmax(z)_label and the softmax; where z is -inf a class has left it."""
+def softmax(z: list[float]) -> list[float]:
+    """Return the softmax; where z is -inf a class has left it."""
     top = max(z)
     powers = [math.exp(value - top) for value in z]
-    return top + math.log(sum(powers)) - z[label], [power / sum(powers) for power in powers]
+    return [power / sum(powers) for power in powers]
 
 
-def calibrated(counts: list[int], tau: float, absent: float | None) -> Loss:
-    """Return FedLC's loss: the cross-entropy of ``z_c - tau n_c^(-1/4)``.
+def calibrated(counts: list[int], tau: float, absent: float | None) -> Slope:
+    """Return the slope of FedLC's loss, the cross-entropy of ``z_c - tau n_c^(-1/4)``.
 
     A class with n_c = 0 leaves the softmax, or has ``absent`` for n_c.
     """
@@ -41,47 +41,45 @@ def calibrated(counts: list[int], tau: float, absent: float | None) -> Loss:
         size = float(n) if n or absent is None else absent
         margins.append(tau * size**-0.25 if size else math.inf if tau else 0.0)
 
-    def of(z: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
-        value, g = 0.0, np.zeros_like(z)
+    def of(z: np.ndarray, y: np.ndarray) -> np.ndarray:
+        g = np.zeros_like(z)
         for b in range(len(y)):
             changed = [float(z[b, c]) - margins[c] for c in range(z.shape[1])]
-            each, q = entropy(changed, int(y[b]))
-            value += each / len(y)
+            q = softmax(changed)
             for c in range(z.shape[1]):
                 g[b, c] = (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
-        return value, g
+        return g
 
     return of
 
 
-def restricted(counts: list[int], alpha: float) -> Loss:
-    """Return FedRS's loss: the cross-entropy of logits that are ``alpha z_c`` where n_c = 0."""
+def restricted(counts: list[int], alpha: float) -> Slope:
+    """Return the slope of FedRS's loss, the cross-entropy of logits ``alpha z_c`` where n_c = 0."""
     scales = [1.0 if n else alpha for n in counts]
 
-    def of(z: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
-        value, g = 0.0, np.zeros_like(z)
+    def of(z: np.ndarray, y: np.ndarray) -> np.ndarray:
+        g = np.zeros_like(z)
         for b in range(len(y)):
             changed = [float(z[b, c]) * scales[c] for c in range(z.shape[1])]
-            each, q = entropy(changed, int(y[b]))
-            value += each / len(y)
+            q = softmax(changed)
             for c in range(z.shape[1]):
                 g[b, c] = scales[c] * (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
-        return value, g
+        return g
 
     return of
 
 
 def trained(
-    w: Params, run: Any, how: dict[str, Any], loss_of: Callable[[list[int]], Loss]
+    w: Params, run: Any, how: dict[str, Any], slope_of: Callable[[list[int]], Slope]
 ) -> list[Params]:
     """Return the global model after each round; each client goes down the loss of its counts."""
     models = []
     for r in rounds_of(*run, **how):
         ends = {}
         for k in r.used:
-            v, loss = w, loss_of(counted(r.clients[k], len(w["2.bias"])))
+            v, slope = w, slope_of(counted(r.clients[k], len(w["2.bias"])))
             for x, y in r.batches(k):
-                v = plus(v, -r.eta, dlogits_backprop(v, x, loss(outputs(v, x), y)[1]))
+                v = plus(v, -r.eta, dlogits_backprop(v, x, slope(outputs(v, x), y)))
             ends[k] = v
         w = r.mean(ends)
         models.append(w)

@@ -37,23 +37,22 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def contrast(
-    w: Params, w_global: Params, last: Params, x: np.ndarray, tau: float, projection: str = "1"
-) -> tuple[float, Params]:
-    """Return l_con on one batch, and its gradient with respect to ``w``."""
+    w: Params, w_global: Params, last: Params, x: np.ndarray, tau: float, projection: str
+) -> Params:
+    """Return the gradient of l_con on one batch with respect to ``w``."""
     z, z_g, z_p = (output(m, x, projection) for m in (w, w_global, last))
-    value, g = 0.0, np.zeros_like(z)
+    g = np.zeros_like(z)
     for b in range(len(x)):
         s_g, s_p = cosine(z[b], z_g[b]), cosine(z[b], z_p[b])
         # -log(e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau})) = log(1 + e^{(s_p - s_g)/tau})
         ratio = math.exp((s_p - s_g) / tau)
-        value += math.log(1.0 + ratio) / len(x)
-        slope = ratio / (1.0 + ratio) / tau / len(x)  # d value/d s_p = -d value/d s_g
+        slope = ratio / (1.0 + ratio) / tau / len(x)  # d l_con/d s_p = -d l_con/d s_g
         square = float(z[b] @ z[b])
         for other, s, sign in ((z_g[b], s_g, -1.0), (z_p[b], s_p, 1.0)):
             # d cos(z, o)/d z = o/(|z||o|) - cos z/|z|^2
             d_cosine = other / math.sqrt(square * float(other @ other)) - s * z[b] / square
             g[b] = g[b] + sign * slope * d_cosine
-    return value, backprop(w, x, g, projection)
+    return backprop(w, x, g, projection)
 
 
 def moon(
@@ -62,14 +61,12 @@ def moon(
     mu: float = 5.0,
     tau: float = 0.5,
     projection: str = "1",
-    kept: list[dict[int, Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round.
 
     A client's last local model is the one that it last made, whether or not the server used it; with none
-    (its first round, or it lost its state) it trains without l_con. ``kept`` is a list that takes all
-    clients' last models after each round.
+    (its first round, or it lost its state) it trains without l_con.
     """
     last: dict[int, Params] = {}
     models = []
@@ -79,11 +76,9 @@ def moon(
         for k in r.trained:
             v = w
             for x, y in r.batches(k):
-                g = contrast(v, w, last[k], x, tau, projection)[1] if k in last else {}
+                g = contrast(v, w, last[k], x, tau, projection) if k in last else {}
                 v = plus(v, -r.eta, plus(r.slope(v, x, y), mu, g))
             last[k] = v
         w = r.mean(last)
         models.append(w)
-        if kept is not None:
-            kept.append(dict(last))
     return models

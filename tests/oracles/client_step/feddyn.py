@@ -15,14 +15,12 @@ def feddyn(
     *run: Any,
     alpha: float,
     weighting: str = "uniform",
-    controls: list[tuple[Params, list[Params]]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round, alpha > 0.
 
     All clients are the population N; the weights act in the mean of the models alone. A client that has
-    lost its h_k begins at 0 again, and what it gave to h stays there. ``controls`` is a list that takes h
-    and all h_k after each round.
+    lost its h_k begins at 0 again, and what it gave to h stays there.
     """
     h = zeros(w)
     own: dict[int, Params] = {}  # h_k
@@ -40,6 +38,4 @@ def feddyn(
             h = plus(h, -alpha / len(r.clients), minus(v, w))  # h <- h - (alpha/N) sum_S D_k
         w = plus(r.mean(ends), -1.0 / alpha, h)  # mean v_k - h/alpha
         models.append(w)
-        if controls is not None:
-            controls.append((h, list(own.values())))
     return models

@@ -15,13 +15,11 @@ def fedgate(
     *run: Any,
     server_lr: float,
     weighting: str = "uniform",
-    controls: list[list[Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round.
 
-    A client that has lost its d_k begins at 0; one whose reply is dropped keeps its own. ``controls`` is a
-    list that takes all d_k after each round: what a client's next turn begins with.
+    A client that has lost its d_k begins at 0; one whose reply is dropped keeps its own.
     """
     own: dict[int, Params] = {}  # d_k
     models = []
@@ -38,8 +36,6 @@ def fedgate(
             own[k] = plus(own[k], 1.0 / (r.steps[k] * r.eta), minus(mean, ends[k]))
         w = plus(w, server_lr, minus(mean, w))
         models.append(w)
-        if controls is not None:
-            controls.append(list(own.values()))
     return models
 
 

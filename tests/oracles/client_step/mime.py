@@ -17,15 +17,13 @@ def mime(
     beta: float,
     lite: bool = False,
     weighting: str = "uniform",
-    controls: list[tuple[Params, Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round, 0 <= beta < 1.
 
     A reply that is dropped counts in Mime's c: its full gradient has come before, in the first exchange; a
     client that falls out before that is not in ``cohorts``. ``lite`` is MimeLite: the full gradient comes
-    with the reply. ``weighting`` weighs it in c, too. ``controls`` is a list that takes c and m after each
-    round.
+    with the reply. ``weighting`` weighs it in c, too.
     """
     m = zeros(w)
     models = []
@@ -46,8 +44,6 @@ def mime(
         w = r.mean(ends)
         m = {n: beta * m[n] + (1.0 - beta) * c[n] for n in m}
         models.append(w)
-        if controls is not None:
-            controls.append((c, m))
     return models
 
 

@@ -11,29 +11,13 @@ from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.model import Params, gradient
 from tests.oracles.rounds import Slope, minus, plus, rounds_of, square, zeros
+from tests.oracles.server_step.fedavg import fedavg
 
 
 def ahead(v: Params, rho: float, d: Params) -> Params:
     """Return v + rho d/|d|, all arrays as one vector; v where d is 0."""
     length = square(d) ** 0.5
     return v if length == 0.0 else plus(v, rho / length, d)
-
-
-def fedsam(
-    w: Params, *run: Any, rho: float, weighting: str = "uniform", **how: Any
-) -> list[Params]:
-    """Return the global model after each round, ``rho`` >= 0."""
-    models = []
-    for r in rounds_of(*run, weighting=weighting, **how):
-        ends = {}
-        for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, r.slope(ahead(v, rho, r.slope(v, x, y)), x, y))
-            ends[k] = v
-        w = r.mean(ends)
-        models.append(w)
-    return models
 
 
 def fedlesam(
@@ -64,6 +48,18 @@ def fedlesam(
 def sharp(slope: Slope, rho: float) -> Slope:
     """Return the gradient at ``v + rho grad f/|grad f|``, with grad f at v."""
     return lambda v, x, y: slope(ahead(v, rho, slope(v, x, y)), x, y)
+
+
+def fedsam(
+    w: Params,
+    *run: Any,
+    rho: float,
+    slope: Slope = gradient,
+    weighting: str = "uniform",
+    **how: Any,
+) -> list[Params]:
+    """Return the global model after each round, ``rho`` >= 0: FedAvg's at further gradients."""
+    return fedavg(w, *run, slope=sharp(slope, rho), weighting=weighting, **how)
 
 
 def mofedsam(

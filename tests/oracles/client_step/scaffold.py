@@ -12,13 +12,11 @@ def scaffold(
     option: int = 2,
     server_lr: float = 1.0,
     weighting: str = "uniform",
-    controls: list[tuple[Params, list[Params]]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round.
 
     All clients are the population N. One that has lost its c_k begins at 0, and its old share stays in c.
-    ``controls`` is a list that takes c and all c_k after each round.
     """
     c = zeros(w)
     own: dict[int, Params] = {}  # c_k
@@ -41,6 +39,4 @@ def scaffold(
         w = plus(w, server_lr, minus(r.mean(ends), w))  # lines 16, 17
         c = risen
         models.append(w)
-        if controls is not None:
-            controls.append((c, list(own.values())))
     return models

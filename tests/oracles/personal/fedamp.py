@@ -35,14 +35,12 @@ def fedamp(
     alpha: float,
     sigma: float,
     personal: list[dict[int, Params]] | None = None,
-    sent: list[dict[int, Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the mean of the clients' models after each round.
 
-    After each round, ``personal`` takes all clients' last v_k, whether or not the server used the reply,
-    and ``sent`` all cloud models u_k as the next round sends them. Training needs no state of the clients,
-    so that ``lost`` changes nothing.
+    After each round, ``personal`` takes all clients' last v_k, whether or not the server used the reply.
+    Training needs no state of the clients, so that ``lost`` changes nothing.
     """
     seen, made, u_next = dict[int, Params](), dict[int, Params](), dict[int, Params]()
     models = []
@@ -58,6 +56,4 @@ def fedamp(
         u_next = clouds(seen, alpha, sigma)
         if personal is not None:
             personal.append(dict(made))
-        if sent is not None:
-            sent.append(u_next)
     return models

@@ -4,10 +4,7 @@
 takes ``w_{t+1} = w_t - sum D_k / sum h_k``, with F_k the client's mean loss at w_t.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from tests.oracles.model import Params, loss
 from tests.oracles.rounds import examples, minus, plus, rounds_of, square, zeros
@@ -17,20 +14,16 @@ def qfedavg(
     w: Params,
     *run: Any,
     q: float,
-    height: Callable[[Params, np.ndarray, np.ndarray], float] = loss,
     **how: Any,
 ) -> list[Params]:
-    """Return the global model after each round, ``q`` >= 0; the weighting plays no part.
-
-    ``height`` is a batch's mean loss.
-    """
+    """Return the global model after each round, ``q`` >= 0; the weighting plays no part."""
     models = []
     for r in rounds_of(*run, **how):
         lipschitz = 1.0 / r.eta  # L
         above, below = zeros(w), 0.0
         for k in r.used:
             data = r.clients[k]  # F_k is over all examples
-            f = sum(len(y) / examples(data) * height(w, x, y) for x, y in data)
+            f = sum(len(y) / examples(data) * loss(w, x, y) for x, y in data)
             if q < 1.0:
                 f = max(f, 1e-12)
             dw = {n: lipschitz * a for n, a in minus(w, r.descend(k, w)).items()}
