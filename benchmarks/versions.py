@@ -37,7 +37,7 @@ APP = ROOT / "docs" / "examples" / "deployment" / "app"
 STUDY = ROOT / "docs" / "studies" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NODES = 2
-CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 120.0}
+CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 600.0}
 TESTS = ("tests/flower", "tests/golden")
 PROJECTS = ("-m", "full", "-n", "0", "tests/flower/deployed/test_switched_projects.py")
 

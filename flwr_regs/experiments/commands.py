@@ -28,7 +28,7 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
-from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import (
@@ -264,9 +264,10 @@ def _train(
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
     _say(
-        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, {settings.rounds} rounds; "
-        f"{settings.dataset}, partition {settings.partition} over {settings.num_clients} clients\n"
+        f"flwr-regs {flwr_regs.__version__}: {counted(n, rows)}, "
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
+        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition {settings.partition} over "
+        f"{counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )
 

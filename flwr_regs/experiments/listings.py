@@ -96,10 +96,10 @@ def costs(row: Method) -> str:
         "---": "---",
         "down in a round": down,
         "up in a round": f"{_models(row.up)} from each client",
-        "beside these, and small": row.beside or "nothing",
+        "small extras": row.beside or "nothing",
         "exchanges with a client in a round": str(row.exchanges),
         "a client keeps between rounds": row.state or "nothing",
-        "a client computes beside one gradient a step": row.gradients or "nothing",
+        "extra computation on a client": row.gradients or "nothing",
         "made for": f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
         "goes with": ", ".join(what for what, yes in goes.items() if yes) or "–",
         "does not go with": ", ".join(what for what, yes in goes.items() if not yes) or "–",
@@ -113,7 +113,7 @@ def composes(row: Method) -> str:
     text = textwrap.fill(
         f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
         "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
-        + (", but for these:" if refused else "."),
+        + (", except these:" if refused else "."),
         118,
     )
     if not refused:

@@ -47,8 +47,8 @@ def simulate(
     partition : str
     seeds : iterable of int
     runner : str
-        ``"process"``: this process (or `workers` of them). ``"stacked"``: the same, and a cohort's clients
-        train in one set of kernels. ``"ray"``: Flower's simulation.
+        ``"process"``: this process (or `workers` of them). ``"stacked"``: the same, and all clients of a
+        round train at once (vmap). ``"ray"``: Flower's simulation.
     workers : int
         Runs at a time. More than one, and Ray, need methods, data set and model by name.
     out : path, optional

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flwr_regs.flower.compat import privacy_accounting
+from flwr_regs.flower.compat import PrivacyBudgetExhausted, privacy_accounting
 from flwr_regs.server.privacy import CentralDP
 
 
@@ -37,8 +37,6 @@ class AccountedBudget:
                 self._ahead.compose(event)
             over = self._ahead.get_epsilon(accountant.config.target_delta) > limit
         if over:
-            from flwr.serverapp.exception import PrivacyBudgetExhausted
-
             spent = accountant.get_privacy_spent()
             raise PrivacyBudgetExhausted(
                 f"round {number} would pass max_epsilon={limit:g}: {spent.num_releases} rounds have "

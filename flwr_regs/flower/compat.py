@@ -22,6 +22,11 @@ from flwr.common.serde import recorddict_from_proto as recorddict_from_proto  # 
 from flwr.common.serde import recorddict_to_proto as recorddict_to_proto  # 1.22 to 1.42
 
 try:
+    from flwr.serverapp.exception import PrivacyBudgetExhausted as PrivacyBudgetExhausted
+except ImportError:  # to 1.34, which have no accountant that raises it
+    PrivacyBudgetExhausted = None  # type: ignore[assignment, misc]
+
+try:
     from flwr.supercore.run import Run as Run  # from 1.32
 except ImportError:
     from flwr.common.typing import Run as Run  # type: ignore[attr-defined, no-redef]  # to 1.31

@@ -86,12 +86,18 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
     strategy = FedProx(mu=0.01, seed=7)
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(trainable(build())),  # adapters and the output layer
-        num_rounds=int(context.run_config["rounds"]),
-        train_config=ConfigRecord({"lr": 0.01, "local-epochs": 2}),
+        num_rounds=int(config.get("num-server-rounds") or config["rounds"]),
+        train_config=ConfigRecord(
+            {
+                "lr": float(config.get("learning-rate", 0.01)),
+                "local-epochs": int(config.get("local-epochs", 2)),
+            }
+        ),
     )
     for entry in strategy.history:
         clients = entry["evaluate"]["clients"].values()

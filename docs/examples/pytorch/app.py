@@ -86,13 +86,19 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
     torch.manual_seed(0)
     strategy = FedFOR(seed=7)
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(Net().state_dict()),
-        num_rounds=int(context.run_config["rounds"]),
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+        num_rounds=int(config.get("num-server-rounds") or config["rounds"]),
+        train_config=ConfigRecord(
+            {
+                "lr": float(config.get("learning-rate", 0.1)),
+                "local-epochs": int(config.get("local-epochs", 2)),
+            }
+        ),
     )
     for entry in strategy.history:
         clients = entry["evaluate"]["clients"].values()

@@ -259,8 +259,9 @@ class Results:
             worst = "worst: the lowest of a client, on its own test data"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
-            f"{self.title}{self._left}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
+            f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]

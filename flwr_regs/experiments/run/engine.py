@@ -68,7 +68,7 @@ def execute(
     workers : int
         Processes that train at a time; with 1 it is this one.
     runner : str
-        ``"process"``; ``"stacked"``: a cohort's clients train in one set of kernels; or ``"ray"``: in
+        ``"process"``; ``"stacked"``: all clients of a round train at once (vmap); or ``"ray"``: in
         Flower's simulation, where a seed's labels must be its methods. It needs a folder.
     tables : callable
         Called with the records so far after each run; in Ray, after each seed.

@@ -21,7 +21,7 @@ from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
-from flwr_regs.experiments.run.progress import Heartbeat, Progress, duration
+from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.methods.registry import METHODS
 
@@ -160,9 +160,9 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
             return
     whole = cost.run * len(runs) / _at_a_time(runs, workers)
     text = (
-        f"about {duration(whole)}: {len(runs)} run{'s' * (len(runs) > 1)} of {settings.rounds} rounds, "
-        f"in each {cost.cohort} clients with {cost.steps:.0f} steps of {duration(cost.step)}, and "
-        f"a test of {duration(cost.test)}"
+        f"about {duration(whole)}: {counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}; "
+        f"in each round {counted(cost.cohort, 'client')} with {counted(round(cost.steps), 'step')} of "
+        f"{duration(cost.step)}, and a test of {duration(cost.test)}"
     )
     if cost.tests > DOMINANT * cost.run and cost.tests > 60 and settings.test_examples > 2000:
         text += " (test-examples=2000 would test on so many examples)"
@@ -173,8 +173,8 @@ def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
     """Yield lines, as they are known, on what would run and how long that would take."""
     first = runs[0].settings
     yield (
-        f"would run on {first.dataset}, partition {first.partition} over {first.num_clients} clients, "
-        f"{first.rounds} rounds"
+        f"would run on {first.dataset}, partition {first.partition} over "
+        f"{counted(first.num_clients, 'client')}, {counted(first.rounds, 'round')}"
     )
     known: dict[Any, Timed] = {}
     numbers, whole = Counter(run.label for run in runs), 0.0
@@ -185,16 +185,17 @@ def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
             known[alike] = of_model = timed(run)
             yield (
                 f"model {settings.model}: a step of {settings.batch_size} examples takes "
-                f"{duration(of_model.step)}, a test of {of_model.tested} {duration(of_model.test)}"
+                f"{duration(of_model.step)}, a test of {of_model.tested} takes "
+                f"{duration(of_model.test)}"
             )
         cost = cost_of(run, known[alike])
         whole += cost.run / _at_a_time(runs, workers)
         if number := numbers.pop(run.label, 0):
-            each = f"{number} x {duration(cost.run)}, {cost.steps:.0f} local steps a round"
+            each = f"{number} x {duration(cost.run)}, {counted(round(cost.steps), 'local step')} a round"
             more = [METHODS[call.target].gradients for call in run.calls if call.target in METHODS]
             beside = "".join(f"; and, not counted, {what}" for what in more if what)
             yield f"{run.label[:50]:<50}  {each}{beside}"
-    yield f"in all {len(runs)} runs, about {duration(whole)} with {workers} at a time"
+    yield f"in all {counted(len(runs), 'run')}, about {duration(whole)} with {workers} at a time"
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

@@ -70,9 +70,13 @@ class Progress:
 
 
 class Lines(Progress):
-    """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them."""
+    """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them.
+
+    What a run is at within a round is told where nothing else has been for five times `SILENCE`.
+    """
 
     quiet = False
+    spoke = 0.0  # when the last line was printed
 
     def _name(self, label: str, seed: int) -> str:
         width = min(max(len(label) for label, _ in self.rounds), 32)
@@ -87,11 +91,13 @@ class Lines(Progress):
             self.say(f"{self._name(label, seed)} {at}   accuracy {accuracy:7.2%}   {self.left()}")
 
     def within(self, label: str, seed: int, text: str) -> None:
-        """Print what a run is at."""
-        self.say(f"{self._name(label, seed)} {text}")
+        """Print what a run is at, unless another line is recent."""
+        if time.monotonic() - self.spoke > 5 * SILENCE:
+            self.say(f"{self._name(label, seed)} {text}")
 
     def say(self, text: str) -> None:
         """Print a line without delay."""
+        self.spoke = time.monotonic()
         print(text.rstrip(), flush=True)
 
 
@@ -182,6 +188,8 @@ class Heartbeat:
             text = self.what
             if self.total:
                 text += f", {min(self.done, self.total):,} of {self.total:,}"
+            else:
+                text += f", {duration(spent)} so far"
             if 0 < self.done < self.total:
                 text += f", {duration(spent / self.done * (self.total - self.done))} left"
             self._tell(text)
@@ -190,6 +198,11 @@ class Heartbeat:
 def progress(runs: Sequence[Run]) -> Progress:
     """Return bars if standard output is a terminal, else lines."""
     return Bars(runs) if sys.stdout.isatty() else Lines(runs)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 round, 20 rounds."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def duration(seconds: float) -> str:

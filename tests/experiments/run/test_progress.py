@@ -48,7 +48,7 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
 def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.1)
+    monkeypatch.setattr(progress, "SILENCE", 0.03)
     examples, outputs = ClientFactory.examples, ServerTest.outputs
 
     def slowly(self: ClientFactory, *args: Any) -> Any:
@@ -65,7 +65,9 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     runs = runs_of(methods="FedAvg", **QUICK)
     engine.execute(runs, None, Lines(runs))
     said = capsys.readouterr().out
-    before, _, after = said.partition("1 run of 2 rounds, in each 4 clients with 12 steps of ")
+    before, _, after = said.partition(
+        "1 run of 2 rounds; in each round 4 clients with 12 steps of "
+    )
     assert before.splitlines()[-1].startswith("about ")
     assert "FedAvg testing examples, 100 of 360, " in after
     assert re.search(r"^FedAvg round    1/2   clients train, \d of 4", after, re.M)
@@ -89,7 +91,7 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     lines = [*estimate.estimate([*runs, *runs], 1)]
     assert len(asked) == 1
     assert "partition shards over 10 clients, 10 rounds" in lines[0]
-    assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 250 ms"
+    assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
     each = f"2 x {duration(cost.run)}, 4 local steps a round"
     assert lines[2] == f"{'FedAvg':<50}  {each}"
     assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")

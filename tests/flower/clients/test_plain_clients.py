@@ -25,6 +25,8 @@ RATE = 0.2  # the plain clients' own
 SERVERS: dict[str, tuple[Callable[..., Any], type[fr.RegClient]]] = {
     "FedAvg": (fr.FedAvg, fr.FedAvgClient),
     "FedAvgM": (fr.FedAvgM, fr.FedAvgMClient),
+    "FedExP": (fr.FedExP, fr.FedExPClient),
+    "FedVARP": (fr.FedVARP, fr.FedVARPClient),
     "FedOpt": (partial(fr.FedOpt, "Adam", lr=0.01), fr.FedOptClient),
     "FedAdam": (fr.FedAdam, fr.FedAdamClient),
     "FedYogi": (fr.FedYogi, fr.FedYogiClient),
@@ -104,7 +106,7 @@ def start(
     return {n: a.numpy() for n, a in result.arrays.items()}, result
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(SERVERS, [*APPS] * 4, strict=True)))
+@pytest.mark.parametrize(("name", "kind"), list(zip(SERVERS, [*APPS] * 5, strict=True)))
 def test_plain_clients_train_as_ours_do_without_a_word_in_the_config(name: str, kind: str) -> None:
     make, client = SERVERS[name]
     config = {"lr": RATE} if name in NEEDS_LR else None

@@ -62,7 +62,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, out: Path, **config: Any) -> dic
 def test_a_federation_gives_the_weights_of_one_process(
     federation: Federation, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: dict[str, Any] = {"method": method, "rounds": 2, "fraction_evaluate": 0.0}
+    config = {"method": method, "num_server_rounds": 2, "fraction_evaluate": 0.0}
     run = federation.run(APP, **config, out=str(tmp_path / "deployed"))
     status = federation.wait(run)
     assert status[0] == "finished:completed", federation.log(run)

@@ -76,7 +76,7 @@ def test_a_node_without_a_partition_trains_on_its_data_path(
 
 def test_with_lora_only_the_trained_part_travels(capsys: pytest.CaptureFixture[str]) -> None:
     module = load("lora")
-    context = Context(1, 1, {}, RecordDict(), {"rounds": 6})
+    context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 6})
     module.server(InProcessGrid(module.app, 4), context)
     lines = capsys.readouterr().out.splitlines()
     assert float(lines[-1].split()[-1].rstrip("%")) > 60

@@ -33,10 +33,13 @@ def main(grid: Grid, context: Context) -> None:
     result = trained.start(
         grid=grid,
         initial_arrays=ArrayRecord(build().state_dict()),
-        num_rounds=int(config["rounds"]),
+        num_rounds=int(config["num-server-rounds"] or config["rounds"]),
         timeout=float(config["timeout"]),
         train_config=ConfigRecord(
-            {"lr": float(config["lr"]), "local-epochs": int(config["local-epochs"])}
+            {
+                "lr": float(config["learning-rate"] or config["lr"]),
+                "local-epochs": int(config["local-epochs"]),
+            }
         ),
         resume_from=checkpoints if config["resume"] else None,
     )

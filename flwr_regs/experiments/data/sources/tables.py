@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments.extras import needed
+
+if TYPE_CHECKING:
+    import pandas as pd  # pictures of other files need not wait for it
 
 
 def read(files: Sequence[Path]) -> pd.DataFrame:
     """Return parquet files as one table; ImportError without pandas or pyarrow."""
+    import pandas as pd
+
     needed("pyarrow", "pyarrow", "reading parquet files")
     return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
 
