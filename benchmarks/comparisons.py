@@ -201,8 +201,8 @@ def table(name: str, only: str = "") -> str:
     text += [
         "",
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
-        "differences are paired by seed, and decided if Holm's adjusted p-value is below 0.05. Tuned: the best of "
-        f"{experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
+        "differences are paired by seed, and decided if Holm's adjusted p-value is below 0.05. Tuned: the "
+        f"best of {experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
         f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures.",
     ]
     shown = Results([run for run in found.runs if run.label in wanted])

@@ -11,18 +11,23 @@ import argparse
 import hashlib
 import shlex
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from scipy import stats
+
 from benchmarks import comparisons
 from benchmarks.common import table
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.experiment import Experiment, Panel
-from flwr_regs.experiments.report import drawing, metrics, plots, tried
+from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
 from flwr_regs.experiments.report.metrics import per_cent
 from flwr_regs.experiments.report.results import Results, number, ranks_over
 from flwr_regs.experiments.report.statistics import Ranks
@@ -30,6 +35,8 @@ from flwr_regs.experiments.report.statistics import Ranks
 ROOT = comparisons.ROOT
 PAGES = ROOT / "docs" / "results"
 PICTURES = ROOT / "docs" / "img" / "results"
+CLAIMS = Path(__file__).with_name("claims.toml")
+"""What the papers claim, as comparisons of two rows of a card."""
 HASH = 16
 """Characters of an archive's hash that a page shows."""
 
@@ -191,9 +198,11 @@ def page(name: str) -> str:
     parts = [
         f"# {bench.experiment.title}",
         f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
-        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 `{digest}…`; "
-        "`python -m benchmarks.results report` makes this page of them. To train runs again and compare: "
-        f"`tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER`.",
+        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
+        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. "
+        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
+        f"and compare: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce "
+        "FOLDER`.",
         "## Which method to trust where",
         trust(bench),
         f"Differences to `{first.baseline}` in points, in the order of the ranks; **decided** differences "
@@ -215,6 +224,82 @@ def page(name: str) -> str:
     for panel, place, results in bench.panels:
         parts += [f"### {panel.name}", f"{results.title}.", panel_table(place, results)]
     return "\n\n".join(parts) + "\n"
+
+
+def claims() -> list[dict[str, str]]:
+    """Return the papers' claims."""
+    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text())["claims"]
+    return found
+
+
+def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+    """Return each claim's verdict, and the run: paired over seeds, with Holm's correction over all."""
+    gaps = [_gaps(claim) if claim["card"] in names() else None for claim in of_papers]
+    tests = [
+        stats.ttest_1samp(of, 0).pvalue if of is not None and len(of) > 1 else np.nan for of in gaps
+    ]
+    adjusted = statistics.holm(pd.Series(tests, dtype=float))
+    said = []
+    for claim, of, p in zip(of_papers, gaps, adjusted, strict=True):
+        if of is None or not len(of):
+            said.append(("not run", "–"))
+            continue
+        decided = p < statistics.LEVEL or (len(of) > 1 and not np.ptp(of) and of[0] != 0)
+        verdict = (
+            ("holds" if np.mean(of) > 0 else "does not hold") if decided else "not decided here"
+        )
+        experiment = Bench.of(claim["card"]).experiment
+        scaled = "" if experiment.setting == "paper" else f", {experiment.setting}"
+        metric = claim["metric"]
+        by = metrics.shown(metric, float(np.mean(np.abs(of)) if not np.ptp(of) else np.mean(of)))
+        link = f"[{claim['card']}]({claim['card']}.md)"
+        said.append((verdict, f"{link}{scaled}: ahead by {by}, {len(of)} seeds"))
+    return said
+
+
+def _gaps(claim: dict[str, str]) -> Any:
+    """Return how far a claim's method is ahead, seed by seed; None if its panel has not run."""
+    bench = Bench.of(claim["card"])
+    for panel, _, results in bench.panels:
+        if panel.name == claim["panel"]:
+            labels = {row.name: label for label, row in bench.experiment.rows_of(panel).items()}
+            first = [run for run in results.runs if run.label == results.baseline]
+            pair = []
+            for name in (claim["method"], claim["against"]):
+                runs = [run for run in results.runs if run.label == labels.get(name)]
+                each = {
+                    run.seed: metrics.mean_and_spread(claim["metric"], [run], first)[0]
+                    for run in runs
+                }
+                pair.append(pd.Series(each, dtype=float))
+            higher = metrics.METRICS[claim["metric"]].unit == "%"
+            return ((pair[0] - pair[1]) * (1 if higher else -1)).dropna().to_numpy()
+    return None
+
+
+def claims_page() -> str:
+    """Return the page of the papers' claims."""
+    rows = [
+        (
+            claim["source"],
+            claim["text"],
+            claim["says"],
+            f"`{claim['card']}`, {claim['panel']}",
+            *said,
+        )
+        for claim, said in zip(claims(), verdicts(claims()), strict=True)
+    ]
+    head = ("source", "claim", "its figures", "card, panel", "here", "run")
+    text = (
+        "# The papers' claims\n\nEach claim is a comparison of two rows of a protocol card "
+        "([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. *Holds*: the method is ahead, "
+        "paired by seed, and Holm's adjusted p-value over the claims that ran is below 0.05. *Does not "
+        "hold*: it is behind, as surely. *Not decided here*: these seeds do not tell. *Not run*: no raw "
+        "runs are kept; most of these cards need a GPU. A card that is not at its paper's setting is "
+        "marked. `python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the "
+        "raw runs beside it."
+    )
+    return f"{text}\n\n{table(head, rows)}\n"
 
 
 def names() -> list[str]:
@@ -248,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names():
         draw(name)
         (PAGES / f"{name}.md").write_text(page(name))
+    (PAGES / "claims.md").write_text(claims_page())
     return 0
 
 
