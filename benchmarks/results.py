@@ -30,6 +30,7 @@ from flwr_regs.experiments.experiment import Experiment, Panel
 from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
 from flwr_regs.experiments.report.metrics import per_cent
 from flwr_regs.experiments.report.results import Results, number, ranks_over
+from flwr_regs.experiments.report.run_records import missing
 from flwr_regs.experiments.report.statistics import Ranks
 
 ROOT = comparisons.ROOT
@@ -69,13 +70,28 @@ class Bench:
 
     @cached_property
     def panels(self) -> list[tuple[Panel, Path, Results]]:
-        """The panels that have runs: each with its folder and its results."""
+        """The panels that are finished: each with its folder and its results."""
         places = commands.places(self.experiment, self.folder)
         return [
             (panel, place, commands.results_of(self.experiment, panel, place))
             for panel, place in places
-            if any((place / "runs").glob("*"))
+            if panel.name not in self.unfinished
         ]
+
+    @cached_property
+    def unfinished(self) -> dict[str, str]:
+        """The panels that are not finished -> how far they are."""
+        found = {}
+        for panel, place in commands.places(self.experiment, self.folder):
+            tests, made = self.experiment.tests(panel), card_files.of_folder(place)[1]
+            trials = len([*(place / "tuning" / "runs").glob("*")])
+            if self.experiment.tune and "chosen" not in made:
+                found[panel.name] = (
+                    f"it is being tuned ({trials} trials)" if trials else "not begun"
+                )
+            elif lacking := missing(tests, place):
+                found[panel.name] = f"{len(tests) - len(lacking)} of {len(tests)} runs"
+        return found
 
     @cached_property
     def ranks(self) -> list[Ranks]:
@@ -199,16 +215,22 @@ def page(name: str) -> str:
         f"# {bench.experiment.title}",
         f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
         f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
-        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. "
         f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
-        f"and compare: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce "
-        "FOLDER`.",
+        f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
+        f"`tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
         "## Which method to trust where",
         trust(bench),
         f"Differences to `{first.baseline}` in points, in the order of the ranks; **decided** differences "
         "are bold, and `?` is not decided:",
         glance(bench),
     ]
+    if bench.unfinished:
+        states = ", ".join(f"{name} ({state})" for name, state in bench.unfinished.items())
+        parts += [
+            f"**Not finished, and in no table**: {states}. The raw runs hold what there is. This goes "
+            f"on: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs bench "
+            "--resume FOLDER --runner stacked --workers 2 data-dir=DIR`.",
+        ]
     if bench.experiment.departures:
         notes = [f"- {text}" for text in bench.experiment.departures]
         parts += ["## What ran", "\n".join(notes)]
