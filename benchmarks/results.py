@@ -25,7 +25,7 @@ from scipy import stats
 from benchmarks import comparisons
 from benchmarks.common import table
 from flwr_regs.experiments import commands
-from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.cards import card_files, card_report
 from flwr_regs.experiments.experiment import Experiment, Panel
 from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
 from flwr_regs.experiments.report.metrics import per_cent
@@ -245,6 +245,10 @@ def page(name: str) -> str:
     ]
     for panel, place, results in bench.panels:
         parts += [f"### {panel.name}", f"{results.title}.", panel_table(place, results)]
+    if any(panel.reports for panel, *_ in bench.panels):
+        card = bench.experiment.only(*(panel for panel, *_ in bench.panels))
+        rows = card_report.report_rows(card, [results for *_, results in bench.panels])
+        parts += ["## Beside the source", f"```text\n{card_report.as_text(card, rows)}```"]
     return "\n\n".join(parts) + "\n"
 
 
