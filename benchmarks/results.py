@@ -199,7 +199,6 @@ def page(name: str) -> str:
         f"# {bench.experiment.title}",
         f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
         f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
-        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. "
         f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
         f"and compare: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce "
         "FOLDER`.",
