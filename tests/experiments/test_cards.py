@@ -134,7 +134,8 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     assert run("bench", "card.toml", "out=here") in (0, 1)  # 1: a method may collapse
     cells = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
     decayed = cells["two", "Mine", "final"]
-    assert {key[:2] for key in cells} == {("two", "FedAvg"), ("two", "Mine"), ("one", "FedAvg")}
+    others = {(panel, row) for panel in ("one", "two") for row in ("FedAvg", *REFERENCES)}
+    assert {key[:2] for key in cells} == {*others, ("two", "Mine")}
     assert [float(decayed[key]) for key in ("source_value", "source_std", "n")] == [0.605, 0.015, 1]
     assert cells["one", "FedAvg", "final"]["source_value"] == ""
     known = needs.expected("digits", {})
