@@ -95,17 +95,17 @@ def hostile(seed: int) -> set[int]:
 
 def loaders(seed: int, flipped: set[int]) -> list[DataLoader[Any]]:
     """Return the clients' data; that of the `flipped` ones has labels 9 − y."""
-    found, out = digits(), []
+    loaded, out = digits(), []
     parts = partition(
-        found.train_y, "dirichlet", num_clients=CLIENTS, seed=seed, dirichlet_alpha=DIRICHLET
+        loaded.train_y, "dirichlet", num_clients=CLIENTS, seed=seed, dirichlet_alpha=DIRICHLET
     )
     for k, part in enumerate(parts):
-        y = found.train_y[part]
-        mine = TensorDataset(
-            torch.from_numpy(found.train_x[part]), torch.from_numpy(9 - y if k in flipped else y)
+        y = loaded.train_y[part]
+        dataset = TensorDataset(
+            torch.from_numpy(loaded.train_x[part]), torch.from_numpy(9 - y if k in flipped else y)
         )
-        sampler = BatchSampler(RandomSampler(mine), BATCH, drop_last=False)
-        out.append(DataLoader(mine, batch_size=None, sampler=sampler))  # a batch is one indexing
+        sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
+        out.append(DataLoader(dataset, batch_size=None, sampler=sampler))  # a batch is one indexing
     return out
 
 
@@ -140,11 +140,11 @@ def lying(attack: str, liars: set[int], seed: int) -> Callable[..., Message]:
 
 def changed(attack: str, name: str, value: np.ndarray, base: Any, rng: Any) -> np.ndarray:
     """Return a hostile array in place of `value`, counted from `base`."""
-    own = value - base
+    update = value - base
     if attack == "flip":
-        moved = -FACTOR * own
+        moved = -FACTOR * update
     else:
-        moved = FACTOR * np.sqrt(np.mean(own**2)) * rng.normal(size=value.shape)
+        moved = FACTOR * np.sqrt(np.mean(update**2)) * rng.normal(size=value.shape)
     if name.startswith("U."):  # negative squares would be refused
         moved = np.abs(moved)
     return np.asarray(base + moved, dtype=value.dtype)
@@ -155,12 +155,12 @@ def train(method: str, aggregator: str, attack: str, seed: int) -> dict[str, Any
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     began, liars = time.monotonic(), hostile(seed) if attack != "none" else set()
-    mine = loaders(seed, liars if attack in ("labels", "claim") else set())
+    batches = loaders(seed, liars if attack in ("labels", "claim") else set())
     net = models.build("digits", "mlp", seed)
     client = getattr(fr, f"{method}Client")
 
     def client_fn(context: Context) -> Any:
-        return client(net, mine[int(context.node_config["partition-id"])], device="cpu")
+        return client(net, batches[int(context.node_config["partition-id"])], device="cpu")
 
     strategy = METHODS[method](seed=seed, fraction_evaluate=0.0, **AGGREGATORS[aggregator])
     try:
@@ -215,10 +215,10 @@ def measure(path: Path = OUT) -> None:
             print(*key, line["accuracy"], f"{line['seconds']} s", flush=True)
 
 
-def cell(found: Mapping[Key, dict[str, Any]], method: str, aggregator: str, attack: str) -> str:
+def cell(results: Mapping[Key, dict[str, Any]], method: str, aggregator: str, attack: str) -> str:
     """Return the mean and standard deviation over the seeds, in per cent; it says if some are missing."""
     keys = [(method, aggregator, attack, seed) for seed in SEEDS]
-    values = [found[key]["accuracy"] for key in keys if key in found]
+    values = [results[key]["accuracy"] for key in keys if key in results]
     if not values:
         return "–"
     if len(values) < len(SEEDS) and None not in values:
@@ -228,13 +228,13 @@ def cell(found: Mapping[Key, dict[str, Any]], method: str, aggregator: str, atta
     return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
 
 
-def tables(found: Mapping[Key, dict[str, Any]]) -> dict[str, str]:
+def tables(results: Mapping[Key, dict[str, Any]]) -> dict[str, str]:
     """Return the page's tables by name."""
     fedavg = [
-        [f"`{a}`", *(cell(found, "FedAvg", a, attack) for attack in ATTACKS)] for a in AGGREGATORS
+        [f"`{a}`", *(cell(results, "FedAvg", a, attack) for attack in ATTACKS)] for a in AGGREGATORS
     ]
     methods = [
-        [m, f"`{a}`", *(cell(found, m, a, attack) for attack in FEW_ATTACKS)]
+        [m, f"`{a}`", *(cell(results, m, a, attack) for attack in FEW_ATTACKS)]
         for m in list(METHODS)[1:]
         for a in FEW_AGGREGATORS
     ]

@@ -123,24 +123,26 @@ def clients_data(
     setting: Setting, seed: int, tuning: bool, data_dir: str
 ) -> tuple[list[DataLoader[Any]], torch.Tensor, torch.Tensor]:
     """Return each client's batches, and the images and labels that accuracy is measured on."""
-    found = data.load(setting.data, data_dir)
+    loaded = data.load(setting.data, data_dir)
     split: dict[str, Any] = {"kind": "similarity", "similarity": 20}
     if setting.dirichlet:
         split = {"kind": "dirichlet", "dirichlet_alpha": setting.dirichlet}
-    parts = partition(found.train_y, num_clients=setting.clients, seed=seed, **split)
-    test_x, test_y = found.test_x, found.test_y
+    parts = partition(loaded.train_y, num_clients=setting.clients, seed=seed, **split)
+    test_x, test_y = loaded.test_x, loaded.test_y
     if tuning:
         order = [np.random.default_rng((seed, k)).permutation(p) for k, p in enumerate(parts)]
         cuts = [int(HELD_OUT * len(p)) for p in parts]
         held_out = np.concatenate([p[:n] for p, n in zip(order, cuts, strict=True)])
         parts = [p[n:] for p, n in zip(order, cuts, strict=True)]
-        test_x, test_y = found.train_x[held_out], found.train_y[held_out]
+        test_x, test_y = loaded.train_x[held_out], loaded.train_y[held_out]
     loaders = []
     for p in parts:
-        mine = TensorDataset(torch.from_numpy(found.train_x[p]), torch.from_numpy(found.train_y[p]))
-        sampler = BatchSampler(RandomSampler(mine), setting.batch_size, drop_last=False)
+        dataset = TensorDataset(
+            torch.from_numpy(loaded.train_x[p]), torch.from_numpy(loaded.train_y[p])
+        )
+        sampler = BatchSampler(RandomSampler(dataset), setting.batch_size, drop_last=False)
         loaders.append(
-            DataLoader(mine, batch_size=None, sampler=sampler)
+            DataLoader(dataset, batch_size=None, sampler=sampler)
         )  # a batch is one indexing
     return loaders, torch.from_numpy(test_x), torch.from_numpy(test_y)
 
@@ -152,7 +154,7 @@ def optimizer(setting: Setting) -> Any:
     return partial(torch.optim.SGD, momentum=setting.momentum, weight_decay=setting.weight_decay)
 
 
-def train(run: Run, data_dir: str = "", **own: Any) -> dict[str, Any]:
+def train(run: Run, data_dir: str = "", **settings: Any) -> dict[str, Any]:
     """Train once and return the run with its outcome; `own` are other settings of the clients.
 
     ``accuracy`` is the mean over the last rounds, as a fraction. It is None for a training that
@@ -167,8 +169,8 @@ def train(run: Run, data_dir: str = "", **own: Any) -> dict[str, Any]:
     client = getattr(fr, f"{run.method}Client")
 
     def client_fn(context: Any) -> Any:
-        mine = loaders[int(context.node_config["partition-id"])]
-        return client(net, mine, **{"optimizer": optimizer(setting), **own}, device="cpu")
+        batches = loaders[int(context.node_config["partition-id"])]
+        return client(net, batches, **{"optimizer": optimizer(setting), **settings}, device="cpu")
 
     @torch.no_grad()
     def test(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -279,10 +281,10 @@ class Results:
         write_lines(self.path, self.lines.values())
         self._done += run.cost
         minutes = (time.monotonic() - self._began) / self._done * left / 60
-        found = "diverged" if line["diverged"] else f"{line['accuracy']:.2%}"
+        reached = "diverged" if line["diverged"] else f"{line['accuracy']:.2%}"
         print(
             f"{run.setting.name}: {run.method} {dict(run.arguments)}, lr {run.lr:.3g}, seed {run.seed}",
-            f"{'(tuning)' if run.tuning else ''}: {found} in {line['seconds']:.0f} s,",
+            f"{'(tuning)' if run.tuning else ''}: {reached} in {line['seconds']:.0f} s,",
             f"{minutes:.0f} min left",
             flush=True,
         )
@@ -308,11 +310,11 @@ class Results:
                 return rates[best], dict(sorted(tried.items()))
 
 
-def percent(found: Sequence[float | None]) -> str:
+def percent(accuracies: Sequence[float | None]) -> str:
     """Return the mean of accuracies in per cent, or how many runs of how many diverged."""
-    if diverged := sum(a is None for a in found):
-        return f"diverged ({diverged} of {len(found)})"
-    return f"{100 * np.mean([a for a in found if a is not None]):.2f}"
+    if diverged := sum(a is None for a in accuracies):
+        return f"diverged ({diverged} of {len(accuracies)})"
+    return f"{100 * np.mean([a for a in accuracies if a is not None]):.2f}"
 
 
 def bounds(differences: Sequence[float]) -> tuple[float, float, float]:
@@ -382,8 +384,8 @@ def parser(doc: str, out: Path) -> argparse.ArgumentParser:
 def chosen(settings: Sequence[Setting], text: str) -> list[Setting]:
     """Return the settings that ``--settings`` names."""
     beginnings = tuple(text.split(","))
-    found = [s for s in settings if s.name.startswith(beginnings)]
-    if not found:
+    selected = [s for s in settings if s.name.startswith(beginnings)]
+    if not selected:
         sys.exit(f"--settings {text}: no such setting; there are {[s.name for s in settings]}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return found
+    return selected

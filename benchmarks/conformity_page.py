@@ -107,15 +107,15 @@ def runs() -> Iterator[tuple[Row, int]]:
 @lru_cache(maxsize=4)
 def task(seed: int, momentum: bool, batch_norm: bool) -> tuple[Task, np.ndarray, np.ndarray]:
     """Return a seed's task, the same for all rows but for the optimiser or the BatchNorm, and test data."""
-    found, rng = data.load("digits"), np.random.default_rng((seed, 41))
+    loaded, rng = data.load("digits"), np.random.default_rng((seed, 41))
     parts = partition(
-        found.train_y,
+        loaded.train_y,
         num_clients=CLIENTS,
         seed=seed,
         kind="dirichlet",
         dirichlet_alpha=DIRICHLET,
     )
-    x, y = found.train_x.reshape(len(found.train_x), -1).astype(np.float64), found.train_y
+    x, y = loaded.train_x.reshape(len(loaded.train_x), -1).astype(np.float64), loaded.train_y
     clients = tuple((x[p], y[p]) for p in map(rng.permutation, parts))
     cohorts = tuple(
         tuple(int(k) for k in sorted(rng.choice(CLIENTS, COHORT, replace=False)))
@@ -123,7 +123,7 @@ def task(seed: int, momentum: bool, batch_norm: bool) -> tuple[Task, np.ndarray,
     )
     w = initial(x.shape[1], HIDDEN, 10, seed, batch_norm)
     made = Task(w, clients, cohorts, LR[momentum], EPOCHS, BATCH, MU, MOMENTUM if momentum else 0.0)
-    return made, found.test_x.reshape(len(found.test_x), -1).astype(np.float64), found.test_y
+    return made, loaded.test_x.reshape(len(loaded.test_x), -1).astype(np.float64), loaded.test_y
 
 
 def train(row: Row, seed: int) -> float | None:
@@ -131,8 +131,8 @@ def train(row: Row, seed: int) -> float | None:
     made, x, y = task(seed, row.momentum, row.batch_norm)
     with np.errstate(all="ignore"):  # a diverging run overflows
         models = [model for model, _ in rounds(made, row.method, row.behaviours)]
-        found = float(np.mean([accuracy(w, x, y) for w in models[-LAST:]]))
-    return round(found, 6) if np.isfinite(found) else None
+        reached = float(np.mean([accuracy(w, x, y) for w in models[-LAST:]]))
+    return round(reached, 6) if np.isfinite(reached) else None
 
 
 def read(path: Path = OUT) -> dict[tuple[str, int], float | None]:
@@ -156,13 +156,13 @@ def measure(path: Path = OUT) -> None:
 
 
 def difference(
-    found: Mapping[tuple[str, int], float | None], row: Row, first: Row
+    results: Mapping[tuple[str, int], float | None], row: Row, first: Row
 ) -> tuple[float, float] | None:
     """Return the mean paired difference to a group's first row and half its 95 % interval, in points.
 
     None if a run of either diverged.
     """
-    pairs = [(found[row.key, seed], found[first.key, seed]) for seed in SEEDS]
+    pairs = [(results[row.key, seed], results[first.key, seed]) for seed in SEEDS]
     d = [100 * (a - b) for a, b in pairs if a is not None and b is not None]
     if len(d) < len(pairs):
         return None
@@ -171,16 +171,16 @@ def difference(
     return float(np.mean(d)), half
 
 
-def tables(found: Mapping[tuple[str, int], float | None]) -> dict[str, str]:
+def tables(results: Mapping[tuple[str, int], float | None]) -> dict[str, str]:
     """Return the page's tables by name."""
     rows = []
     for group, members in GROUPS.items():
         for row in members:
-            values = [found[row.key, seed] for seed in SEEDS]
+            values = [results[row.key, seed] for seed in SEEDS]
             finite = [100 * v for v in values if v is not None]
             gone = len(values) - len(finite)
             level = f"diverged ({gone} of {len(values)})" if gone else f"{np.mean(finite):.1f}"
-            apart = None if row is members[0] else difference(found, row, members[0])
+            apart = None if row is members[0] else difference(results, row, members[0])
             rows.append([group, row.words, level, "" if apart is None else interval(*apart)])
     made = {"accuracy": table(["method", "implementation", "accuracy", "difference"], rows)}
     made["behaviours"] = table(
@@ -203,13 +203,13 @@ def oracles() -> list[list[str]]:
     from flwr_regs.methods.registry import METHODS as ROWS
     from tests.laws import CASES  # the repository's tests, not the package
 
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for case in CASES:
         oracle = getattr(case.oracle, "func", case.oracle)  # a partial's function
-        found.setdefault(case.strategy.__name__, []).append(oracle.__module__.replace(".", "/"))
+        files_of.setdefault(case.strategy.__name__, []).append(oracle.__module__.replace(".", "/"))
     return [
         [name, ROWS[name].paper, f"`{files[0]}.py`", f"{len(files)}"]
-        for name, files in found.items()
+        for name, files in files_of.items()
     ]
 
 
@@ -218,7 +218,7 @@ def interval(mean: float, half: float) -> str:
     return f"{mean:+.1f} ± {half:.1f}".replace("-", "−")
 
 
-def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
+def draw(results: Mapping[tuple[str, int], float | None], path: Path) -> None:
     """Draw the differences, with their intervals, below each group's name."""
     made = figure(8.4, 7.2)
     axes, at, marks = made.subplots(), 0.0, []
@@ -228,7 +228,7 @@ def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
         for row in members[1:]:
             at -= 1
             marks.append((at, row.words.replace("`", ""), "normal"))
-            apart = difference(found, row, members[0])
+            apart = difference(results, row, members[0])
             if apart is None:
                 axes.text(0.5, at, "diverged", va="center", color="#D55E00", fontsize=8)
                 continue
@@ -254,9 +254,9 @@ def main() -> None:
     if options.what == "measure":
         measure()
         return
-    found = read()
-    PAGE.write_text(filled(PAGE.read_text(), "conformity", tables(found)))
-    draw(found, PICTURE)
+    results = read()
+    PAGE.write_text(filled(PAGE.read_text(), "conformity", tables(results)))
+    draw(results, PICTURE)
 
 
 if __name__ == "__main__":

@@ -89,13 +89,13 @@ def tables(results: Results) -> dict[str, str]:
     base = accuracies(results, *CELLS[0])
     rows = []
     for outer, inner in CELLS:
-        found = accuracies(results, outer, inner)
-        mean, low, high = bounds([a - b for a, b in zip(found, base, strict=True)])
+        reached = accuracies(results, outer, inner)
+        mean, low, high = bounds([a - b for a, b in zip(reached, base, strict=True)])
         apart = f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
-        lr, spread = tuned(results, outer, inner), f"{min(found):.2f} to {max(found):.2f}"
+        lr, spread = tuned(results, outer, inner), f"{min(reached):.2f} to {max(reached):.2f}"
         first = (outer, inner) == CELLS[0]
         rows.append(
-            [outer, inner, f"{lr:g}", f"{np.mean(found):.2f}", spread, "–" if first else apart]
+            [outer, inner, f"{lr:g}", f"{np.mean(reached):.2f}", spread, "–" if first else apart]
         )
     head = ["server", "AdamW", "its learning rate", "accuracy (%)", "over seeds", "against row 1"]
     return {"accuracy": table(head, rows)}
@@ -106,10 +106,10 @@ def draw(results: Results, path: Path) -> None:
     made = figure(6.4, 3.6)
     panel = made.subplots()
     for i, (outer, inner) in enumerate(CELLS):
-        found = accuracies(results, outer, inner)
+        reached = accuracies(results, outer, inner)
         colour = "#0072B2" if inner == "reset" else "#D55E00"
-        panel.plot([i] * len(found), found, "o", color=colour, alpha=0.55, ms=5)
-        panel.plot([i - 0.22, i + 0.22], [np.mean(found)] * 2, color=colour, lw=2.5)
+        panel.plot([i] * len(reached), reached, "o", color=colour, alpha=0.55, ms=5)
+        panel.plot([i - 0.22, i + 0.22], [np.mean(reached)] * 2, color=colour, lw=2.5)
     names = [f"{outer},\nAdamW {inner}" for outer, inner in CELLS]
     panel.set_xticks(range(len(CELLS)), names)
     panel.set(ylabel="test accuracy (%)", xlim=(-0.5, len(CELLS) - 0.5))

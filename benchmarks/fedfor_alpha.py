@@ -77,11 +77,11 @@ class Row:
 
     setting: Setting
     lr: float
-    found: Mapping[float, Mapping[int, float | None]]
+    accuracies: Mapping[float, Mapping[int, float | None]]
 
     def gains(self, multiple: float) -> list[float]:
         """Return the points gained on FedAvg with the same seed; a run that diverged counts as chance."""
-        plain, other = self.found[0.0], self.found[multiple]
+        plain, other = self.accuracies[0.0], self.accuracies[multiple]
         return [
             100 * ((CHANCE if other[s] is None else other[s]) - (plain[s] or CHANCE))  # type: ignore[operator]
             for s in other
@@ -93,13 +93,13 @@ def rows(results: Results) -> list[Row]:
     out = []
     for s in SETTINGS:
         lr = results.tuned(s)[0]
-        found = {}
+        reached = {}
         for multiple in (*MULTIPLES, *(ADAM if s.adam else ())):
             seeds = range(1, 1 + SEEDS[s.data][multiple not in (0, DEFAULT)])
-            found[multiple] = {
+            reached[multiple] = {
                 seed: results[r]["accuracy"] for seed in seeds for r in [run(s, multiple, seed, lr)]
             }
-        out.append(Row(s, lr, found))
+        out.append(Row(s, lr, reached))
     return out
 
 
@@ -120,18 +120,18 @@ def label(s: Setting) -> str:
 
 def tables(results: Results) -> dict[str, str]:
     """Return the page's tables."""
-    found = rows(results)
+    made = rows(results)
     where = [
-        [NAMES[s.data], s.who, str(s.steps), clients(s)] for s in (row.setting for row in found)
+        [NAMES[s.data], s.who, str(s.steps), clients(s)] for s in (row.setting for row in made)
     ]
     head = ["data", "clients", "K", "optimiser"]
     verdicts = []
-    for row in found:
+    for row in made:
         gains = row.gains(DEFAULT)
         mean, low, _ = bounds(gains)
         verdicts.append(
             [
-                *(percent(list(row.found[m].values())) for m in (0.0, DEFAULT)),
+                *(percent(list(row.accuracies[m].values())) for m in (0.0, DEFAULT)),
                 *(f"{x:+.2f}".replace("-", "−") for x in (mean, low, min(gains))),
                 f"{sum(g > 0 for g in gains)} of {len(gains)}",
                 "yes" if low >= -1 else "**no**",
@@ -154,16 +154,20 @@ def tables(results: Results) -> dict[str, str]:
         "strengths": table(
             [*head, *("FedAvg" if m == 0 else f"{m:g}" for m in MULTIPLES)],
             (
-                w + [percent([row.found[m][s] for s in row.found[1.0]]) for m in MULTIPLES]
-                for w, row in zip(where, found, strict=True)
+                w
+                + [percent([row.accuracies[m][s] for s in row.accuracies[1.0]]) for m in MULTIPLES]
+                for w, row in zip(where, made, strict=True)
             ),
         ),
         "adam": table(
             ["αK", "FedAvg", *(f"{m:g}" for m in (*ADAM, *MULTIPLES[1:]))],
             (
                 ["accuracy"]
-                + [percent([row.found[m][s] for s in row.found[1.0]]) for m in sorted(row.found)]
-                for row in found
+                + [
+                    percent([row.accuracies[m][s] for s in row.accuracies[1.0]])
+                    for m in sorted(row.accuracies)
+                ]
+                for row in made
                 if row.setting.adam
             ),
         ),
@@ -179,28 +183,28 @@ def tables(results: Results) -> dict[str, str]:
                         for lr, a in results.tuned(row.setting)[1].items()
                     ),
                 ]
-                for row in found
+                for row in made
             ),
         ),
     }
 
 
-def draw_strengths(found: Sequence[Row], path: Path) -> None:
+def draw_strengths(by_setting: Sequence[Row], path: Path) -> None:
     """Draw the gain on FedAvg against αK/(1−m), a panel for each data set, a line for each setting.
 
     The colour is K's, lighter for more steps. A triangle at the bottom stands for a mean below the panel.
     """
     made = figure(11.5, 5.2, layout=None)  # laid out by itself, the legends would narrow the panels
     made.subplots_adjust(left=0.055, right=0.99, top=0.94, bottom=0.31, wspace=0.13)
-    steps = sorted({row.setting.steps for row in found})
+    steps = sorted({row.setting.steps for row in by_setting})
     x, bottom = MULTIPLES[1:], -5.0
     panels = made.subplots(1, 3, sharex=True, sharey=True, width_ratios=(1, 1.4, 1))
     for panel, (data, name) in zip(panels, NAMES.items(), strict=True):
         panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", lw=0)
         panel.axhline(0, color="0.4", lw=1)
         markers = iter("osD^vP*Xph")
-        for row in (r for r in found if r.setting.data == data):
-            s, shared = row.setting, len(row.found[1.0])
+        for row in (r for r in by_setting if r.setting.data == data):
+            s, shared = row.setting, len(row.accuracies[1.0])
             gains = [row.gains(m)[:shared] for m in x]
             mean, low, high = ([f(g) for g in gains] for f in (np.mean, min, max))
             colour = colormaps["viridis"](0.88 * steps.index(s.steps) / (len(steps) - 1))
@@ -228,11 +232,11 @@ def draw_strengths(found: Sequence[Row], path: Path) -> None:
     save(made, path)
 
 
-def draw_default(found: Sequence[Row], path: Path) -> None:
+def draw_default(by_setting: Sequence[Row], path: Path) -> None:
     """Draw the default's gain on FedAvg in each setting: the seeds, their mean and the interval."""
-    made = figure(8.4, 0.29 * len(found) + 0.9)
+    made = figure(8.4, 0.29 * len(by_setting) + 0.9)
     axes, left = made.subplots(), -4.0
-    for y, row in enumerate(reversed(found)):
+    for y, row in enumerate(reversed(by_setting)):
         gains = row.gains(DEFAULT)
         mean, low, high = bounds(gains)
         colour = "#0072B2" if low >= -1 else "#D55E00"
@@ -243,12 +247,12 @@ def draw_default(found: Sequence[Row], path: Path) -> None:
         axes.plot(gains, [y] * len(gains), "|", color=colour, ms=9, alpha=0.6)
         axes.plot([low, high], [y, y], color=colour, lw=1.6)
         axes.plot(mean, y, "o", color=colour, ms=6)
-    labels = [f"{NAMES[r.setting.data]}, {label(r.setting)}" for r in reversed(found)]
-    axes.set_yticks(range(len(found)), labels, fontsize=9)
+    labels = [f"{NAMES[r.setting.data]}, {label(r.setting)}" for r in reversed(by_setting)]
+    axes.set_yticks(range(len(by_setting)), labels, fontsize=9)
     axes.axvline(0, color="0.3", lw=1)
     axes.axvline(-1, color="0.3", lw=1, ls=":")
     axes.set_xlim(left=left)
-    axes.set_ylim(-0.6, len(found) - 0.4)
+    axes.set_ylim(-0.6, len(by_setting) - 0.4)
     axes.set_xlabel("FedFOR's default minus FedAvg, points of test accuracy")
     axes.grid(axis="x", alpha=0.25)
     save(made, path)
@@ -263,9 +267,9 @@ def main() -> None:
     settings = chosen(SETTINGS, options.settings)
     if options.report:
         print("\n\n".join(tables(results).values()))
-        found = rows(results)
-        draw_strengths(found, ROOT / "docs" / "img" / "fedfor-alpha.png")
-        draw_default(found, ROOT / "docs" / "img" / "fedfor-default.png")
+        by_setting = rows(results)
+        draw_strengths(by_setting, ROOT / "docs" / "img" / "fedfor-alpha.png")
+        draw_default(by_setting, ROOT / "docs" / "img" / "fedfor-default.png")
         return
     rates = {s: results.tuned(s)[0] for s in settings}
     wanted = [int(s) for s in options.seeds.split(",") if s]

@@ -71,7 +71,7 @@ def accuracies(
 
 def tables(results: Results) -> dict[str, str]:
     """Return the page's tables, one for each method."""
-    found = {}
+    made = {}
     for method in ("EFL", "FedCurv", "FedProx"):
         sweeps = [sweep for sweep in SWEEPS if sweep.method == method]
         strengths = (0.0, *sweeps[0].strengths)
@@ -84,8 +84,8 @@ def tables(results: Results) -> dict[str, str]:
             for implicit, form in FORMS.items()
         ]
         name = "μ" if method == "FedProx" else "λ"
-        found[method] = table([f"{method}, {name}", *(f"{x:g}" for x in strengths)], rows)
-    return found
+        made[method] = table([f"{method}, {name}", *(f"{x:g}" for x in strengths)], rows)
+    return made
 
 
 def draw(results: Results, path: Path) -> None:
@@ -98,15 +98,17 @@ def draw(results: Results, path: Path) -> None:
         for (implicit, form), colour, marker in zip(
             FORMS.items(), ("#D55E00", "#0072B2"), "so", strict=True
         ):
-            found = {x: accuracies(results, sweep, x, implicit) for x in sweep.strengths}
+            accuracy_of = {x: accuracies(results, sweep, x, implicit) for x in sweep.strengths}
             whole = {
-                x: [100 * v for v in a if v is not None] for x, a in found.items() if None not in a
+                x: [100 * v for v in a if v is not None]
+                for x, a in accuracy_of.items()
+                if None not in a
             }
             mean = [np.mean(a) for a in whole.values()]
             panel.plot(list(whole), mean, marker=marker, color=colour, lw=1.8, label=form)
             low, high = ([f(a) for a in whole.values()] for f in (min, max))
             panel.fill_between(list(whole), low, high, color=colour, alpha=0.15, lw=0)
-            for x, a in found.items():
+            for x, a in accuracy_of.items():
                 if None in a:
                     text = f"diverged\n{a.count(None)} of {len(a)}"
                     at = {"transform": panel.get_xaxis_transform(), "ha": "center", "color": colour}

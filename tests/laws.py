@@ -201,11 +201,11 @@ def driftless(name: str, term: Term, oracle: Any, settings: dict[str, Any], **mo
 
 def control(name: str, **settings: Any) -> Method:
     """A case of SCAFFOLD."""
-    own = {n: v for n, v in settings.items() if n != "server_lr"}
+    rates = {n: v for n, v in settings.items() if n != "server_lr"}
     sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if isinstance(t, Steps)]
     return case(
         name,
-        [fr.ControlVariates(**own), *sgd],
+        [fr.ControlVariates(**rates), *sgd],
         scaffold,
         settings,
         {},

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flwr
 import numpy as np
@@ -24,8 +24,18 @@ from flwr_regs.experiments.run.progress import Progress
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
+T = TypeVar("T")
 BIN = Path(sys.executable).parent
 FLOWER = tuple(map(int, flwr.__version__.split(".")[:2]))
+
+
+def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 0.2) -> T:
+    """Return the first true value of `ask`; AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (value := ask()):
+        assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
+        time.sleep(pause)
+    return value
 
 
 def free_port() -> int:
@@ -90,13 +100,13 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 def pids_of(name: str, argument: str) -> list[int]:
     """Processes called `name` that were given `argument`."""
-    found = []
+    pids = []
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (proc / "cmdline").read_text().split("\0")
             if any(w.endswith(name) for w in words) and argument in words:
-                found.append(int(proc.name))
-    return found
+                pids.append(int(proc.name))
+    return pids
 
 
 def app_for(env: dict[str, str], app: Path, copy: Path) -> Path:

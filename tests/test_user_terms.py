@@ -320,9 +320,9 @@ def test_the_server_moves_by_what_its_code_says() -> None:
 
     strategy.aggregate_train = watched  # type: ignore[method-assign]
     run(strategy, fr.RegClient, rounds=4, terms=[Coarse])
-    for was, now in itertools.pairwise(models):
-        for n in was:
-            step = now[n] - was[n]
+    for before, after in itertools.pairwise(models):
+        for n in before:
+            step = after[n] - before[n]
             np.testing.assert_allclose(step, step.astype(np.float16), rtol=0, atol=1e-15)
     for entry in strategy.history[1:]:
         assert entry["bytes_down"][0] < 0.8 * strategy.history[0]["bytes_down"][0]

@@ -26,8 +26,6 @@ from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
 
-JOINED = 2**28
-"""Bytes of all clients' examples up to which they are put into one tensor, for stacks."""
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
 Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
@@ -167,22 +165,6 @@ class ClientSets:
         if isinstance(budgets, Mapping):
             return budgets.get(pid)
         return None if budgets is None else budgets[pid]
-
-    def join(self) -> None:
-        """Put the clients' pairs of tensors into one tensor each, of which they then are parts.
-
-        A stack's batches are then gathered at once. Not if they are of different shapes, or many.
-        """
-        pairs = [given.tensors for given in self._train if type(given) is TensorDataset]
-        alike = {tuple((t.shape[1:], t.dtype, t.device) for t in pair) for pair in pairs}
-        size = sum(t.nbytes for pair in pairs for t in pair)
-        if len(pairs) < len(self._train) or len(alike) != 1 or size > JOINED:
-            return
-        parts: Any = [
-            torch.split(t, [len(pair[0]) for pair in pairs])
-            for t in map(torch.cat, zip(*pairs, strict=True))
-        ]
-        self._train = [TensorDataset(*pair) for pair in zip(*parts, strict=True)]
 
 
 def _as_sets(given: Any, name: str, number: int | None) -> tuple[list[Any], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.utils._pytree import tree_map
 
-from flwr_regs.client.measure.features import FeatureTap, evaluating
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.measure.features import evaluating
 from flwr_regs.client.measure.fisher import joined
 from flwr_regs.client.measure.fisher_layers import (
     Layers,
@@ -23,10 +25,10 @@ from flwr_regs.client.measure.fisher_layers import (
     of_layers,
     with_inputs,
 )
-from flwr_regs.client.train.batches import batch_size, mapped, tensors
+from flwr_regs.client.train.batches import mapped, tensors
 from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan
 from flwr_regs.cohort.member_view import View
-from flwr_regs.term import Arrays, ClientContext
+from flwr_regs.term import Arrays
 
 MEMORY = 32 * 2**20
 """Bytes of the gradients of single samples that are formed at once, over all members."""
@@ -34,13 +36,10 @@ DATA = 2**26
 """Bytes of the members' data that are gathered at once."""
 
 
-@dataclass(frozen=True)
-class OverData:
+class OverData(Measures):
     """The functions over one member's data under vmap; all members have the same number of equal batches.
 
-    They do for each member what :class:`.context_functions.Measures` does for one client.
-
-    Attributes
+    Parameters
     ----------
     view : View
     batches : sequence of Batch
@@ -54,123 +53,73 @@ class OverData:
         What its model holds at the round's end, and what it held at its start beside what terms see.
     """
 
-    view: View
-    batches: Sequence[Batch]
-    layers: Layers
-    members: int
-    leaves: Sequence[list[Tensor]]
-    end: Arrays
-    at_start: Arrays
-
-    @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions as fields of the member's context."""
-        return {
-            "mean_loss": self._mean_loss,
-            "mean_gradient": self._mean_gradient,
-            "mean_features": self._mean_features,
-            "fisher": self._fisher,
-        }
-
-    def train(
+    def __init__(
         self,
-        told: dict[str, Any],
-        params: Arrays,
-        loss: Callable[[Arrays, ClientContext], Any],
-        steps: int,
-        after: Callable[[Arrays], Arrays] | None = None,
-    ) -> Arrays:
-        """Train arrays of any names on the round's batches: see :meth:`.Measures.train`."""
-        if steps > len(self.batches):
+        view: View,
+        batches: Sequence[Batch],
+        layers: Layers,
+        members: int,
+        leaves: Sequence[list[Tensor]],
+        end: Arrays,
+        at_start: Arrays,
+    ) -> None:
+        shared = view.shared
+        pairs = [batch.rebuilt(own) for batch, own in zip(batches, leaves, strict=True)]
+        super().__init__(shared.model, pairs, shared.task, shared.device, shared.classifier)
+        self._view, self._layers, self._members, self._end = view, layers, members, end
+        self._start, self._rest = view.start, at_start
+
+    def functions(self, training: bool, told: dict[str, Any]) -> dict[str, Any]:
+        """Return the functions as fields of the member's context; `training`: the one that trains."""
+        if training:
+            steps = len(self.data)
+            ctx = self._view.context(told, num_steps=steps)
+            return {"train": partial(self.train, ctx, self._again), "num_steps": steps}
+        names = ("mean_loss", "mean_gradient", "mean_features", "fisher")
+        return {name: getattr(self, name) for name in names}
+
+    def _again(self, steps: int) -> Iterator[tuple[Any, Any]]:
+        if steps > len(self.data):
             raise CannotStack("a term trains for more steps than the round has")
-        values = dict(params)
-        for inputs, targets, _ in islice(self._pass(), steps):
-            here = self.view.context(
-                {**told, "broadcast": {}, "client": {}},
-                num_steps=len(self.batches),
-                inputs=inputs,
-                targets=targets,
-                output_at=partial(self._output_at, inputs, targets),
-            )
-            grads = grad(loss)(values, replace(here, broadcast={}))
-            values = {n: v - self.view.shared.lr * grads[n] for n, v in values.items()}
-            values = values if after is None else after(values)
-        return values
+        return islice(self.data, steps)
 
-    def _output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:
+    def gradient(self, loss: Callable[[Arrays], Any], params: Arrays) -> Arrays:
+        """Return the gradient of a function of parameters."""
+        return grad(loss)(params)  # type: ignore[no-any-return]
+
+    def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
         """Return the model's output on a batch in its present mode; its buffers stay as they are."""
-        inner = dict(self.view.shared.model.named_buffers())
-        buffers = {n: v.clone() for n, v in self.end.items() if n in inner}
-        rest = {n: v for n, v in self.end.items() if n not in inner}
-        own = {n: p.to(rest[n].dtype) if n in rest else p for n, p in params.items()}
-        return self.view.call(inputs, targets, {**rest, **own}, buffers)
+        end, inner = self._end, dict(self.model.named_buffers())
+        own = {n: p.to(end[n].dtype) if n in end else p for n, p in params.items()}
+        values = {**end, **own}
+        buffers = {n: values.pop(n).clone() for n in inner if n in values}
+        return self._view.call(inputs, targets, values, buffers)
 
-    def _whole(self, params: Arrays) -> Arrays:
-        """Return the model's values: with `params` that are ``w_t`` itself, as it was at the start."""
-        is_start = all(params.get(n) is p for n, p in self.view.start.items())
-        return {**(self.at_start if is_start else self.end), **params}
+    def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
+        with evaluating(self.model):
+            return self._view.loss(self.call(inputs, targets, params), targets)
 
-    def _pass(self) -> Iterator[tuple[Any, Any, int]]:
-        for batch, leaves in zip(self.batches, self.leaves, strict=True):
-            inputs, targets = batch.rebuilt(leaves)
-            yield inputs, targets, batch_size(targets)
-
-    def _loss(self, values: Arrays, inputs: Any, targets: Any) -> Tensor:
-        return self.view.loss(self.view.call(inputs, targets, values, {}), targets)
-
-    def _mean_loss(self, params: Arrays) -> Tensor:
-        whole, count = self._whole(params), 0
-        total = torch.zeros((), dtype=torch.float64, device=self.view.shared.device)
-        with evaluating(self.view.shared.model):
-            for inputs, targets, size in self._pass():
-                total = total + self._loss(whole, inputs, targets).double() * size
-                count += size
-        return (total / count).to(_wide(next(iter(params.values()))))
-
-    def _mean_gradient(self, params: Arrays) -> Arrays:
-        whole, count = self._whole(params), 0
-        total: Arrays = {n: torch.zeros_like(p, dtype=_wide(p)) for n, p in params.items()}
-
-        def loss(p: Arrays, inputs: Any, targets: Any) -> Tensor:
-            return self._loss({**whole, **p}, inputs, targets)
-
-        with evaluating(self.view.shared.model):
-            for inputs, targets, size in self._pass():
-                for n, g in grad(loss)(params, inputs, targets).items():
-                    total[n] = total[n] + g.to(total[n].dtype) * size
-                count += size
-        return {n: t / count for n, t in total.items()}
-
-    def _mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
-        shared, whole = self.view.shared, self._whole(params)
-        total, count = torch.zeros((), device=shared.device), 0
-        with FeatureTap(shared.model, shared.classifier) as tap, evaluating(shared.model):
-            for inputs, _, size in islice(self._pass(), batches):
-                self.view.call(inputs, None, whole, {})
-                total = total + tap.value.sum(0, dtype=_wide(tap.value))
-                count += size
-        return total / count
-
-    def _fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
-        shared, whole = self.view.shared, self._whole(params)
-        held = {**self.view.rest, **whole}
-        values: Arrays = {n: held[n] for n, p in shared.model.named_parameters() if p.requires_grad}
-        known = of_layers(self.layers)
+    def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
+        """Return the diagonal of the empirical Fisher information: see :func:`.fisher_diagonal`."""
+        whole = {**self._end, **self._whole(params)}
+        held = {**self._view.rest, **whole}
+        values: Arrays = {n: held[n] for n, p in self.model.named_parameters() if p.requires_grad}
+        known = of_layers(self._layers)
         rest = {n: v for n, v in values.items() if n not in known}
-        zeros = {names: layer.like for names, layer in self.layers.items()}
-        sizes = [v.nbytes for v in rest.values()] + [x.size for x in self.layers.values()]
-        chunk = max(1, MEMORY // (self.members * sum(sizes)))
+        zeros = {names: layer.like for names, layer in self._layers.items()}
+        sizes = [v.nbytes for v in rest.values()] + [x.size for x in self._layers.values()]
+        chunk = max(1, MEMORY // (self._members * sum(sizes)))
         total: Arrays = {n: torch.zeros_like(v, dtype=_wide(v)) for n, v in values.items()}
 
         def nll(p: Arrays, sample: Any) -> Tensor:
             inputs, targets = mapped(sample, lambda t: t[None])
-            return self._loss({**whole, **p}, inputs, targets)
+            output = self._view.call(inputs, targets, {**whole, **p}, {})
+            return self._view.loss(output, targets)
 
-        of_each = vmap(with_inputs(nll, values, self.layers), in_dims=(None, None, 0))
-        pairs = ((inputs, targets) for inputs, targets, _ in self._pass())
+        of_each = vmap(with_inputs(nll, values, self._layers), in_dims=(None, None, 0))
         limit, seen = sys.maxsize if max_samples is None else max_samples, 0
-        with evaluating(self.view.shared.model):
-            for batch, size in joined(pairs, chunk, limit, shared.device):
+        with evaluating(self.model):
+            for batch, size in joined(self.data, chunk, limit, self.device):
                 for first in range(0, size, chunk):
                     samples = mapped(batch, itemgetter(slice(first, min(first + chunk, size))))
                     (grads, outputs), rows = of_each(rest, zeros, samples)
@@ -182,7 +131,7 @@ class OverData:
         """Add the squares of some samples' gradients: see :func:`.fisher_layers.add_layers`."""
         for n, g in grads.items():
             total[n] = total[n] + g.to(total[n].dtype).square().sum(0)
-        for names, layer in self.layers.items():
+        for names, layer in self._layers.items():
             g, a = outputs[names].flatten(1), rows[names].flatten(1)
             if layer.bias:
                 bias = total[layer.bias]
@@ -240,27 +189,14 @@ def over_data(
             def member(leaves: Any, taken: Any, shared: Any = shared) -> Any:
                 end, at_start, given = taken
                 over = shared(leaves, end, at_start)
-                if not training:
-                    return one(*given, over.functions)
-                steps = len(over.batches)
-                return one(*given, {"train": partial(over.train, given[-1]), "num_steps": steps})
+                return one(*given, over.functions(training, given[-1]))
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
     if len(parts) == 1 and order == sorted(order):
         return parts[0]
     back = torch.tensor(order, device=view.shared.device).argsort()
-    return _concatenated(parts, back)
-
-
-def _concatenated(parts: Sequence[Any], order: Tensor) -> Any:
-    """Return nested values of tensors as one, with the rows in another order."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts))[order]
-    if isinstance(first, dict):
-        return {k: _concatenated([part[k] for part in parts], order) for k in first}
-    return tuple(_concatenated(some, order) for some in zip(*parts, strict=True))
+    return tree_map(lambda *rows: torch.cat(rows)[back], *parts)
 
 
 def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:

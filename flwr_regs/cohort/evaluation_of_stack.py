@@ -39,9 +39,9 @@ def evaluate(asked: Sequence[Asked]) -> dict[int, Parcel]:
             continue
         pairs = client.task.pairs(client.eval_data)
         order = order_of(pairs)
-        if order is None or order.shuffle or not order.batches:
+        if order is None or order.shuffle or not order.sizes:
             continue
-        plan = draw(pairs, 0, order.batches)
+        plan = draw(pairs, 0, len(order.sizes), order)
         key = id(client.model), id(client.task), id(message.records[keys.ARRAYS]), order.kind
         groups.setdefault((*key, plan.sizes), []).append((one, plan))
     replies: dict[int, Parcel] = {}
@@ -60,9 +60,9 @@ def evaluate(asked: Sequence[Asked]) -> dict[int, Parcel]:
             some = group[at : at + most]
             scores = _scores(first.client, model, [plan for _, plan in some])
             for (one, plan), (loss, right) in zip(some, scores, strict=True):
-                metrics = {"num-examples": plan.trained, "loss": loss}
+                metrics = {"num-examples": sum(plan.sizes), "loss": loss}
                 if right is not None:
-                    metrics["accuracy"] = right / plan.trained
+                    metrics["accuracy"] = right / sum(plan.sizes)
                 lost = memories.latest(one.memory, one.message.config).lost
                 entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
                 replies[one.pid] = Parcel({}, entries, metrics)

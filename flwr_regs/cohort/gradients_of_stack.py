@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
-from flwr_regs.cohort.batch_plan import Batch, CannotStack
+from flwr_regs.cohort.batch_plan import Batch
 from flwr_regs.cohort.compiled import compiled_step
-from flwr_regs.cohort.member_view import View, owner, random_state, set_random_state
-from flwr_regs.term import Arrays, ClientContext, Slot
+from flwr_regs.cohort.member_view import View, random_state, set_random_state
+from flwr_regs.term import Arrays, Slot
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Gradient:
     Parameters
     ----------
     view : View
+    own : sequence of Slot
+        The members' own slots, stacked.
     lr : float
         Of an optimiser that is plain SGD, so that a compiled step may make its update; 0 for any other.
 
@@ -57,19 +59,22 @@ class Gradient:
         Whether the last gradients are the parameters after such an update.
     """
 
-    def __init__(self, view: View, lr: float = 0.0) -> None:
+    def __init__(self, view: View, own: Sequence[Slot], lr: float = 0.0) -> None:
         self._view, self._lr = view, lr
-        terms = view.shared.term.terms
+        terms, steps = view.shared.term.terms, len(view.alike)
         self._acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
         self._evolves = any(isinstance(t, Evolves) for t in terms)
-        watching = any(t.needs for t in terms)
-        alike = all(t.elementwise for t in self._acting)
-        self._elementwise = alike and not watching and not self._evolves
-        self._reads = watching or any(t.acts("loss") for t in terms) or not self._elementwise
+        watching = any(t.needs for t in terms) or self._evolves
+        alike = all(t.elementwise for t in self._acting) and steps == 2 and _broadcasts(own, view)
+        self._together = bool(self._acting) and alike and not watching
+        self._watches = watching or any(t.acts("loss") for t in terms)
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
-        self._tried = not self._acting or not self._elementwise
         self.moved = False
-        self._context: tuple[Any, ClientContext] | None = None  # of all members at once
+
+    @property
+    def _reads(self) -> bool:
+        """Whether a hook sees the forward pass."""
+        return self._watches or (bool(self._acting) and not self._together)
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers, slots).
@@ -78,7 +83,6 @@ class Gradient:
         """
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting else []
-        inner = {} if self._tried else {n: b.clone() for n, b in part.rows["buffers"].items()}
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
         lr = 0.0 if acting else self._lr
@@ -96,19 +100,12 @@ class Gradient:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
         if not acting:
             return grads, base, buffers, {}
-        given = {n: grads[n] for n in view.start}
+        given, slots = {n: grads[n] for n in view.start}, dict[str, Arrays]()
         with torch.no_grad():
-            if not self._elementwise:
+            corrected = self._at_once(given, part) if self._together else None
+            if corrected is None:
                 corrected, slots = self._corrected(given, part, shown, before)
-                return grads | corrected, base, buffers, slots
-            try:
-                corrected = self._at_once(given, part)
-                self._tried = True
-                return grads | corrected, base, buffers, {}
-            except Exception:  # a term asks for what differs between the members
-                self._elementwise, self._reads, self._tried = False, True, True
-        set_random_state(view.shared.device, before)  # the step once more, as it began
-        return self.of(replace(part, rows={**part.rows, "buffers": inner}))
+        return grads | corrected, base, buffers, slots
 
     def _perturbed(self, part: Part) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""
@@ -166,53 +163,28 @@ class Gradient:
         args = part.batch.leaves, part.rows, shown
         return view.vmapped(corrected)(given, values, *args)  # type: ignore[no-any-return]
 
-    def _at_once(self, given: Arrays, part: Part) -> Arrays:
-        """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
-        params, told = {n: p.detach() for n, p in part.values.items()}, part.rows["told"]
-        view, before = self._view, random_state(self._view.shared.device)
-        if self._context is None or self._context[0] is not told:  # as in the last step
-            self._context = told, self._context_of_all({n: given[n][0] for n in view.start}, told)
-        ctx = self._context[1]
-        corrected = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
-        if not all(map(torch.equal, before, random_state(view.shared.device))):
-            raise CannotStack(
-                "an elementwise term draws numbers, which may be the same for all members"
-            )
-        return {n: g.expand(given[n].shape) for n, g in corrected.items()}
+    def _at_once(self, given: Arrays, part: Part) -> Arrays | None:
+        """Return what elementwise terms make of all members' gradients; None if they draw numbers.
 
-    def _context_of_all(self, shapes: Arrays, told: dict[str, Any]) -> ClientContext:
-        """Return the context of all members; raise CannotStack for slots that might not broadcast."""
-        view = self._view
-        for slot in (told["client"], told["broadcast"]):
-            _check_owned(slot, shapes, stacked=True)
-        _check_owned(view.received, shapes, stacked=False)
-        names = ["inputs", "targets", "output", "client_id", "label_counts"]
-        names += [] if "planned" in view.alike else ["planned_steps"]
-        names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
-        odd: dict[str, Any] = {n: Differs(n) for n in names}
-        return view.context(told, **odd, gradient_at=partial(_not_alike, "gradient_at"))
+        Drawn once, these would be the same for all members.
+        """
+        view, told = self._view, part.rows["told"]
+        before = random_state(view.shared.device)
+        params = {n: part.values[n].detach() for n in view.start}
+        ctx = view.context({"client": told["client"], "broadcast": told["broadcast"]})
+        corrected = view.shared.term.correct(given, params, ctx)
+        if all(map(torch.equal, before, random_state(view.shared.device))):
+            return {n: g.expand(given[n].shape) for n, g in corrected.items()}
+        set_random_state(view.shared.device, before)
+        self._together = False
+        return None
 
 
-class Differs:
-    """A field of a context that differs between the members of a stack; any use of it raises."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _raise(self, *_: Any) -> NoReturn:
-        _not_alike(self._name)
-
-    __getattr__ = __eq__ = __ne__ = __hash__ = __bool__ = __len__ = __iter__ = _raise
-    __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise
-
-
-def _check_owned(slots: Slot, params: Mapping[str, Tensor], stacked: bool) -> None:
-    """Raise CannotStack for an entry that is not of a parameter's shape, so that it might not broadcast."""
-    for slot in slots.values():
-        for key, value in slot.items():
-            if owner(key, value[0] if stacked else value, params) is None:
-                raise CannotStack(f"the entry {key} is not of a parameter's shape")
-
-
-def _not_alike(name: str, *_: Any) -> NoReturn:
-    raise CannotStack(f"an elementwise term asks for {name}, which differs between the members")
+def _broadcasts(own: Sequence[Slot], view: View) -> bool:
+    """Whether all that slots hold for each member has a parameter's shape, and so broadcasts with it."""
+    return all(
+        any(f".{key}".endswith(f".{n}") and v.shape[1:] == p.shape for n, p in view.start.items())
+        for slots in own
+        for slot in slots.values()
+        for key, v in slot.items()
+    )

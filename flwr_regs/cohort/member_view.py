@@ -224,7 +224,7 @@ class View:
             "broadcast": joined(self.received, told["broadcast"]),
             "client": told["client"],
             "loss_fn": shared.task.loss,
-            "client_id": numbers["id"],
+            "client_id": numbers.get("id"),
             "batch_size": self.batch_size,
             "label_counts": None if counts is None else self.of_every_class(counts),
             "config": shared.config,
@@ -389,17 +389,6 @@ class AsksFor(CannotStack):
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
     raise AsksFor(name)
-
-
-def owner(key: str, array: Any, params: Mapping[str, Any]) -> str | None:
-    """Return the parameter of which the entry `key` of a slot is cut as well, if any.
-
-    That is the one with the longest name that `key` is, or ends with behind a dot; of the same shape.
-    """
-    words = key.split(".")
-    names = (".".join(words[i:]) for i in range(len(words)))
-    shape = getattr(array, "shape", None)
-    return next((n for n in names if n in params and params[n].shape == shape), None)
 
 
 def joined(first: Slot, second: Slot) -> Slot:

@@ -121,7 +121,7 @@ class CohortNetwork:
         kinds = (
             TRAINING if self._apart else (*TRAINING, "evaluate")
         )  # other processes evaluate, too
-        stacked = request.kind in kinds and len(request.parcels) > 1 and self._stacks
+        stacks = self._stacks if request.kind in kinds and len(request.parcels) > 1 else None
         for pid, parcel in request.parcels.items():
             try:
                 if request.kind == keys.PREFETCH:
@@ -129,7 +129,7 @@ class CohortNetwork:
                     came[pid] = Parcel()
                     continue
                 client = self._host.client(pid, request.kind, parcel.config)
-                if client is None or (self._apart and not stacked):
+                if client is None:
                     others[pid] = parcel
                     continue
                 if request.kind == keys.LABELS:
@@ -139,20 +139,18 @@ class CohortNetwork:
                 node = self._host.node(pid, parcel.config)
                 self._host.prepare(client, node.memory)
                 asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
-                if not stacked:
-                    came[pid] = self._alone(request.kind, asked.pop(pid))
             except OutOfSync:  # the server then sends the model
                 came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
-        if stacked and self._stacks is not None and request.kind == "evaluate":
-            together = self._stacks.evaluate(list(asked.values()))
-            came |= together
-            asked = {p: one for p, one in asked.items() if p not in together}
-        elif stacked and self._stacks is not None:
-            for pid, served in self._stacked(self._stacks, list(asked.values())).items():
-                came[pid] = self._ended(asked.pop(pid), served)
+        if stacks and request.kind == "evaluate":
+            came |= stacks.evaluate(list(asked.values()))
+        elif stacks:
+            for pid, served in self._stacked(stacks, list(asked.values())).items():
+                came[pid] = self._ended(asked[pid], served)
         for pid, one in asked.items():
+            if pid in came:
+                continue
             if self._apart:
                 others[pid] = request.parcels[pid]
                 continue
@@ -182,9 +180,9 @@ class CohortNetwork:
         if self._processes is None or len(asked) < FEW:
             return stacks.train(asked)
         served: dict[int, Served] = {}
-        for part in self._processes.train(asked):
-            served |= part.served
-            for why, clients in part.fallbacks.items():
+        for part, fallbacks in self._processes.train(asked):
+            served |= part
+            for why, clients in fallbacks.items():
                 stacks.note(CannotStack(why), clients)
         return served
 

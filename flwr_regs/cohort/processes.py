@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -155,12 +154,8 @@ def _serve(connection: Connection, work: Work, threads: int, level: int) -> None
     work(connection, given)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one process made of its clients: what came of them, and why others train by themselves."""
-
-    served: dict[int, Served]
-    fallbacks: dict[str, int]
+Part = tuple[dict[int, Served], dict[str, int]]
+"""What one process made of its clients: what came of them, and why others train by themselves."""
 
 
 class StackProcesses:
@@ -219,7 +214,6 @@ def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) 
     """Train what comes until the asking process is gone."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the asking process says it
     clients, who, settings = given
-    clients.join()
     stacks, made = Stacks(settings), dict[int, OneClient]()
     while True:
         try:
@@ -235,7 +229,7 @@ def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) 
             asked.append(Asked(pid, made[pid], message, memory))
         stacks.fallbacks = {}
         served = stacks.train(asked)
-        _send(connection, Part(served, stacks.fallbacks))
+        _send(connection, (served, stacks.fallbacks))
 
 
 def _send(connection: Connection, value: Any) -> None:

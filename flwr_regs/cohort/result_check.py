@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
-from flwr_regs.cohort.batch_plan import CannotStack, Plan
+from flwr_regs.cohort.batch_plan import CannotStack, plan_of
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
@@ -32,17 +33,6 @@ DRAWS = (
     *("exponential", "geometric", "cauchy", "gamma", "dirichlet", "gumbel", "rrelu"),
 )
 """Parts of the names of torch's functions that draw random numbers, beside dropout."""
-
-Entries = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a client's round: entries of its model, its update, and slots by ``<term>.<key>``."""
-
-    state: Mapping[str, Tensor]
-    delta: Mapping[str, Tensor]
-    slots: Mapping[str, Tensor]
 
 
 class Quiet(TorchFunctionMode):
@@ -103,27 +93,24 @@ def difference(group: Group) -> str:
     float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
     off. torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
-    pair = _two(group.members)
+    first, *others = group.members
+    forms = first.plan.forms
+    other = next((c for c in others if c.plan.forms != forms), others[0])
+    pair = sorted((first, other), key=lambda m: -len(m.plan))
     for precision, tolerance in TOLERANCES.items():
         with _undisturbed(group.shared.device):
             try:
                 result = _stacked(group, pair, precision)
                 for row, member in enumerate(pair):
-                    alone = _alone(group, member, precision)
-                    if where := _compared(_of(result, row), alone, tolerance):
+                    parts = result.state, result.upload, result.client
+                    actual = _entries(*mapped(parts, itemgetter(row)))
+                    if where := _compared(actual, *_alone(group, member, precision), tolerance):
                         return where
                 return ""
             except Exception:  # whatever torch or the user's code raises in another precision
                 if precision is None:
                     raise
     raise CannotStack("its result cannot be checked")
-
-
-def _two(candidates: Sequence[Member]) -> tuple[Member, Member]:
-    """Return the first client, and the next whose batches are of other sizes, or else the second."""
-    first, *others = candidates
-    forms = first.plan.forms
-    return first, next((c for c in others if c.plan.forms != forms), others[0])
 
 
 def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None) -> StackedResult:
@@ -149,15 +136,17 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
     return replace(
         member,
-        plan=Plan(data, plan.seed, batches=batches, drawn=plan.after),
+        plan=plan_of(data, plan.seed, batches, plan.after),
         private=_in(precision, member.private),
         broadcast=_in(precision, member.broadcast),
         client=_in(precision, _plain(member.client)),
     )
 
 
-def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
-    """Train a client alone, from the round's start; its model stays as it is."""
+def _alone(
+    group: Group, c: Member, precision: torch.dtype | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Train a client alone, and return (all its entries, its update); its model stays as it is."""
     client, shared, config = c.asked.client, group.shared, group.recipe.config
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
@@ -176,7 +165,7 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
         if group.recipe.probes:
             measures = Measures(model, data, task, shared.device, shared.classifier)
             upload, kept = first_exchange(measures, shared.term, **given)
-            return Outcome({}, {}, _flat(upload, kept))
+            return _entries({}, upload, kept), {}
         result = local_round(
             model,
             shared.term,
@@ -191,7 +180,7 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> Outcome:
             **vars(task),
             **given,
         )
-    return Outcome(result.state, result.delta, _flat(result.upload, result.client))
+    return _entries(result.state, result.upload, result.client), result.delta
 
 
 def _in(precision: torch.dtype | None, tree: Any) -> Any:
@@ -203,42 +192,36 @@ def _plain(slots: Slot) -> Slot:
     return {t: dict(own) for t, own in slots.items()}
 
 
-def _of(result: StackedResult, row: int) -> Outcome:
-    """Return one member's outcome."""
-    held = result.state, result.delta, result.upload, result.client
-    state, delta, upload, kept = (mapped(tree, lambda t: t[row]) for tree in held)
-    return Outcome(state, delta, _flat(upload, kept))
+def _entries(state: Mapping[str, Tensor], *slots: Slot) -> dict[str, Tensor]:
+    """Return the entries of a model, and of slots by ``<term>.<key>``."""
+    flat = [(f"{t}.{k}", a) for some in slots for t, own in some.items() for k, a in own.items()]
+    return {**state, **dict(flat)}
 
 
-def _flat(upload: Slot, client: Slot) -> Entries:
-    return {
-        f"{t}.{k}": a
-        for slots in (upload, client)
-        for t, own in slots.items()
-        for k, a in own.items()
-    }
-
-
-def _compared(stacked: Outcome, alone: Outcome, tolerance: float) -> str:
+def _compared(
+    stacked: Mapping[str, Tensor],
+    alone: Mapping[str, Tensor],
+    delta: Mapping[str, Tensor],
+    tolerance: float,
+) -> str:
     """Return the first entry that differs, and by how much; "" if all are equal up to rounding.
 
     Of an entry that is rounding alone, as the gradient of a bias before BatchNorm, nothing is asked: it is
     measured against the whole update.
     """
-    update = sum(float(d.double().square().sum()) for d in alone.delta.values()) ** 0.5
-    for name, expected in {**alone.state, **alone.slots}.items():
-        if (value := {**stacked.state, **stacked.slots}.get(name)) is None:
-            continue
+    update = sum(float(d.double().square().sum()) for d in delta.values()) ** 0.5
+    for name in [n for n in alone if n in stacked]:
+        expected, value = alone[name], stacked[name]
         if not expected.is_floating_point():
             if not torch.equal(value, expected):
                 return f"'{name}' differs"
             continue
         off = (value.double() - expected.double()).nan_to_num().norm().item()
         size = expected.double().nan_to_num().norm().item()
-        scale = update if name in alone.delta else size
+        scale = update if name in delta else size
         noise = 8 * torch.finfo(expected.dtype).eps * size + 1e-12
         if off > tolerance * (scale + 1e-3 * update) + noise:
-            part = "update" if name in alone.delta else "entry"
+            part = "update" if name in delta else "entry"
             return f"'{name}' differs by {off / max(scale, 1e-300):.2g} of the {part}'s norm"
     return ""
 

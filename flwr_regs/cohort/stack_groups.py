@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from flwr_regs.client.member import (
     model_entries,
     plain,
     reply_entries,
+    seeded,
     with_steps,
 )
 from flwr_regs.client.memory import Begun, Memory, to_numpy
@@ -29,11 +31,12 @@ from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
     label_counts,
+    mapped,
     resolve_device,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
+from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
@@ -119,11 +122,6 @@ class Recipe:
     step: NDArrays | None
 
     @cached_property
-    def needs(self) -> frozenset[str]:
-        """What the terms read in every step."""
-        return frozenset(need for t in self.term.terms for need in t.needs)
-
-    @cached_property
     def withholds(self) -> bool:
         """Whether clients have private entries."""
         return any(isinstance(t, Withholds) for t in self.term.terms)
@@ -133,7 +131,7 @@ class Recipe:
         """Whether this is a round's first exchange, without training."""
         return bool(self.config.get(keys.PROBE_KEY))
 
-    def steps(self, data: Pairs) -> int:
+    def steps(self, data: Pairs, order: Order | None) -> int:
         """Return E; for a first exchange, the batches of one pass.
 
         Raises CannotStack for data that have to be counted: that may draw random numbers.
@@ -141,8 +139,8 @@ class Recipe:
         if (steps := self.config.get("local-steps")) and not self.probes:
             return int(steps)
         epochs = 1 if self.probes else self.config.get("local-epochs", 0)
-        if order := order_of(data):
-            return int(epochs * order.batches)
+        if order is not None:
+            return int(epochs * len(order.sizes))
         try:
             len(data)
         except TypeError:
@@ -218,8 +216,8 @@ class Group:
     def add(self, member: Member) -> None:
         """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
         model = member.asked.client.model
-        if model is not self.shared.model and (self.members or self._fixed):
-            own = self._fixed_of(model) if self._fixed else {}
+        if model is not self.shared.model and self._fixed:
+            own = self._fixed_of(model)
             if odd := [n for n, v in self._fixed.items() if not torch.equal(v, own[n])]:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.members.append(member)
@@ -238,6 +236,7 @@ class Group:
         model = self.shared.model
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if stack is None:
+            self.members.sort(key=lambda m: -len(m.plan))
             stack = Stack(self.shared, self.members, self.members[0].plan.seed)
         try:
             result = stack.probe() if self.recipe.probes else stack.run()
@@ -254,38 +253,41 @@ class Group:
 
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
+        recipe, was = self.recipe, self.recipe.arrays
         tables = {
             f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
             for t, slot in result.upload.items()
             if slot
         }
-        slots = _rows(result.client, len(self.members))
-        state = {} if self.recipe.probes else self._state(result)
+        common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
+        state: dict[str, Tensor] = {}
+        coder = None
+        if not recipe.probes:
+            coder = recipe.term.coder("finish")
+            common |= model_entries(recipe.config, was, self.layout, result.output_layer)
+            state = self._state(result)
         private = {n: state.pop(n) for n in self.layout.private if state}
-        sent = {
-            n: to_numpy(v).astype(self.recipe.arrays[n].dtype, copy=False) for n, v in state.items()
-        }
-        base, given, code = self._common_config(result), sent, None
-        coder = self.recipe.term.coder("finish")
-        if coder is not None and not self.recipe.probes:
-            like = self.recipe.arrays
-            code = {n: to_numpy(d).astype(like[n].dtype) for n, d in result.delta.items()}
-            given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        else:
-            given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
-        table = Table(given)
+        sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in state.items()}
+        code: NDArrays = {}
+        if coder is not None:
+            code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
+            sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
+        table = Table(sent if coder else narrow(sent, recipe.config.get(keys.HALF_KEY)))
         served: dict[int, Served] = {}
         for row, c in enumerate(self.members):
+            message, config = c.asked.message.config, dict(common)
+            slots, own = mapped((result.client, private), itemgetter(row))
+            kept = [] if recipe.probes else memories.kinds(message, slots, own)
+            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
+            config |= reply_entries(message, said)
             records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
-            config: dict[str, Any] = dict(base)
-            decoded: NDArrays | None = None
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
-            if not self.recipe.probes:
+            decoded: NDArrays | None = None
+            if not recipe.probes:
                 arrays: Mapping[str, np.ndarray] = Row(table, row)
-                if coder is not None and code is not None:
+                if coder is not None:
                     decoded = {n: d[row, ...] for n, d in code.items()}
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
-                    was = self.recipe.arrays
                     arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
                 records[keys.ARRAYS] = arrays
                 metrics |= {
@@ -294,36 +296,18 @@ class Group:
                     "planned-steps": c.planned_steps,
                     "examples-processed": result.examples[row],
                 }
-            own, message = {n: v[row] for n, v in private.items()}, c.asked.message.config
-            held = memories.end(c.asked.memory, message, slots[row], own, self.recipe.who.method)
-            kept = memories.kinds(message, slots[row], own) if not self.recipe.probes else []
-            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
-            config |= reply_entries(message, said)
-            served[c.asked.pid] = Served(
-                Parcel(records, config, metrics, decoded=decoded), held, self.recipe.arrays
-            )
+            reply = Parcel(records, config, metrics, decoded=decoded)
+            held = memories.end(c.asked.memory, message, slots, own, recipe.who.method)
+            served[c.asked.pid] = Served(reply, held, was)
         return served
-
-    def _common_config(self, result: StackedResult) -> dict[str, Any]:
-        """Return the entries of the replies' configs that are the same for all."""
-        config: dict[str, Any] = {keys.METHOD_KEY: self.recipe.who.method}
-        if self.recipe.probes:
-            return config
-        arrays, layer = self.recipe.arrays, result.output_layer
-        return config | model_entries(self.recipe.config, arrays, self.layout, layer)
 
     def _state(self, result: StackedResult) -> dict[str, Tensor]:
         """Return the clients' models at the end, stacked; what is not trained is the first's."""
-        names = {
-            n: self._first_names.get(n, n) for n in [*self.recipe.arrays, *self.layout.private]
-        }
-        number, start = len(self.members), self.shared.start
-        return {
-            n: result.state[name]
-            if name in result.state
-            else start[n].expand(number, *start[n].shape)
-            for n, name in names.items()
-        }
+        number, start, state = len(self.members), self.shared.start, dict[str, Tensor]()
+        for n in [*self.recipe.arrays, *self.layout.private]:
+            value = result.state.get(self._first_names.get(n, n))
+            state[n] = start[n].expand(number, *start[n].shape) if value is None else value
+        return state
 
 
 def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
@@ -337,13 +321,11 @@ def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.nd
     return common
 
 
-def recipe_of(
-    recipes: dict[Any, Recipe], who: Identity, message: Parcel, model: nn.Module
-) -> Recipe:
+def recipe_of(recipes: list[Recipe], who: Identity, message: Parcel, model: nn.Module) -> Recipe:
     """Return what a message says to all clients of a kind, read and checked once."""
     came: Any = message.records[keys.ARRAYS]
     config = {k: v for k, v in message.config.items() if k not in OWN_KEYS}
-    for known in recipes.values():
+    for known in recipes:
         if known.came is came and known.who == who and known.config == config:
             return known
     term = method_of(who, config)
@@ -357,8 +339,8 @@ def recipe_of(
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
         arrays, step = with_steps(model, term, config, came)
-    recipe = recipes[len(recipes)] = Recipe(who, config, term, came, arrays, step)
-    return recipe
+    recipes.append(Recipe(who, config, term, came, arrays, step))
+    return recipes[-1]
 
 
 def member_of(
@@ -370,7 +352,8 @@ def member_of(
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
     begun = memories.begin(asked.memory, term, config, recipe.withholds)
-    planned = recipe.steps(pairs)
+    order = order_of(pairs)
+    planned = recipe.steps(pairs, order)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
     if not most:
@@ -384,12 +367,15 @@ def member_of(
                 k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
             }
     private = _private(client.model, term, begun) if recipe.withholds else {}
-    counts = _label_counts(pairs, seed) if "label_counts" in recipe.needs else None
+    counts = None
+    if any("label_counts" in t.needs for t in term.terms):
+        with seeded(seed, torch.device("cpu")):  # as a client alone counts them
+            counts = label_counts(pairs)
     form: list[Hashable] = [_form_of(slots) for slots in (own, begun.slots) if slots]
     # a term's `start` sees no more classes than the client has
     reads = counts is not None and any(t.acts("start") for t in term.terms)
     return Member(
-        draw(pairs, seed, most),
+        draw(pairs, seed, most, order),
         planned,
         private,
         own,
@@ -414,29 +400,12 @@ def _private(model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
     return {n: begun.private[n].to(v.dtype) for n, v in own.items()}
 
 
-def _label_counts(pairs: Pairs, seed: int) -> Tensor:
-    """Return the client's label counts, as :class:`.local_training.LocalTraining` counts them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return label_counts(pairs)
-
-
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
     return tuple(
         (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
         for t, slot in sorted(slots.items())
     )
-
-
-def _rows(slots: Slot, number: int) -> list[Slot]:
-    """Return each member's slots."""
-    if not any(slots.values()):
-        return [slots] * number
-    return [
-        {t: {k: a[row] for k, a in slot.items()} for t, slot in slots.items()}
-        for row in range(number)
-    ]
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:

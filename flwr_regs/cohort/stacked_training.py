@@ -19,7 +19,7 @@ from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
-from flwr_regs.client.train.batches import mapped, to_device
+from flwr_regs.client.train.batches import to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
@@ -66,7 +66,7 @@ class Stack:
     ----------
     shared : Shared
     members : sequence of Member
-        Each with at least one step.
+        Each with at least one step; those with most steps first.
     seed : int
         For what the model draws, such as dropout.
 
@@ -76,12 +76,11 @@ class Stack:
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
         self._shared, self._seed = shared, seed
-        order = sorted(range(len(members)), key=lambda k: -len(members[k].plan))
-        self._order, self._members = order, [members[k] for k in order]
+        self._members = members
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
         self._losses = torch.zeros(self._rows, device=shared.device)
-        self._examples = [m.plan.trained for m in self._members]
+        self._examples = [sum(m.plan.sizes) for m in self._members]
         self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
 
@@ -93,7 +92,8 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            self._gradient = Gradient(self._view, self._plain_lr())
+            own = [self._held.told[slots] for slots in ("client", "broadcast")]
+            self._gradient = Gradient(self._view, own, self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
@@ -107,7 +107,7 @@ class Stack:
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             view = self._view
-            view.batch_size = self._members[0].plan.size(0)
+            view.batch_size = self._members[0].plan.sizes[0]
 
             def one(told: dict[str, Any], functions: dict[str, Any]) -> Any:
                 none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
@@ -116,8 +116,7 @@ class Stack:
             passes, held = [m.plan for m in self._members], self._held
             given = passes, held.entries, held.at_start, (held.told,)
             upload, kept = over_data(view, *given, one)
-            slots = self._in_order(upload), self._in_order(kept)
-            return StackedResult({}, {}, *slots, (), ())
+            return StackedResult({}, {}, to_device(upload, "cpu"), to_device(kept, "cpu"), (), ())
 
     # before the steps
 
@@ -237,7 +236,7 @@ class Stack:
             with torch.no_grad():
                 for n, p in view.vmapped(begin)(self._held.told).items():
                     self._held.values[n].copy_(p)
-        view.batch_size = self._members[0].plan.size(0)
+        view.batch_size = self._members[0].plan.sizes[0]
         if self._carries:
             self._carry()
 
@@ -299,9 +298,8 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        alike = self._batches.equal
-        forms = [] if alike else [m.plan.forms[step] for m in self._members[: self._rows]]
-        if alike or len(set(forms)) == 1:
+        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
+        if len(set(forms)) == 1:
             grads = self._gradients(step)
             for n, p in self._leaves.items():
                 if self._gradient.moved and (moved := grads[n]) is not None:
@@ -337,12 +335,13 @@ class Stack:
             chosen, of_each = rows.tolist(), held.rows(rows)
             values = {n: v[rows] for n, v in values.items()}
         batch = self._batches.of(step, chosen)
-        whole = len(chosen) == len(self._members) and batch.form == self._batches.form
+        plan = self._members[chosen[0]].plan
+        whole = len(chosen) == len(self._members) and plan.forms[step] == plan.forms[0]
         leaves = {n: v.requires_grad_() for n, v in values.items()}
         part = Part(leaves, batch, of_each, whole)
         grads, losses, new, slots = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
-        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        self._losses[where] += losses * plan.sizes[step]
         self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
@@ -378,7 +377,7 @@ class Stack:
     # after the steps
 
     def _finish(self) -> StackedResult:
-        """Run the terms' `finish`, and return what came of the round in the members' order."""
+        """Run the terms' `finish`, and return what came of the round."""
         view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
         if self._carries:
@@ -391,25 +390,9 @@ class Stack:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
-        return StackedResult(
-            self._in_order(self._held.entries),
-            self._in_order(sent),
-            self._in_order(uploads),
-            self._in_order(slots),
-            self._in_order(losses),
-            self._in_order(self._examples),
-            None if view.tap is None else view.tap.layer,
-        )
-
-    def _in_order(self, tree: Any) -> Any:
-        """Return nested dicts of stacked tensors, or numbers, in the members' order, on the CPU."""
-        back = sorted(range(len(self._order)), key=self._order.__getitem__)
-        if isinstance(tree, list):
-            return [to_device(tree[row], "cpu") for row in back]
-        if back == sorted(back):
-            return to_device(tree, "cpu")
-        index = torch.tensor(back, device=self._shared.device)
-        return mapped(tree, lambda t: t[index].cpu())
+        layer = None if view.tap is None else view.tap.layer
+        state, sent, uploads, slots = to_device((self._held.entries, sent, uploads, slots), "cpu")
+        return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import pickle
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_regs.client.serving import Client
 from flwr_regs.client.train.batches import resolve_device
-from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.evaluation_of_stack import evaluate
 from flwr_regs.cohort.member_view import Asked
@@ -36,8 +40,6 @@ from flwr_regs.wire.parcel import Parcel
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
 DIFFERS = "between a stack and a client alone"
-KINDS = 100
-"""Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
 
 
 class Stacks:
@@ -57,16 +59,17 @@ class Stacks:
         self._settings = settings
         if sys.platform == "linux":  # glibc then keeps freed blocks of up to this size, instead of
             torch.empty(31 * 2**20, dtype=torch.uint8)  # mapping them anew in each step
-        self._kinds: dict[Hashable, Kind] = {}
-        self._known: dict[int, tuple[Client, dict[Hashable, Kind]]] = {}
-        self._last: Any = None  # (model, task and optimiser of a client, what is alike in them)
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
         common = common_of([one.message.records for one in asked])
-        recipes: dict[Any, Recipe] = {}
+        recipes: list[Recipe] = []
         groups: dict[Hashable, Group] = {}
+        number: Counter[Kind] = Counter()
         served: dict[int, Served] = {}
         for one in asked:
             try:
@@ -74,12 +77,14 @@ class Stacks:
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
+            number[group.kind] += 1
             if group.is_full(self._settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
-            served |= self._train(group)
-        if len(self._known) > 2 * len(asked) + KINDS:  # an app may make its clients anew
-            self._known = {}
+            if number[group.kind] == 1:
+                self.note(CannotStack(ALONE))
+            else:
+                served |= self._train(group)
         return served
 
     def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
@@ -87,16 +92,14 @@ class Stacks:
         kept = [one for one in asked if not self._breaks(one.client)]
         try:
             return evaluate(kept)
-        except (
-            Exception
-        ) as error:  # whatever torch raises under vmap: by themselves they say it better
+        except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
 
     def _breaks(self, client: Client) -> bool:
         """Whether clients like this one are known to break the contract."""
-        known, kinds = self._known.get(id(client), (None, {}))
-        return known is client and any(kind.refused for kind in kinds.values())
+        build = self._builds.get(client)
+        return any(k.refused for key, k in self._kinds.items() if key[0] == build)
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""
@@ -111,14 +114,16 @@ class Stacks:
     def _admit(
         self,
         asked: Asked,
-        recipes: dict[Any, Recipe],
+        recipes: list[Recipe],
         groups: dict[Hashable, Group],
         common: Mapping[str, Mapping[str, np.ndarray]],
     ) -> tuple[Hashable, Group]:
         """Put a client into its group; return that. Raises CannotStack if it has none."""
         client = asked.client
         recipe = recipe_of(recipes, client.identity, asked.message, client.model)
-        kind = self._kind(client, recipe.who.method, recipe.probes)
+        if (build := self._builds.get(client)) is None:
+            build = self._builds[client] = self._build(client)
+        kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind(build[1:]))
         if kind.refused:
             raise CannotStack(kind.refused)
         member = member_of(asked, recipe, common)
@@ -129,20 +134,8 @@ class Stacks:
         group.add(member)
         return key, group
 
-    def _kind(self, client: Client, *how: Hashable) -> Kind:
-        """Return what is known of clients that go together: of one model, loss, optimiser, device."""
-        known, kinds = self._known.get(id(client), (None, {}))
-        if known is not client:
-            known, kinds = self._known[id(client)] = client, {}
-        if how not in kinds:
-            build = self._build(client)
-            kinds[how] = self._kinds.setdefault((build, *how), Kind(build[1:]))
-            if len(self._kinds) > KINDS:
-                del self._kinds[next(iter(self._kinds))]
-        return kinds[how]
-
-    def _build(self, client: Client) -> tuple[Hashable, ...]:
-        """Return what clients share that go together."""
+    def _build(self, client: Client) -> tuple[Any, ...]:
+        """Return what clients share that go together: terms, model, loss, optimiser, device."""
         model, who = client.model, client.identity
         if any(name.endswith("_orig_mod") for name, _ in model.named_modules()):
             raise CannotStack(f"{who.who} has a compiled model")
@@ -151,20 +144,18 @@ class Stacks:
             raise CannotStack(f"{who.who} has a {given[0]}")
         if resolve_device(client.device).type == "cpu" and any(map(_convolves, model.modules())):
             raise CannotStack("its convolutions are slower in a stack on a CPU")
-        source = model, client.task, client.optimizer
-        if not self._last or any(a is not b for a, b in zip(self._last[0], source, strict=True)):
-            called = alike((*vars(client.task).values(), client.optimizer))
-            self._last = source, (build_of(model), called)  # of `Clients`, all have the same
+        if model not in self._models:
+            model.train()  # an evaluation may have left it in the other mode
+            self._models[model] = Build((*model.parameters(), *model.buffers())).of(model)
+        called = Build().of([*vars(client.task).values(), client.optimizer])
         kinds = who.who, who.method, tuple(who.terms), who.keeps_optimizer
-        return kinds, *self._last[1], str(client.device), client.classifier
+        return kinds, self._models[model], called, str(client.device), client.classifier
 
     # training
 
     def _train(self, group: Group) -> dict[int, Served]:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
-            if len(group.members) == 1:
-                raise CannotStack(ALONE)
             self._check_result(group)
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
@@ -176,7 +167,7 @@ class Stacks:
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self._settings.check is False or this_round < kind.due:
+        if self._settings.check is False or this_round < kind.due or len(group.members) == 1:
             return
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
@@ -184,6 +175,43 @@ class Stacks:
         kind.due = (
             math.inf if self._settings.check == "first" else this_round + self._settings.check
         )
+
+
+class Build(pickle.Pickler):
+    """Writes how a value is built: two of equal build do the same.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        What these hold does not count, but their shapes and dtypes.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file)
+        self._by_form = {id(t) for t in tensors}
+        self._objects: list[Any] = []
+
+    def of(self, value: Any) -> Hashable:
+        """Return the build; one that is equal to no other, of a value that cannot be written."""
+        try:
+            self.dump(value)
+        except Exception:  # of many kinds
+            return object()
+        return self._file.getvalue(), tuple(self._objects)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what is written in place of a tensor, a class, or a function of any place."""
+        if isinstance(value, Tensor):
+            form = tuple(value.shape), value.dtype, value.requires_grad
+            return form if id(value) in self._by_form else (*form, value.flatten().tolist())
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__code__, value.__defaults__, value.__kwdefaults__, cells
+        if isinstance(value, type | CodeType | ModuleType | BuiltinFunctionType):
+            self._objects.append(value)
+            return len(self._objects)
+        return None
 
 
 def _convolves(layer: nn.Module) -> bool:

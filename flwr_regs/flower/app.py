@@ -109,9 +109,9 @@ class NumPyClientApp(ClientApp):
         self, context: Context, message_type: str, config: Mapping[str, Any]
     ) -> NumPyClient | Client:
         """Return the client of a message."""
-        own = MessageContext(context, message_type, config)
-        client = self.client_fn(own)
-        context.state = own.state
+        of_message = MessageContext(context, message_type, config)
+        client = self.client_fn(of_message)
+        context.state = of_message.state
         if not isinstance(client, NumPyClient | Client):
             raise TypeError(
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"

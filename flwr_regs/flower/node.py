@@ -120,10 +120,10 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
         raise ProtocolError(
             f"'{keys.START_KEY}' must be some hexadecimal digits, not {start!r:.80}"
         )
-    mine = context.node_config.get("partition-id")
-    if keys.CLIENT_KEY in config and mine is not None and config[keys.CLIENT_KEY] != int(mine):
+    served = context.node_config.get("partition-id")
+    if keys.CLIENT_KEY in config and served is not None and config[keys.CLIENT_KEY] != int(served):
         raise ProtocolError(
-            f"the message is for partition {config[keys.CLIENT_KEY]!r:.80}, but this node serves {mine!r}"
+            f"the message is for partition {config[keys.CLIENT_KEY]!r:.80}, but this node serves {served!r}"
         )
 
 

@@ -83,6 +83,6 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
 
 
 def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings: Any) -> RegClient:
-    client = RegClient(*args, terms=terms, **settings)
-    client.method = method  # type: ignore[misc]  # a class of its own would only say this
-    return client
+    named = {"method": method, "terms": terms}
+    kind: type[RegClient] = type(RegClient.__name__, (RegClient,), named)
+    return kind(*args, **settings)

@@ -78,8 +78,8 @@ class RegStrategy(Driven):
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         makers = [vars(c)["__init__"] for c in type(self).__mro__[:-1] if "__init__" in vars(c)]
-        own = {name for make in makers for name in signature(make).parameters}
-        check_arguments(type(self).__name__, settings, Options.names(), own)
+        taken = {name for make in makers for name in signature(make).parameters}
+        check_arguments(type(self).__name__, settings, Options.names(), taken)
         self.term = chain(check_instances(terms, type(self).__name__))
         self.options = Options.of(self.term, **settings)
         self._seeded = settings.get("seed") is not None

@@ -2,12 +2,17 @@
 
 Before the model moves, the guard looks for a client whose reply does not belong to its cohort's:
 
-- its update, an array of its upload, or of its reply in the first exchange, or its change of a buffer is
-  over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`. Zeros do not count
-  for the median, and there must be three others than zero;
+- its update, its upload or an array of it, the same of its reply in the first exchange, or its change of a
+  buffer is over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`; and over
+  10 times as long as the median of the first round, so that an honest client with new data may teach a
+  model that has converged. A client that took more steps than the median may send an update as many times
+  as long, up to `max_scale`;
+- zeros do not count for the median. Where fewer than three clients send others, the median of the last
+  five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
+  its own length;
 - a variance of BatchNorm is negative;
 - the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
-  last five, and the client's share ``ω_k Δ_k`` is longer than those of all others together.
+  last five: the fewest clients that have over half of ``Σ |ω_k| ‖Δ_k‖`` are behind it.
 
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
 model or a server slot. Two signs have no single client behind them, and are warned of:
@@ -17,12 +22,13 @@ model or a server slot. Two signs have no single client behind them, and are war
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
-Steps and means are measured over the trained parameters as one vector. A long one counts only if it is long
-in units of the learning rate too (a schedule may start again), and longer than the first: near convergence,
-where the steps are next to nothing, ten times as much is no harm. Zeros are passed over.
+Steps and means are measured over the trained parameters as one vector. What is compared with earlier rounds
+is long only if it is so in units of the learning rate too (a schedule may start again), and longer than the
+first: near convergence, where the steps are next to nothing, ten times as much is no harm. Zeros are passed
+over.
 
 Under `privacy`, and with another aggregator than `Mean`, single clients are not compared: clipping and
-noise, or the aggregator, bound what each can do.
+noise, or the aggregator, bound what each can do. A negative variance is none the less.
 """
 
 from __future__ import annotations
@@ -51,8 +57,13 @@ from flwr_regs.wire.pieces import square_sum
 
 LOG = logging.getLogger("flwr")
 LAST = 5
+ENOUGH = 3
+"""Clients with something else than zeros, so that their median counts."""
+STEP, MEAN = "step", "clients' mean"
 Length = tuple[float, float]
-"""Of a step or a mean, and of the same in units of the learning rate."""
+"""Of what was measured, and of the same in units of the learning rate."""
+Lengths = tuple[Length, ...]
+"""The first that was not zero, and the last five."""
 FAR, STEPS, LOSS = 1000.0, 10.0, 3.0
 """How many times the median of the cohort or of the last steps, of the last steps twice, and the first
 round's loss, are too much."""
@@ -68,14 +79,13 @@ class DivergenceGuard(Snapshots):
         The training's name in warnings.
     """
 
-    kept = ("steps", "means", "count", "long", "first_loss", "warned")
+    kept = ("lengths", "usual", "count", "long", "first_loss", "warned")
 
     def __init__(self, options: Options, method: str) -> None:
         self._options, self._method = options, method
         self._compares = options.privacy is None and isinstance(options.aggregator, Mean)
-        self.steps: list[Length] = []  # of the first step that is not zero, and of the last five
-        self.means: list[Length] = []  # the same of ``Σ ω_k Δ_k``, of which terms make a step
-        self._mean: Length = (0.0, 0.0)  # of the step that is being made
+        self.lengths: dict[str, Lengths] = {}  # what was measured -> its lengths
+        self.usual: dict[str, Length] = {}  # the same of this round, until its step is made
         self.count = 0  # steps that were not zero
         self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
@@ -86,7 +96,7 @@ class DivergenceGuard(Snapshots):
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
         checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
-        norms: dict[tuple[str, str], dict[int, float]] = {}
+        squares: dict[tuple[str, str], dict[int, float]] = {}
         times: dict[str, dict[int, float]] = {}
         for pid, upload in uploads.items() if self._compares else ():
             for name, slot in upload.items():
@@ -95,10 +105,24 @@ class DivergenceGuard(Snapshots):
                     times.setdefault(name, {})[pid] = bound
                 for key, a in slot.items():
                     if np.asarray(a).dtype.kind == "f":
-                        norms.setdefault((name, key), {})[pid] = math.sqrt(square_sum(a))
+                        of_all = squares.setdefault((name, ""), {})
+                        square = squares.setdefault((name, key), {})[pid] = square_sum(a)
+                        of_all[pid] = of_all.get(pid, 0.0) + square
         wrong: dict[int, str] = {}
-        for (name, key), lengths in norms.items():
-            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", times.get(name, {}))
+        for (name, key), of_each in squares.items():
+            which = f"{what} '{key}' of '{name}'" if key else f"{what} of '{name}'"
+            wrong |= self._beyond(this_round, which, of_each, times.get(name, {}))
+        self._leave_out(this_round, wrong)
+
+    def check_variances(self, this_round: Round, base: Mapping[str, np.ndarray]) -> None:
+        """Raise UnusableReplies for clients with a negative variance; `base` is ``w_t``."""
+        wrong: dict[int, str] = {}
+        pids = list(this_round.used)
+        for name in [n for n in statistics(base) if n.endswith("running_var")]:
+            moves = Moves(name, base[name], this_round.used).read(pids)
+            negative = (moves + base[name].reshape(-1) < 0).any(axis=1)
+            where = f"its '{name}' holds a negative variance"
+            wrong |= {pid: where for pid, bad in zip(pids, negative, strict=True) if bad}
         self._leave_out(this_round, wrong)
 
     def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
@@ -106,31 +130,64 @@ class DivergenceGuard(Snapshots):
         base, replies = updates.base, updates.replies
         squares: dict[str, dict[int, float]] = {}
         means = mean_delta(updates, squares)
-        norms = {p: math.sqrt(sum(squares[n][p] for n in updates.trained)) for p in replies}
-        wrong = beyond(norms, "update")
+        of_all = {p: sum(squares[n][p] for n in updates.trained) for p in replies}
+        steps = {p: reply.steps[0] for p, reply in replies.items() if reply.steps is not None}
+        usual = max(median_low(steps.values()), 1) if steps else 1
+        most = self._options.max_scale
+        times = {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in replies}
+        wrong = self._beyond(this_round, "update", of_all, times)
         for name in base.keys() & updates.fixed:
             if base[name].dtype.kind == "f":
-                changes = {p: math.sqrt(square) for p, square in squares[name].items()}
-                wrong |= beyond(changes, f"change of '{name}'")
-        pids = list(replies)
-        for name in [n for n in statistics(base) if n.endswith("running_var")]:
-            variances = Moves(name, base[name], replies).read(pids) + base[name].reshape(-1)
-            negative = [pid for pid, row in zip(pids, variances, strict=True) if (row < 0).any()]
-            wrong |= dict.fromkeys(negative, f"its '{name}' holds a negative variance")
+                given = math.sqrt(square_sum(base[name]))
+                wrong |= self._beyond(this_round, f"change of '{name}'", squares[name], given=given)
         self._leave_out(this_round, wrong)
         length = math.sqrt(sum(square_sum(means[n]) for n in updates.trained))
-        self._mean = length, length / (this_round.lr or 1.0)
-        shares = {p: abs(updates.scaled[p]) * norm for p, norm in norms.items()}
-        longest = max(shares, key=shares.__getitem__)
-        alone = len(shares) > 1 and 2 * shares[longest] > sum(shares.values())
-        if alone and is_long([*self.means, self._mean], FAR):
-            usual = median(a for a, _ in self.means[-LAST:])
+        mean = self.usual[MEAN] = length, length / (this_round.lr or 1.0)
+        shares = {p: abs(updates.scaled[p]) * math.sqrt(of_all[p]) for p in replies}
+        behind, left = [], sum(shares.values()) / 2
+        for pid in sorted(shares, key=shares.__getitem__, reverse=True):
+            if left >= 0:
+                behind.append(pid)
+                left -= shares[pid]
+        before = self.lengths.get(MEAN, ())
+        if is_long([*before, mean], max(times[p] for p in behind)) and length > _ordinary(before):
             text = (
-                f"with its update, the clients' mean is {self._mean[0]:.3g} long, over {FAR:g} times the "
-                f"median of the last {LAST} ({usual:.3g})"
+                f"with its update, the clients' mean is {length:.3g} long, over {FAR:g} times the "
+                f"median of the last {LAST} ({_usual(before):.3g})"
             )
-            self._leave_out(this_round, {longest: text})
+            self._leave_out(this_round, dict.fromkeys(behind, text))
         return means
+
+    def _beyond(
+        self,
+        this_round: Round,
+        what: str,
+        squares: Mapping[int, float],
+        times: Mapping[int, float] | None = None,
+        given: float = 0.0,
+    ) -> dict[int, str]:
+        """Return why, by partition id, for what is too long; `squares` are the squares of its lengths.
+
+        `times` are other bounds than 1,000, by partition id. `given` is the length to compare with where
+        nothing else is known.
+        """
+        norms = {pid: math.sqrt(square) for pid, square in squares.items()}
+        bounds = dict.fromkeys(norms, FAR) | dict(times or {})
+        others, before = [n for n in norms.values() if n > 0], self.lengths.get(what, ())
+        lr, whose = this_round.lr or 1.0, "its cohort's median"
+        if before and len(others) < ENOUGH:
+            usual, whose = _usual(before), f"the median of the last {LAST} rounds"
+            far = [p for p, n in norms.items() if is_long([*before, (n, n / lr)], bounds[p])]
+        else:
+            usual = median_low(others) if len(others) >= min(ENOUGH, len(norms)) else given
+            far = [p for p, n in norms.items() if n > bounds[p] * usual > 0]
+        far = [p for p in far if bounds[p] < FAR or norms[p] > _ordinary(before)]
+        if good := [n for p, n in norms.items() if n > 0 and p not in far]:
+            self.usual[what] = median_low(good), median_low(good) / lr
+        return {
+            p: f"its {what} is {norms[p]:.3g} long, over {bounds[p]:g} times {whose} ({usual:.3g})"
+            for p in far
+        }
 
     def watch(self, this_round: Round, square: float) -> None:
         """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
@@ -142,7 +199,10 @@ class DivergenceGuard(Snapshots):
         """
         loss = None if self._options.privacy is not None else _usual_loss(this_round)
         sign = self.look(math.sqrt(square), this_round.lr, loss)
-        note(self.means, self._mean)
+        self.lengths = {**self.lengths} | {
+            what: noted(self.lengths.get(what, ()), last) for what, last in self.usual.items()
+        }
+        self.usual = {}
         if sign:
             likely = ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
             self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
@@ -159,8 +219,8 @@ class DivergenceGuard(Snapshots):
         loss : float, optional
             The training loss; None if it is not known. It is compared with the first positive one.
         """
-        steps = [*self.steps, (length, length / (lr or 1.0))]
-        note(self.steps, steps[-1])
+        steps = *self.lengths.get(STEP, ()), (length, length / (lr or 1.0))
+        self.lengths = {**self.lengths, STEP: noted(steps[:-1], steps[-1])}
         if length > 0:
             self.count += 1
             far, again = is_long(steps, FAR), ""
@@ -170,7 +230,7 @@ class DivergenceGuard(Snapshots):
                     self.long[-1] - self.long[0] in range(1, LAST + 1)
                 )
             if far or again:
-                usual = median(a for a, _ in steps[-LAST - 1 : -1])
+                usual = _usual(steps[:-1])
                 return (
                     f"{'' if far else again}the global step is over {FAR if far else STEPS:g} times the "
                     f"median of the last {LAST} ({length:.3g} against {usual:.3g})"
@@ -218,27 +278,6 @@ def _note_event(this_round: Round, text: str) -> None:
     this_round.events["divergence"] = "; ".join(filter(None, texts))
 
 
-def beyond(
-    norms: Mapping[int, float], what: str, times: Mapping[int, float] | None = None
-) -> dict[int, str]:
-    """Return why, by partition id, for norms over 1,000 times their median, the lower one.
-
-    `times` are other bounds, by partition id.
-
-    Zeros do not count: where most clients send none, those that do are not compared with them.
-    """
-    others = [norm for norm in norms.values() if norm > 0]
-    if len(others) < 3:
-        return {}
-    usual = median_low(others)
-    bounds = dict.fromkeys(norms, FAR) | dict(times or {})
-    return {
-        pid: f"its {what} is {norm:.3g} long, over {bounds[pid]:g} times its cohort's median ({usual:.3g})"
-        for pid, norm in norms.items()
-        if norm > bounds[pid] * usual
-    }
-
-
 def is_long(lengths: Sequence[Length], times: float) -> bool:
     """Whether the last is over `times` the median of the five before, and longer than the first."""
     before, last = lengths[:-1], lengths[-1]
@@ -248,11 +287,18 @@ def is_long(lengths: Sequence[Length], times: float) -> bool:
     )
 
 
-def note(lengths: list[Length], last: Length) -> None:
-    """Append a length that is not zero; keep the first and the last five."""
-    if last[0] > 0:
-        lengths.append(last)
-        del lengths[1:-LAST]
+def noted(lengths: Lengths, last: Length) -> Lengths:
+    """Return the lengths with the last, unless it is zero: the first of them and the last five."""
+    return (*lengths[:1], *(*lengths[1:], last)[-LAST:]) if last[0] > 0 else lengths
+
+
+def _ordinary(before: Lengths) -> float:
+    """Return a length that is ordinary before a model converges."""
+    return STEPS * before[0][0] if before else 0.0
+
+
+def _usual(before: Lengths) -> float:
+    return median(length for length, _ in before[-LAST:])
 
 
 def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[str]:

@@ -90,9 +90,10 @@ class Options:
         most this, and FedNova's normaliser within this factor of the cohort's median.
     on_divergence : {"exclude", "warn", "stop"}
         What happens at a sign of divergence (:mod:`flwr_regs.server.divergence`). ``"exclude"``: a client
-        whose update, upload, buffer or first exchange is over 1,000 times as long as its cohort's median,
-        or makes the global step over 1,000 times the median of the last five, or that sends a negative
-        variance, is left out and named, and the step is made again. Signs without such a client (a step
+        whose update, upload, buffer or first exchange is over 1,000 times as long as its cohort's median
+        (of one or two clients: as the last rounds'), or that makes up most of a mean over 1,000 times the
+        median of the last five, or that sends a negative variance, is left out and named, and the step is
+        made again. Signs without such a client (a step
         over 10 times the median of the last five, twice; the clients' median loss over 3 times the first
         round's) give one warning. ``"warn"``: one warning of the first sign of either kind. ``"stop"``:
         :class:`RoundFailed` at each, before the model moves. The history's ``"divergence"`` has the text.

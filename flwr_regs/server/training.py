@@ -344,6 +344,7 @@ class Training:
                 self._guard.check_uploads(
                     this_round, {p: r.uploads for p, r in this_round.used.items()}
                 )
+                self._guard.check_variances(this_round, self.model.given)
                 given = update_weights(weigher, this_round.used, context)
                 scaled = bounded_shares(given, self.options.max_weight)
                 self.model.advance(this_round.used, context, scaled, mean, watch, robust)
@@ -432,7 +433,7 @@ class Training:
         used = this_round.used
         processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
         this_round.examples_processed = sum(
-            n for n in processed if isinstance(n, int) and usable(n)
+            n for n in processed if isinstance(n, int) and usable(n) and n > 0
         )
         reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
         if left_out:

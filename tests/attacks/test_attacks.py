@@ -62,6 +62,13 @@ def entry(key: str, value: Any) -> Lie:
     return lie
 
 
+def twice(reply: Reply) -> None:
+    """Each array also under the name that ``torch.compile`` gives it."""
+    arrays = reply.content.array_records["arrays"]
+    for name in list(arrays):
+        arrays[f"_orig_mod.{name}"] = arrays[name]
+
+
 def again() -> Lie:
     """The first reply, sent in each round."""
     first: dict[str, Any] = {}
@@ -107,7 +114,9 @@ BOUNDED = {**FLIPPED, "max_weight": 0.2}
 SCALE = {"incomplete": "scale"}
 BY_EPOCHS = {"length": EPOCHS, "weighting": "uniform"}
 FAR = "over 1000 times its cohort's median"
+PAST = "the median of the last 5 rounds"
 NORM = {"batch_norm": True}
+PAIR = {"clients": 2}
 
 ATTACKS: dict[str, Attack] = {
     # what a client says of itself
@@ -158,6 +167,14 @@ ATTACKS: dict[str, Attack] = {
     "a training loss of 1e15": Attack(claims(train_loss=1e15), ("FedAvg", "EFL"), 0, 0.0),
     "no training loss": Attack(claims(train_loss=float("nan")), ("FedAvg",), 0, 0.0),
     "many examples processed": Attack(claims(examples_processed=10**15), ("FedAvg",), 0, 0.0),
+    **{
+        f"{n!r} examples": Attack(claims(num_examples=n), named=6)
+        for n in (-0.0, 5e-324, -1.0, float("inf"), float("nan"), 1e16)
+    },
+    **{
+        f"{n!r} local steps": Attack(claims(local_steps=n), ("SCAFFOLD", "FedNova"), 6)
+        for n in (-1, 9.0, float("nan"), 2**62)
+    },
     # what it sends
     "one huge update in round 1": Attack(values(lambda a: a + HUGE, 1), EVERY, 1, event=FAR),
     "one huge update in round 2": Attack(
@@ -207,13 +224,35 @@ ATTACKS: dict[str, Attack] = {
         values(lambda a: a + HUGE, 2),
         ("FedAvg", "EFL", "SCAFFOLD", "FedAdam"),
         1,
-        event="with its update, the clients' mean",
-        settings={"clients": 2},
+        event=PAST,
+        settings=PAIR,
+    ),
+    "a huge update in round 1 of a cohort of two": Attack(
+        values(lambda a: a + HUGE, 1), ("FedAvg", "EFL", "SCAFFOLD"), 1, 0.1, FAR, PAIR
+    ),
+    "a huge upload in a cohort of two": Attack(
+        values(lambda a: 0 * a + HUGE, 3, ".upload"), UPLOADING[2:], 1, 0.1, PAST, PAIR
+    ),
+    "a huge probe in a cohort of two": Attack(
+        values(lambda a: 0 * a + HUGE, 3, ".upload"), PROBING[:1], 1, 0.1, PAST, PAIR
+    ),
+    "a huge mean in BatchNorm in a cohort of two": Attack(
+        buffer("running_mean", HUGE), ("FedAvg", "SCAFFOLD"), 6, 0.1, "change", NORM | PAIR
+    ),
+    "a negative variance under a robust aggregator": Attack(
+        buffer("running_var", -100.0),
+        ("FedAvg", "FedADC"),
+        6,
+        event="negative",
+        settings=NORM | {"aggregator": fr.NormBound()},
     ),
     # what it says about its arrays
     "other buffers than the others'": Attack(
         entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6
     ),
+    "each parameter under two names": Attack(twice, ("FedAvg", "EFL"), 6),
+    "a reply of another training": Attack(entry(keys.START_KEY, "x"), ("FedAvg", "Mime"), 6),
+    "a reply of no round": Attack(entry(keys.ROUND_KEY, -1), ("FedAvg", "Mime"), 6),
     "another method": Attack(entry(keys.METHOD_KEY, "FedProx"), ("FedAvg", "EFL"), 6),
     "the reply of round 1 again": Attack(again(), ("FedAvg", "EFL"), 5),
     "other frozen parameters": Attack(entry(keys.FROZEN_DIGEST_KEY, "x"), ("FedAvg",), 6),

@@ -184,10 +184,10 @@ def test_a_resumed_run_equals_the_unbroken_one(case: Case, tmp_path: Path) -> No
     break_off(case, tmp_path, 3, 1, case.grid())
     assert latest(tmp_path).round == 2
     again = case.build(checkpoint_dir=tmp_path)
-    found = train(again, case.grid(), case, resume_from=tmp_path)
-    assert bits(again.arrays) == bits(whole.arrays) == bits(found.arrays)
+    resumed = train(again, case.grid(), case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(whole.arrays) == bits(resumed.arrays)
     assert timeless(again.history) == timeless(whole.history)
-    assert numbers(found) == numbers(result)
+    assert numbers(resumed) == numbers(result)
     assert len(again.history) == ROUNDS
 
 
@@ -217,10 +217,10 @@ def test_what_nodes_save_themselves_is_not_lost_in_a_new_run(name: str, tmp_path
     def saving(*args: Any, **settings: Any) -> Any:
         return case.client(*args, save_private=tmp_path / "nodes", **settings)
 
-    mine = Case(case.name, case.strategy, saving, case.model)
-    break_off(mine, tmp_path / "server", 3, 1, mine.grid(Remote))
-    again = mine.build(checkpoint_dir=tmp_path / "server")
-    train(again, mine.grid(Remote), mine, resume_from=tmp_path / "server")
+    on_disk = Case(case.name, case.strategy, saving, case.model)
+    break_off(on_disk, tmp_path / "server", 3, 1, on_disk.grid(Remote))
+    again = on_disk.build(checkpoint_dir=tmp_path / "server")
+    train(again, on_disk.grid(Remote), on_disk, resume_from=tmp_path / "server")
     assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
     assert [e["lost_state"] + e["lost_private"] for e in again.history] == [[]] * ROUNDS
 
@@ -229,8 +229,8 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
     case = OF["FedADC-delta"]
     result = train(case.build(checkpoint_dir=tmp_path), case.grid(), case)
     again = case.build(checkpoint_dir=tmp_path)
-    found = train(again, case.grid(), case, resume_from=tmp_path)
-    assert (bits(found.arrays), numbers(found)) == (bits(result.arrays), numbers(result))
+    returned = train(again, case.grid(), case, resume_from=tmp_path)
+    assert (bits(returned.arrays), numbers(returned)) == (bits(result.arrays), numbers(result))
     longer, whole = case.build(checkpoint_dir=tmp_path), case.build()
     train(longer, case.grid(), case, resume_from=tmp_path, num_rounds=6)
     train(whole, case.grid(), case, num_rounds=6)
@@ -239,15 +239,15 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
 
 
 def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path) -> None:
-    found: list[int] = []
+    saved: list[int] = []
 
     def callback(entry: dict[str, Any]) -> bool:
-        found.append(latest(tmp_path).round)
+        saved.append(latest(tmp_path).round)
         return bool(entry["round"] == 2)
 
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path, on_round=callback), case.grid(), case)
-    assert found == [1, 2]
+    assert saved == [1, 2]
     assert latest(tmp_path).history[-1]["stopped"].endswith("returned True")
 
 
@@ -305,10 +305,10 @@ def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path / "a"), case.grid(), num_rounds=1)
-    found = latest(tmp_path / "a")
-    del found.state["training"]["remembered"]["held"]
+    checkpoint = latest(tmp_path / "a")
+    del checkpoint.state["training"]["remembered"]["held"]
     other = Folder(tmp_path / "b")
-    other.save(1, found.state, found.history)
+    other.save(1, checkpoint.state, checkpoint.history)
     other.close()
     with pytest.raises(CheckpointError, match="cannot be resumed: it lacks 'held'"):
         train(case.build(), case.grid(), resume_from=tmp_path / "b")

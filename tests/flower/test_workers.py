@@ -26,7 +26,7 @@ from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from tests.conftest import ROOT
-from tests.flower.deployed.federation import until
+from tests.processes import until
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", "FedBN", "SCAFFOLD")

@@ -12,10 +12,13 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
+from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.divergence import DivergenceGuard, suspects
 from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
@@ -97,6 +100,77 @@ def test_the_likely_parameters_are_the_strengths_and_the_learning_rates(
 ) -> None:
     assert suspects(strategy.term, {}, 0.1) == names
     assert suspects(strategy.term, {"momentum": 0.9}, 0.1) == [*names, "momentum (0.9)"]
+
+
+def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float = 0.0) -> Any:
+    """The clients that each round leaves out, whose changes of an array are so long."""
+    guard, out = DivergenceGuard(Options.of(chain([])), "FedAvg"), []
+    base, fixed = {name: np.array([w]), "v": np.zeros(1)}, {name} - {"w"}
+    for number, lengths in enumerate(rounds, start=1):
+        this_round, wrong = Round(number, lr=1.0), dict[int, str]()
+        steps_of = dict(enumerate(steps or [9] * len(lengths)))
+        while len(wrong) < len(lengths):
+            replies = {
+                k: Reply(
+                    {}, {}, {}, 1.0, {name: np.array([x])}, (steps_of[k], max(steps_of.values()))
+                )
+                for k, x in enumerate(lengths)
+                if k not in wrong
+            }
+            p = dict.fromkeys(replies, 1 / len(replies))
+            try:
+                guard.mean(this_round, Updates(base, replies, p, p, fixed))
+                break
+            except UnusableReplies as error:
+                wrong |= error.why
+        guard.watch(this_round, 1.0)
+        out.append(sorted(wrong))
+    return out
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
+@pytest.mark.parametrize(
+    ("rounds", "found"),
+    [
+        ([[1, 1, 1001]], [[2]]),
+        ([[1, 1, 999]], [[]]),
+        ([[1] * 5 + [1e7] * 5], [[5, 6, 7, 8, 9]]),  # of two medians the lower one
+        ([[0, 0, 1, 5000]], [[]]),  # zeros say nothing
+        ([[1, 1001]], [[1]]),  # two, and nothing is known
+        ([[1, 1], [1, 1001]], [[], [1]]),
+        ([[1, 1], [1e-9, 1]], [[], []]),  # now the other is not taken for long
+        ([[1], [1001]], [[], [0]]),
+        ([[1] * 9, [1] * 4 + [2e6] * 5], [[], [4, 5, 6, 7, 8]]),  # most of them, but not always
+        ([[1] * 9, [1] * 4 + [1e-9] * 5], [[], []]),
+        ([[1] * 9, [1e-6] * 8 + [9]], [[], []]),  # a client with new data, once the others have converged
+        ([[1] * 9, [1e-6] * 8 + [11]], [[], [8]]),
+        ([[1, 1], [1e-6] * 2, [1e-6, 9]], [[], [], []]),
+    ],
+)  # fmt: skip
+def test_a_long_update_is_left_out(
+    rounds: list[list[float]], found: Any, unit: float, sign: float
+) -> None:
+    assert left_out(*([sign * unit * x for x in each] for each in rounds)) == found
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "found"),
+    [(9, 1001, [3]), (90, 9999, []), (90, 10_001, [3]), (10**9, 9999, []), (10**9, 10_001, [3])],
+)
+def test_a_client_that_takes_more_steps_may_go_as_much_further_up_to_max_scale(
+    steps: int, length: float, found: list[int]
+) -> None:
+    """One with a thousand times the data, and momentum, goes over a thousand times as far."""
+    taken = [9, 9, 9, steps]
+    assert left_out([1, 1, 1, length], steps=taken) == [found]
+    assert left_out([1, 1, 1, 0], [1, 1, 1, length], steps=taken) == [[], found]
+
+
+def test_a_buffer_that_nobody_else_changes_is_compared_with_itself() -> None:
+    assert left_out([0, 0, 0, 1e14], name="inv_freq", w=5.0) == [[3]]
+    assert left_out([0, 0, 0, 4999], name="inv_freq", w=5.0) == [[]]
+    assert left_out([0, 0, 0, 1e14], name="mean", w=0.0) == [[]]
 
 
 def reporting(loss: Any) -> NumpyNetwork:

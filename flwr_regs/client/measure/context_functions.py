@@ -97,7 +97,6 @@ class Measures:
             raise RuntimeError("there is no learning rate to train with: no round has been trained")
         values = {n: p.detach().clone() for n, p in params.items()}
         for inputs, targets in again(int(steps)):
-            leaves = {n: v.requires_grad_() for n, v in values.items()}
             here = replace(
                 ctx,
                 broadcast={},
@@ -107,11 +106,20 @@ class Measures:
                 output_at=partial(self.call, inputs, targets),
                 features_at=partial(self._features, inputs),
             )
-            with torch.enable_grad():
-                grads = gradients(loss(leaves, here), leaves)
-            values = {n: v.detach() - ctx.lr * grads[n] for n, v in leaves.items()}
+
+            def objective(leaves: Arrays, here: ClientContext = here) -> Any:
+                return loss(leaves, here)
+
+            grads = self.gradient(objective, values)
+            values = {n: v - ctx.lr * grads[n] for n, v in values.items()}
             values = values if after is None else after(values)
         return {n: v.detach() for n, v in values.items()}
+
+    def gradient(self, loss: Callable[[Arrays], Any], params: Arrays) -> Arrays:
+        """Return the gradient of a function of parameters."""
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        with torch.enable_grad():
+            return gradients(loss(leaves), leaves)
 
     def output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:
         """Return the model's output on a batch, in eval mode; differentiable."""
@@ -158,24 +166,26 @@ class Measures:
         whole = self._whole(params)
         for inputs, targets in self._batches():
             size = batch_size(targets)
-            total += self._loss(inputs, targets, whole).double() * size
+            total = total + self._loss(inputs, targets, whole).double() * size
             count += size
         wide = torch.promote_types(next(iter(params.values())).dtype, torch.float32)
         return (total / count).to(wide)
 
     def mean_gradient(self, params: Arrays) -> Arrays:
         """Return the gradient of :meth:`mean_loss`, in the parameters' dtypes or a wider one."""
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        whole = {**self._whole(params), **leaves}
-        wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in leaves.items()}
-        total, count = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in leaves.items()}, 0
-        with torch.enable_grad():
-            for inputs, targets in self._batches():
-                loss = self._loss(inputs, targets, whole)
-                size = batch_size(targets)
-                for n, g in gradients(loss, leaves).items():
-                    total[n] += g.to(wide[n]) * size
-                count += size
+        whole = self._whole(params)
+        wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in params.items()}
+        total, count = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in params.items()}, 0
+
+        def loss(leaves: Arrays, inputs: Any, targets: Any) -> Tensor:
+            return self._loss(inputs, targets, {**whole, **leaves})
+
+        for inputs, targets in self._batches():
+            size = batch_size(targets)
+            found = self.gradient(partial(loss, inputs=inputs, targets=targets), params)
+            for n, g in found.items():
+                total[n] = total[n] + g.to(wide[n]) * size
+            count += size
         return {n: t / count for n, t in total.items()}
 
     @torch.no_grad()

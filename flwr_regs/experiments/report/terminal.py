@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
         raise missing_extra("rich", "the table") from error
     head, *rows = lines
     if width:
+        others = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][1:]
+        rows = [[_folded(row[0], width - 2 - sum(others)), *row[1:]] for row in rows]
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     else:
         grid, rows = Table.grid(padding=(0, 2, 0, 0)), [head, *rows]
@@ -40,3 +43,13 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     plain = Console(file=out, width=width or 10_000, color_system=None, **PLAIN)
     plain.print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def _folded(text: str, width: int) -> str:
+    """Return a call in lines of a width, where its punctuation allows."""
+    lines = [""]
+    for piece in re.findall(r"[^+(, ]*[+(, ]*", text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)

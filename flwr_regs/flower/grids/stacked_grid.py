@@ -90,8 +90,6 @@ class StackedGrid(InProcessGrid):
         self._settings = Settings(memory, PRECISIONS[precision], check, compile)
         self._stacks = Stacks(self._settings)
         self._processes: StackProcesses | None = None
-        if isinstance(client_app, Clients):
-            client_app.join()
 
     @property
     def fallbacks(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import all_finite
-from flwr_regs.wire.pieces import pieces, square_sum
+from flwr_regs.wire.pieces import pieces
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.rows import Row
 
@@ -192,8 +192,3 @@ def _opened(
     step = max(1, min(TOGETHER, OPENED // max(sum(w.size for w in base.values()), 1)))
     for first in range(0, len(pids), step):
         yield {p: replies[p].open for p in pids[first : first + step]}
-
-
-def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:
-    """Return ``‖v_k − w_t‖`` over all trained arrays as one vector."""
-    return float(np.sqrt(sum(map(square_sum, update_of(reply, base, fixed).values()))))

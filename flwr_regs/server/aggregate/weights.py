@@ -10,12 +10,13 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from flwr_regs.abilities import Weighs
-from flwr_regs.server.aggregate.updates import update_norm
+from flwr_regs.server.aggregate.updates import update_of
 from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.pieces import square_sum
 
 STEPS = (
     "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
@@ -104,7 +105,8 @@ class Stats:
 
     @cached_property
     def norm(self) -> float:
-        return update_norm(self._reply, self._base, self._fixed)
+        update = update_of(self._reply, self._base, self._fixed)  # as one vector
+        return float(np.sqrt(sum(map(square_sum, update.values()))))
 
 
 @dataclass(frozen=True)

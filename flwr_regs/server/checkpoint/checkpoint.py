@@ -133,10 +133,19 @@ def read(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"{path} is damaged: {error.strerror}") from error
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedCheckpoint(f"{path} is damaged: its bytes are not those that were written")
-    arrays = unpack(body)
+    try:
+        return _parsed(path, unpack(body))
+    except CheckpointError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: it holds no checkpoint") from error
+
+
+def _parsed(path: Path, arrays: dict[str, np.ndarray]) -> Checkpoint:
+    """Return what the parts of a file hold; raise whatever a file of another kind makes it raise."""
     manifest = json.loads(arrays.pop(MANIFEST).tobytes())
     if manifest["kind"] != KIND:
-        raise CheckpointError(f"{path} is a {manifest['kind']!r}, not a {KIND!r}")
+        raise CheckpointError(f"{path} is a {manifest['kind']!r:.40}, not a {KIND!r}")
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest['format']}, written by flwr_regs "

@@ -138,6 +138,7 @@ def test_the_table_fits_80_columns(
     results = Results(every, [note], baseline=baseline)
     text, tex = results.text(), results.latex()
     assert max(map(len, text.splitlines())) <= 80
+    assert seeds > 1 or "density_up=0.01," in text  # folded between arguments, where there is room
     assert "\x1b" not in text
     assert text == "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
     assert ("n = 3 (seeds 0, 1, 2)" if seeds == 3 else "n = 1 (seed 0)") in text

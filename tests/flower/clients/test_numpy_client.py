@@ -32,8 +32,8 @@ def run(strategy: Any, client: Any, foreign: set[int], length: dict[str, int]) -
     ours = app_of(client, DATA, model)
 
     def either(message: Message, context: Context) -> Message:
-        mine = EXAMPLE["app"] if context.node_config["partition-id"] in foreign else ours
-        reply: Message = mine(message, context)
+        app = EXAMPLE["app"] if context.node_config["partition-id"] in foreign else ours
+        reply: Message = app(message, context)
         return reply
 
     grid = SerialisingGrid(either, 4)  # type: ignore[arg-type]

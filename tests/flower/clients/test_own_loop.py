@@ -80,8 +80,8 @@ def own_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         net = model()
-        mine = data[int(context.node_config["partition-id"])]
-        round_ = ClientRound(message, method, net, mine, device="cpu", **kwargs)
+        batches = data[int(context.node_config["partition-id"])]
+        round_ = ClientRound(message, method, net, batches, device="cpu", **kwargs)
         loop(round_, net, make)
         return round_.reply({"mine": 2.5})
 
@@ -90,10 +90,13 @@ def own_app(
         net = model()
         load_model(message, method, net)
         net.eval()
-        mine = data[int(context.node_config["partition-id"])]
+        batches = data[int(context.node_config["partition-id"])]
         with torch.no_grad():
-            losses = [float(cross_entropy(net(x), y)) for x, y in mine]
-        metrics = {"loss": sum(losses) / len(losses), "num-examples": sum(len(y) for _, y in mine)}
+            losses = [float(cross_entropy(net(x), y)) for x, y in batches]
+        metrics = {
+            "loss": sum(losses) / len(losses),
+            "num-examples": sum(len(y) for _, y in batches),
+        }
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app
@@ -106,12 +109,12 @@ def own_app(
 )
 def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
     settings = {**case.settings, "seed": 3, "fraction_train": 0.75}
-    mine, theirs = case.strategy(**settings), case.strategy(**settings)
+    ours, theirs = case.strategy(**settings), case.strategy(**settings)
     want = run(theirs, case.client)
-    got = run(mine, case.client, grid=InProcessGrid(own_app(case.client, loop), 4))
-    assert not any(e["failures"] for e in mine.history)
+    got = run(ours, case.client, grid=InProcessGrid(own_app(case.client, loop), 4))
+    assert not any(e["failures"] for e in ours.history)
     close(got, want, 0.0 if loop is plain_loop else 1e-12)
-    for a, b in zip(mine.history, theirs.history, strict=True):
+    for a, b in zip(ours.history, theirs.history, strict=True):
         assert a["train_metrics"].pop("mine") == 2.5
         if loop is plain_loop:
             assert a["train_metrics"] == b["train_metrics"]
@@ -165,8 +168,8 @@ def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
     data = make_clients()
 
     def counts(context: Context) -> Sequence[int]:
-        mine = data[int(context.node_config["partition-id"])]
-        return torch.bincount(torch.cat([y for _, y in mine]), minlength=3).tolist()
+        ours = data[int(context.node_config["partition-id"])]
+        return torch.bincount(torch.cat([y for _, y in ours]), minlength=3).tolist()
 
     def app_with(label_counts: Any) -> RegClientApp:
         app = RegClientApp(label_counts=label_counts)
@@ -176,10 +179,10 @@ def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
     def strategy() -> FedFOR:
         return FedFOR(seed=3, cohorts="class-covering", fraction_train=0.5)
 
-    mine, theirs = strategy(), strategy()
-    run(mine, FedFORClient, grid=InProcessGrid(app_with(counts), 4))
+    ours, theirs = strategy(), strategy()
+    run(ours, FedFORClient, grid=InProcessGrid(app_with(counts), 4))
     run(theirs, FedFORClient, share_label_counts=True)
-    assert [e["cohort"] for e in mine.history] == [e["cohort"] for e in theirs.history]
+    assert [e["cohort"] for e in ours.history] == [e["cohort"] for e in theirs.history]
     with pytest.raises(PopulationError, match="need label counts"):
         run(strategy(), FedFORClient, grid=InProcessGrid(app_with(None), 4))
 

@@ -68,8 +68,8 @@ def grid_of(
     data = make_clients(n)
 
     def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return client(build(), mine, mine, device="cpu", **settings)
+        batches = data[context.node_config["partition-id"]]
+        return client(build(), batches, batches, device="cpu", **settings)
 
     return kind(client_app(client_fn), n)
 
@@ -253,8 +253,8 @@ def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
     unbroken, broken = build(seed=1), build(seed=1)
     expected = run(unbroken, client, rounds=4, model=model, grid=grid_of(client, kind=Tapped))
     restarting = grid_of(client, kind=grid, save_private=tmp_path)
-    found = run(broken, client, rounds=4, model=model, grid=restarting)
-    close(found, expected, 0.0)
+    got = run(broken, client, rounds=4, model=model, grid=restarting)
+    close(got, expected, 0.0)
     for a, b in zip(unbroken.history, broken.history, strict=True):
         assert a["evaluate"]["clients"] == b["evaluate"]["clients"]
         assert not b["lost_private"] + b["lost_state"]
@@ -306,9 +306,9 @@ def test_a_disk_that_fails_costs_a_warning(
     grid.change = fault
     strategy = fr.FedPer(PINS, seed=1)
     caplog.set_level(logging.WARNING, "flwr")
-    found = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
+    got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
     monkeypatch.undo()
-    close(found, usual(), 0.0)
+    close(got, usual(), 0.0)
     assert [e.get("not_saved", []) for e in strategy.history] == [[], [], [0, 1, 2], []]
     for pid in range(3):
         (folder,) = tmp_path.glob(f"partition-{pid}/*")
@@ -352,15 +352,15 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
     strategy = fr.FedPer(PINS, seed=1)
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
     arrays = run(strategy, fr.FedPerClient, rounds=3, model=model, grid=grid)
-    mine = model()
-    mine.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
-    found = load_private(tmp_path, 1)
-    assert found.keys() == LAYER
-    mine.load_state_dict(found, strict=False)
-    mine.eval()
+    personal = model()
+    personal.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
+    head = load_private(tmp_path, 1)
+    assert head.keys() == LAYER
+    personal.load_state_dict(head, strict=False)
+    personal.eval()
     data = make_clients(3)[1]
     with torch.no_grad():
-        loss = sum(float(nn.functional.cross_entropy(mine(x), y)) * len(y) for x, y in data)
+        loss = sum(float(nn.functional.cross_entropy(personal(x), y)) * len(y) for x, y in data)
     claimed = strategy.history[-1]["evaluate"]["clients"][1]["loss"]
     assert loss / sum(len(y) for _, y in data) == pytest.approx(claimed, abs=1e-12)
     (start,) = [p.name for p in (tmp_path / "partition-1").iterdir()]
@@ -379,12 +379,12 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
 def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:
     """The same bits as the package's client, with nodes that are restarted."""
     app, data = fr.RegClientApp(), make_clients(3)
-    mine: dict[str, Any] = {"private": PINS, "save_private": tmp_path}
+    keeping: dict[str, Any] = {"private": PINS, "save_private": tmp_path}
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
-        own, batches = model(), data[context.node_config["partition-id"]]
-        loop = fr.ClientRound(message, fr.FedPerClient, own, batches, device="cpu", **mine)
+        net, batches = model(), data[context.node_config["partition-id"]]
+        loop = fr.ClientRound(message, fr.FedPerClient, net, batches, device="cpu", **keeping)
         optimizer = loop.optimizer()
         for inputs, targets in loop.batches():
             optimizer.zero_grad()
@@ -397,15 +397,15 @@ def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:
 
     @app.evaluate()
     def evaluate(message: Message, context: Any) -> Message:
-        own = model()
-        fr.load_model(message, fr.FedPerClient, own, **mine)
-        heads[context.node_config["partition-id"]] = own.state_dict()["3.bias"].clone()
+        net = model()
+        fr.load_model(message, fr.FedPerClient, net, **keeping)
+        heads[context.node_config["partition-id"]] = net.state_dict()["3.bias"].clone()
         metrics = MetricRecord({"loss": 1.0, "num-examples": 1})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     strategy = fr.FedPer(PINS, seed=1)
-    found = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=Wiping(app, 3))
-    close(found, usual(), 0.0)
+    got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=Wiping(app, 3))
+    close(got, usual(), 0.0)
     for pid, head in heads.items():
         torch.testing.assert_close(head, load_private(tmp_path, pid)["3.bias"], rtol=0, atol=0)
     with pytest.raises(fr.RoundFailed, match=r"keeps \['3.bias', '3.weight'\] to itself"):

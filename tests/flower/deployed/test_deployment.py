@@ -19,9 +19,9 @@ import pytest
 from flwr.app import Context, RecordDict
 from safetensors.numpy import load_file
 
+from benchmarks.faults.federation import Federation
 from flwr_regs import InProcessGrid
 from tests.conftest import ROOT
-from tests.flower.deployed.federation import Federation
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,10 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 
-from tests.flower.deployed import accidents
-from tests.flower.deployed.accidents import Outcome
-from tests.flower.deployed.federation import Federation
+from benchmarks.faults import accidents
+from benchmarks.faults.accident_app import Plain
+from benchmarks.faults.accidents import OTHERS
+from benchmarks.faults.federation import Federation
+from benchmarks.faults.play import APP, Outcome
+from flwr_regs import (
+    ControlVariates,
+    FedAvg,
+    InProcessGrid,
+    Private,
+    RegClient,
+    RegStrategy,
+    client_app,
+)
+from tests.flower.test_rounds import Lossy
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -21,7 +35,8 @@ flower, full = pytest.mark.flower, pytest.mark.full
 Play = Callable[[Federation, Path], Outcome]
 LOST_REPLY = "the reply of client 1 in round 1"
 LOST_ROUND = "the work of round 2, which is trained again"
-OTHERS, ALL = [0, 2], [0, 1, 2]
+ALL = [0, 1, 2]
+TASK = runpy.run_path(str(APP / "task.py"))
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +54,51 @@ def played(shared: Federation, tmp_path: Path) -> Iterator[Callable[[Play], Outc
     shared.restart_nodes()
 
 
+def initial() -> dict[str, np.ndarray]:
+    """The app's initial model."""
+    return {name: tensor.numpy() for name, tensor in TASK["build"]().state_dict().items()}
+
+
+def bits(model: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: a.tobytes() for name, a in model.items()}
+
+
+def in_process(
+    strategy: RegStrategy, grid: InProcessGrid, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return the history and the final model of a run in one process."""
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord({name: Array(a) for name, a in initial().items()}),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    return strategy.history, {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def unbroken(rounds: int) -> dict[str, np.ndarray]:
+    """Return the final model of a run without accidents."""
+    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
+    return in_process(FedAvg(seed=7, fraction_evaluate=0.0), InProcessGrid(app, 3), rounds)[1]
+
+
+def keeping(
+    disk: Path, loses: set[tuple[int, int]], rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return what `in_process` does for the clients of `memory_lost`; replies (round, client) are lost."""
+    terms = [ControlVariates(1), Private("2.*")]
+
+    def client_fn(context: Context) -> RegClient:
+        kinds, data = [type(t) for t in terms], TASK["load"](context.node_config)
+        return RegClient(TASK["build"](), *data, terms=kinds, save_private=disk, device="cpu")
+
+    grid = Lossy(client_app(client_fn), 3, lambda number, node: (number, node - 1000) in loses)
+    return in_process(RegStrategy(terms, seed=7, min_replies=1, max_weight=0.6), grid, rounds)
+
+
 def plain_mean(rounds: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     """The model after rounds with these clients, by plain loops: each moves halfway to its number."""
-    model = accidents.initial()
+    model = initial()
     for clients in rounds:
         weights = [10 + pid for pid in clients]
         for name, value in model.items():
@@ -79,10 +136,7 @@ def test_the_run_goes_on_without_what_was_lost(
     assert [entry["replies"] for entry in outcome.history] == replies
     assert_same(outcome.model, plain_mean(replies))
     if lost == LOST_ROUND:
-        unbroken = accidents.unbroken(rounds=3)
-        assert {n: a.tobytes() for n, a in outcome.model.items()} == {
-            n: a.tobytes() for n, a in unbroken.items()
-        }
+        assert bits(outcome.model) == bits(unbroken(rounds=3))
 
 
 @flower
@@ -98,15 +152,13 @@ def test_what_clients_keep_outlives_a_lost_reply_killed_nodes_and_a_new_run(
     assert [e["replies"] for e in outcome.history] == [ALL, OTHERS, OTHERS, ALL, ALL]
     assert not any(e["lost_state"] + e["lost_private"] for e in outcome.history)
     assert sorted(outcome.model) == ["0.bias", "0.weight"]
-    history, model = accidents.keeping(tmp_path / "disk", {(2, 1), (3, 1)}, rounds=5)
+    history, model = keeping(tmp_path / "disk", {(2, 1), (3, 1)}, rounds=5)
     for there, here in zip(outcome.history, history, strict=True):
         for pid, told in there["evaluate"]["clients"].items():
-            mine = here["evaluate"]["clients"][int(pid)]
+            measured = here["evaluate"]["clients"][int(pid)]
             if (there["round"], pid) != (3, "1"):  # there alone, it trained
-                assert told == {n: pytest.approx(v, abs=1e-6) for n, v in mine.items()}
-    assert {n: a.tobytes() for n, a in outcome.model.items()} == {
-        n: a.tobytes() for n, a in model.items()
-    }
+                assert told == {n: pytest.approx(v, abs=1e-6) for n, v in measured.items()}
+    assert bits(outcome.model) == bits(model)
 
 
 @full

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
         (tmp_path / f"round-00000{number}").write_text("{}")
     with pytest.raises(CheckpointError, match=r"-000002 is damaged.*; .*-000001 is damaged"):
         latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", pack({"w": np.ones(2)})]
+    + [pack({"manifest": np.frombuffer(m, np.uint8)}) for m in (b"[", b"{}", b"[" * 99999, b"[1]")],
+    ids=["nothing", "JSON", "a model", "no JSON", "empty", "deep", "a list"],
+)
+def test_a_file_of_another_kind_gives_way_too(tmp_path: Path, body: bytes) -> None:
+    """Even one that begins with the digest of its rest."""
+    written(tmp_path, 1, 2)
+    (tmp_path / "round-000002").write_bytes(sha256(body).hexdigest().encode() + b"\n" + body)
+    assert latest(tmp_path).round == 1
+    with pytest.raises(DamagedCheckpoint, match="-000002 is damaged: it holds no checkpoint"):
+        read(tmp_path / "round-000002")
 
 
 def stated(place: Path, **changes: Any) -> None:

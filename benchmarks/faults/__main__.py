@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.accidents import CASES
+from benchmarks.faults.federation import Federation
 from tests.conftest import ROOT
-from tests.flower.deployed.accidents import CASES
-from tests.flower.deployed.federation import Federation
 
 OUT = ROOT / "docs/studies/faults.json"
 PAGE = ROOT / "docs/deployment.md"
@@ -39,20 +39,20 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
             with tempfile.TemporaryDirectory(
                 prefix="faults-", ignore_cleanup_errors=True
             ) as folder:
-                found = play(name, Path(folder))
+                outcome = play(name, Path(folder))
         except Exception:  # the others are worth having
             traceback.print_exc()
             failed.append(name)
             continue
         known = json.loads(out.read_text()) if out.exists() else {}
         text = json.dumps(
-            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}},
+            {n: {**known, name: outcome}[n] for n in CASES if n in {*known, name}},
             indent=2,
             ensure_ascii=False,
         )
         out.write_text(text + "\n")
         took = time.monotonic() - began
-        print(f"  {found['seconds']} s, lost: {found['lost']}, in {took:.0f} s", flush=True)
+        print(f"  {outcome['seconds']} s, lost: {outcome['lost']}, in {took:.0f} s", flush=True)
     return failed
 
 
@@ -64,13 +64,13 @@ def play(name: str, folder: Path) -> dict[str, Any]:
     return {"sees": sees, "seconds": round(outcome.seconds, 1), "lost": outcome.lost}
 
 
-def filled(page: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+def filled(page: str, outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page with the outcomes in the rows of its table."""
 
     def row(match: re.Match[str]) -> str:
-        if match[2] not in found:
+        if match[2] not in outcomes:
             return f"{match[1]} | | | |"
-        case = found[match[2]]
+        case = outcomes[match[2]]
         seconds = f"{case['seconds']:.0f}" if case["seconds"] else "0"
         sees = case["sees"].replace("|", "\\|")
         return f"{match[1]} | {sees} | {seconds} | {case['lost']} |"

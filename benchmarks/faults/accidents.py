@@ -5,7 +5,6 @@ Client 1 of three is the victim. The clients are those of accident_app.py.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import signal
 import subprocess
@@ -15,79 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
-
-from flwr_regs import (
-    ControlVariates,
-    FedAvg,
-    InProcessGrid,
-    Private,
-    RegClient,
-    RegStrategy,
-    client_app,
-)
-from tests.flower.deployed.accident_app import Plain
-from tests.flower.deployed.federation import Federation, until
-from tests.flower.deployed.play import APP, VICTIM, Outcome, Play, lost
-from tests.flower.test_rounds import Lossy
+from benchmarks.faults.federation import Federation
+from benchmarks.faults.play import VICTIM, Outcome, Play, lost
+from tests.processes import until
 
 OTHERS = [0, 2]
 DEADLINE = 60.0
 """Seconds that a round waits in the cases with a deadline."""
 TIMEOUT = 60.0
 """Seconds that an exchange waits in the case without one."""
-
-
-def task_of_app() -> ModuleType:
-    """Return the app's task.py."""
-    spec = importlib.util.spec_from_file_location("task", APP / "task.py")
-    assert spec
-    assert spec.loader
-    task = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(task)
-    return task
-
-
-def initial() -> dict[str, np.ndarray]:
-    """Return the app's initial model."""
-    return {name: tensor.numpy() for name, tensor in task_of_app().build().state_dict().items()}
-
-
-def in_process(
-    strategy: RegStrategy, grid: InProcessGrid, rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Return the history and the final model of a run in one process."""
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord({name: Array(a) for name, a in initial().items()}),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
-    return strategy.history, {name: array.numpy() for name, array in result.arrays.items()}
-
-
-def unbroken(rounds: int) -> dict[str, np.ndarray]:
-    """Return the final model of a run without accidents."""
-    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
-    return in_process(FedAvg(seed=7, fraction_evaluate=0.0), InProcessGrid(app, 3), rounds)[1]
-
-
-def keeping(
-    disk: Path, loses: set[tuple[int, int]], rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Return what `in_process` does for the clients of `memory_lost`; replies (round, client) are lost."""
-    task, terms = task_of_app(), [ControlVariates(1), Private("2.*")]
-
-    def client_fn(context: Context) -> RegClient:
-        kinds, data = [type(t) for t in terms], task.load(context.node_config)
-        return RegClient(task.build(), *data, terms=kinds, save_private=disk, device="cpu")
-
-    grid = Lossy(client_app(client_fn), 3, lambda number, node: (number, node - 1000) in loses)
-    return in_process(RegStrategy(terms, seed=7, min_replies=1, max_weight=0.6), grid, rounds)
 
 
 def nothing(federation: Federation, folder: Path) -> Outcome:
@@ -150,11 +86,11 @@ def restarted_with_keys(federation: Federation, folder: Path) -> Outcome:
     accepted = time.time() - began
     play.release()
     play.end()
-    found = play.outcome(began)
+    done = play.outcome(began)
     if refusals:
         first = f"the node: {refused}, until it is accepted after {accepted:.0f} s; then: "
-        found = replace(found, sees=first + found.sees)
-    return found
+        done = replace(done, sees=first + done.sees)
+    return done
 
 
 def node_silent(federation: Federation, folder: Path) -> Outcome:
@@ -311,9 +247,9 @@ def disk_full(federation: Federation, folder: Path) -> Outcome:
         (disk / "other").write_bytes(bytes(150_000))
         play = Play(federation, folder / "play", checkpoint_dir=str(disk / "checkpoints"))
         play.end()
-        found = re.search(r"[^\n]*goes on without this checkpoint", federation.log(play.runs[-1]))
+        said = re.search(r"[^\n]*goes on without this checkpoint", federation.log(play.runs[-1]))
         history = play.history()
-        sees = found[0].split("WARNING :")[-1].strip() if found else "nothing"
+        sees = said[0].split("WARNING :")[-1].strip() if said else "nothing"
         return Outcome(sees, 0.0, "the checkpoints that did not fit", history, play.model())
     finally:
         subprocess.run(["umount", str(disk)], check=True, timeout=60)

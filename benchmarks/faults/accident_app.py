@@ -40,10 +40,10 @@ def accident(message: Message, context: Context, call_next: ClientAppCallable) -
     marks = Path(str(config["marks"]))
     before = len(list(marks.glob(f"{number}-{partition}-*")))
     (marks / f"{number}-{partition}-{before}").touch()
-    mine = (number, partition) == (config["accident-round"], config["accident-partition"])
-    if mine and not before:
+    victim = (number, partition) == (config["accident-round"], config["accident-partition"])
+    if victim and not before:
         happen(str(config["accident"]))
-    reply = call_next(message, context) if mine and config["accident"] == "trained" else None
+    reply = call_next(message, context) if victim and config["accident"] == "trained" else None
     end = time.monotonic() + 200
     while (marks / f"hold-{number}-{partition}").exists() and time.monotonic() < end:
         time.sleep(0.1)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from benchmarks.faults.federation import Federation
 from tests.conftest import ROOT
-from tests.flower.deployed.federation import Federation, until
+from tests.processes import until
 
 APP = ROOT / "docs/examples/deployment/app"
 VICTIM = 1
@@ -105,11 +106,11 @@ class Play:
     def mark(self, number: int, client: int | str = "*", least: int = 1) -> float:
         """Wait until clients have begun to train in a round; return when the last of `least` did."""
 
-        def found() -> list[float] | None:
+        def begun() -> list[float] | None:
             times = sorted(p.stat().st_mtime for p in self.marks.glob(f"{number}-{client}-*"))
             return times if len(times) >= least else None
 
-        return until(f"training of client {client} in round {number}", found, 400)[least - 1]
+        return until(f"training of client {client} in round {number}", begun, 400)[least - 1]
 
     def accident(self) -> float:
         """Wait until the victim is in its round; return since when (as ``time.time``)."""

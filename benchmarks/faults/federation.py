@@ -15,29 +15,19 @@ import ssl
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.request import urlopen
 
 from tests.conftest import ROOT
-from tests.processes import BIN, environment, free_port
+from tests.processes import BIN, environment, free_port, until
 
-T = TypeVar("T")
 CONNECTION = "lab"
 """The SuperLink's name in ``config.toml``."""
 MARK = "TEST_FEDERATION"
 """The variable by which the processes of a federation are found."""
 CERTIFICATES = ROOT / "docs/examples/deployment/certificates.sh"
-
-
-def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 0.2) -> T:
-    """Return the first true value of `ask`; AssertionError after `seconds`."""
-    end = time.monotonic() + seconds
-    while not (value := ask()):
-        assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
-        time.sleep(pause)
-    return value
 
 
 def plain(text: str) -> str:
@@ -184,16 +174,16 @@ class Federation:
 
     def pids(self, program: str = "") -> list[int]:
         """Return the ids of this federation's living processes, or of those that run a program."""
-        found = []
+        ids = []
         for proc in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                mine = f"{MARK}={self.mark}".encode() in (proc / "environ").read_bytes().split(
+                ours = f"{MARK}={self.mark}".encode() in (proc / "environ").read_bytes().split(
                     b"\0"
                 )
                 words = (proc / "cmdline").read_bytes().split(b"\0")[:2]
-                if mine and any(w.endswith(program.encode()) for w in words):
-                    found.append(int(proc.name))
-        return sorted(found)
+                if ours and any(w.endswith(program.encode()) for w in words):
+                    ids.append(int(proc.name))
+        return sorted(ids)
 
     def stop(self) -> None:
         """Stop every process of the federation, also those that Flower started."""
@@ -247,13 +237,13 @@ class Federation:
     def wait(self, run: int, seconds: float = 300) -> tuple[str, str]:
         """Wait until a run has ended; return its status and details."""
         end = time.monotonic() + seconds
-        while not (found := self.status(run))[0].startswith("finished"):
+        while not (state := self.status(run))[0].startswith("finished"):
             left = end - time.monotonic()
-            assert left > 0, f"after {seconds:.0f} s: run {run} is {found}\n{self.log(run)}"
+            assert left > 0, f"after {seconds:.0f} s: run {run} is {state}\n{self.log(run)}"
             words = [str(w) for w in (BIN / "flwr", "log", run, CONNECTION, "--stream")]
             with contextlib.suppress(subprocess.TimeoutExpired):  # it returns when the run ends
                 subprocess.run(words, env=self.env, capture_output=True, timeout=left, check=False)
-        return found
+        return state
 
     def log(self, run: int) -> str:
         """Return what the ServerApp of a run has logged so far."""
@@ -281,9 +271,9 @@ class Federation:
         return plain(self.logs[name].read_text(errors="replace"))[-characters:]
 
     def _json(self, *words: Any) -> Any:
-        found = json.loads(self.flwr(*words).stdout)
-        assert found.get("success"), found
-        return found
+        told = json.loads(self.flwr(*words).stdout)
+        assert told.get("success"), told
+        return told
 
     def _prepare(self) -> None:
         """Make certificates, and the connection of the command line."""
