@@ -30,8 +30,9 @@ from flwr_regs import METHODS
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.calls import parse_methods, text_of
 from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.commands import places
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.report import drawing, metrics
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.metrics import per_cent, warnings
 from flwr_regs.experiments.report.results import Results, number
@@ -52,15 +53,35 @@ ELSEWHERE = ("out", "code-dir", "data-dir")
 def keep(source: Path, target: Path) -> None:
     """Pack a benchmark's records without what no document needs, and without paths."""
     experiment, made = card_files.of_folder(source)
+    if not experiment.name:
+        made["command"] = command(experiment)
+    texts = {}
+    for folder in dict.fromkeys([source, *(place for _, place in places(experiment, source))]):
+        if (folder / card_files.FILE).is_file():
+            within = "" if folder == source else f"{folder.name}/"
+            texts |= {f"{within}{name}": text for name, text in _texts(folder, made).items()}
+    pack(texts, target)
+
+
+def _texts(folder: Path, made: dict[str, Any]) -> dict[str, str]:
+    """Return the files of a folder that are kept: its card, its runs and its trials."""
+    experiment, own = card_files.of_folder(folder)
     settings = {key: value for key, value in experiment.settings.items() if key not in ELSEWHERE}
-    made["command"] = command(experiment)
-    texts = {card_files.FILE: card_files.text(replace(experiment, settings=settings), made)}
-    for path in sorted((source / "runs").glob("*.jsonl")):
+    words = [word for word in made["command"] if not word.startswith("out=")]
+    own["command"] = ["data-dir=DIR" if word.startswith("data-dir=") else word for word in words]
+    texts = {card_files.FILE: card_files.text(replace(experiment, settings=settings), own)}
+    for path in sorted(folder.glob("runs/*.jsonl")):
         run = records.read(path)
-        assert run is not None, path
         lines = [{"run": _head(run)}, *_rounds(run), {"end": _end(run)}]
         texts[f"runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
-    pack(texts, target)
+    for path in sorted(folder.glob("tuning/runs/*.jsonl")):  # what it cost, and its last rounds
+        run = records.read(path)
+        steps = sum(sum(entry.get("steps", {}).values()) for entry in run.rounds)
+        lines = [{"run": _head(run)}, {"round": {"steps": {"all": steps}}}]
+        lines += [{"test": _test(point)} for point in run.trained[-metrics.LAST :]]
+        lines += [{"end": {**_end(run), "per_client": {}}}]
+        texts[f"tuning/runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
+    return texts
 
 
 def pack(texts: dict[str, str], target: Path) -> None:
@@ -80,11 +101,11 @@ def studies() -> list[str]:
 
 
 @cache
-def unpacked(name: str) -> Path:
+def unpacked(name: str, where: Path = STUDIES) -> Path:
     """Return a folder with a kept study's files, which goes when the process ends."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    with tarfile.open(STUDIES / f"{name}{ARCHIVE}") as archive:
+    with tarfile.open(where / f"{name}{ARCHIVE}") as archive:
         archive.extractall(folder.name, filter="data")
     return Path(folder.name)
 
@@ -168,8 +189,8 @@ def table(name: str, only: str = "") -> str:
         tuned = ", ".join(f"{once[key]} {value}" for key, value in point.items())
         cells = [f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"])]
         difference = per_cent(row["difference"], row["difference_interval"])
-        if row["difference"] is not None and abs(row["difference"]) <= row["difference_interval"]:
-            difference += " (undecided)"
+        if row["difference"] is not None and not row["decided"]:
+            difference += " (not decided)"
         cells += [difference, reached]
         cells += [per_cent(row["worst_client"]), number(row["mb"]), number(row["mb_to_target"])]
         cells.append(number(row["processor_seconds"]))
@@ -180,8 +201,8 @@ def table(name: str, only: str = "") -> str:
     text += [
         "",
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
-        "differences are paired by seed, and undecided where the interval holds 0. Tuned: the best of "
-        f"{experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
+        "differences are paired by seed, and decided if Holm's adjusted p-value is below 0.05. Tuned: the "
+        f"best of {experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
         f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures.",
     ]
     shown = Results([run for run in found.runs if run.label in wanted])
@@ -212,7 +233,7 @@ def draw() -> None:
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
             if f"img/studies/{name}-{x}.png" in pages:
-                _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
+                png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
     drawn = set[str]()
     for found in map(results, ("digits", "fedopt", "domains")):
         for label in dict.fromkeys(run.label for run in found.runs):
@@ -222,10 +243,11 @@ def draw() -> None:
                 drawn.add(target)
                 runs = [r for r in found.runs if r.label in (found.baseline, label)]
                 pair = Results(runs, baseline=found.baseline)
-                _png(pair.plot(), images / "methods" / f"{target.lower()}.png")
+                png(pair.plot(), images / "methods" / f"{target.lower()}.png")
 
 
-def _png(figure: Any, path: Path) -> None:
+def png(figure: Any, path: Path) -> None:
+    """Write a figure as a small PNG."""
     with drawing.style(drawing.Look()):
         save(figure, path)
 

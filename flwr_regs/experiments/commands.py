@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+MOVED = ("data-dir", "code-dir")
+"""The settings that may differ where results are taken up or made again."""
 SELDOM = 20.0
 """While runs train, tables are written again after so many times the time that it takes."""
 
@@ -108,8 +110,14 @@ def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
 
 
 def _resumed(args: argparse.Namespace) -> Experiment:
-    """Return the experiment to go on with; ValueError if the words ask for other things too."""
-    if args.settings or any(getattr(args, name, None) for name in ("key", "case", "tune")):
+    """Return the experiment to go on with; ValueError if the words ask for other things too.
+
+    The folder may come from another machine: the words may say where the data is here.
+    """
+    here = {key: value for key, value in read_words(args.settings).items() if key in MOVED}
+    if len(here) < len(args.settings) or any(
+        getattr(args, name, None) for name in ("key", "case", "tune")
+    ):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
     for word in args.words:
         name = word.partition("=")[0]
@@ -119,7 +127,7 @@ def _resumed(args: argparse.Namespace) -> Experiment:
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
         raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
-    return experiment
+    return experiment.given(here)
 
 
 def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
@@ -442,7 +450,7 @@ def _is_same(kept: float | None, new: float | None) -> bool:
 def _places_here(args: argparse.Namespace) -> dict[str, Any]:
     """Return where files are here, the only settings that may differ from those of results."""
     here = {"code-dir": os.getcwd(), **read_words(args.settings)}
-    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
+    if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     return here
 

@@ -70,7 +70,7 @@ def _of_card(
     card = choices.at(card_files.load(name), args.setting)
     if methods:
         card = choices.with_methods(card, methods)
-    elif not args.smoke:
+    elif card.metrics and not args.smoke:  # the card of a run's folder has none
         card = choices.with_references(card)
     card = replace(card.only(*choices.panels_of(card, args.panels)), **changed)
     card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)

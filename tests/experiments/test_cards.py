@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments import cli, words
+from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
+from flwr_regs.methods.registry import METHODS
 from tests.experiments.test_commands import CARD, MINE
 
 CARDS = card_files.names()
@@ -68,13 +70,30 @@ def test_what_is_given_wins_over_a_panel_over_the_card() -> None:
 
     def settings(*line: str) -> list[tuple[Any, ...]]:
         experiment = planned("card.toml", *line)
-        runs = [experiment.tests(panel)[-1].settings for panel in experiment.panels]
-        return [(run.rounds, run.lr, run.num_clients) for run in runs]
+        methods = [
+            [run.settings for run in experiment.tests(panel) if run.method not in REFERENCES]
+            for panel in experiment.panels
+        ]
+        return [(run.rounds, run.lr, run.num_clients) for *_, run in methods]
 
     # the last method's own rate, in the panel that has it
     assert settings() == [(2, 0.2, 2), (5, 0.05, 3)]
     assert settings("--setting", "reduced") == [(1, 0.2, 2), (1, 0.4, 3)]
     assert settings("rounds=7", "lr=0.9") == [(7, 0.9, 2), (7, 0.9, 3)]
+
+
+def test_every_method_is_in_the_grand_table_or_named_with_its_reason() -> None:
+    card = load("mnist-all")
+    there = {call.target for row in card.rows for call in row.calls}
+    assert [name for name in METHODS if name not in there] == ["FedBN"]
+    assert card.departures[0].startswith("FedBN is not in the table: it keeps BatchNorm")
+    splits = ["Dirichlet 0.1", "Dirichlet 0.1, 5 of 20", "2 classes", "quantity 0.5", "IID"]
+    names = [*splits, *(f"{split}, own models" for split in splits)]
+    assert [panel.name for panel in card.panels] == names
+    for panel, own in zip(card.panels, card.panels[5:], strict=False):
+        both = {**card.rows_of(panel), **card.rows_of(own)}
+        assert {call.target for row in both.values() for call in row.calls} == there
+        assert own.settings == {**panel.settings, "test-on-clients": True, "test-examples": 100}
 
 
 def test_words_change_a_card() -> None:
@@ -130,7 +149,8 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     assert run("bench", "card.toml", "out=here") in (0, 1)  # 1: a method may collapse
     cells = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
     decayed = cells["two", "Mine", "final"]
-    assert {key[:2] for key in cells} == {("two", "FedAvg"), ("two", "Mine"), ("one", "FedAvg")}
+    others = {(panel, row) for panel in ("one", "two") for row in ("FedAvg", *REFERENCES)}
+    assert {key[:2] for key in cells} == {*others, ("two", "Mine")}
     assert [float(decayed[key]) for key in ("source_value", "source_std", "n")] == [0.605, 0.015, 1]
     assert cells["one", "FedAvg", "final"]["source_value"] == ""
     known = needs.expected("digits", {})

@@ -234,7 +234,7 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
         assert one.settings.held_out_share == 0
     shutil.rmtree("here/tuning")  # what it chose stands in experiment.toml
     Path("here/runs/FedAvg-seed2.jsonl").unlink()
-    assert run("bench", "--resume", "here") == status
+    assert run("bench", "--resume", "here", "code-dir=.") == status
     assert card_files.of_folder(Path("here"))[1]["command"] == made["command"]
 
 

@@ -1,0 +1,367 @@
+"""The pages of docs/results/: a benchmark's raw runs as one file, and the page that is made of them alone.
+
+``python -m benchmarks.results keep FOLDER NAME`` packs what ``flwr-regs bench CARD`` wrote into FOLDER as
+``docs/results/NAME.tar.gz``: a folder of results again, without models and with totals of rounds alone.
+``... report`` writes ``docs/results/NAME.md`` of each, and its picture of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shlex
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from benchmarks import comparisons
+from benchmarks.common import table
+from flwr_regs.experiments import commands
+from flwr_regs.experiments.cards import card_files, card_report
+from flwr_regs.experiments.experiment import Experiment, Panel
+from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
+from flwr_regs.experiments.report.metrics import per_cent
+from flwr_regs.experiments.report.results import Results, number, ranks_over
+from flwr_regs.experiments.report.run_records import missing
+from flwr_regs.experiments.report.statistics import Ranks
+
+ROOT = comparisons.ROOT
+PAGES = ROOT / "docs" / "results"
+PICTURES = ROOT / "docs" / "img" / "results"
+CLAIMS = Path(__file__).with_name("claims.toml")
+"""What the papers claim, as comparisons of two rows of a card."""
+HASH = 16
+"""Characters of an archive's hash that a page shows."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A kept benchmark.
+
+    Attributes
+    ----------
+    archive : Path
+        Its raw runs.
+    folder : Path
+        The same, unpacked.
+    """
+
+    archive: Path
+    folder: Path
+
+    @classmethod
+    def of(cls, name: str) -> Bench:
+        """Return the benchmark of a page."""
+        archive = PAGES / f"{name}{comparisons.ARCHIVE}"
+        return cls(archive, comparisons.unpacked(name, PAGES))
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """What ran."""
+        return card_files.of_folder(self.folder)[0]
+
+    @cached_property
+    def panels(self) -> list[tuple[Panel, Path, Results]]:
+        """The panels that are finished: each with its folder and its results."""
+        places = commands.places(self.experiment, self.folder)
+        return [
+            (panel, place, commands.results_of(self.experiment, panel, place))
+            for panel, place in places
+            if panel.name not in self.unfinished
+        ]
+
+    @cached_property
+    def unfinished(self) -> dict[str, str]:
+        """The panels that are not finished -> how far they are."""
+        found = {}
+        for panel, place in commands.places(self.experiment, self.folder):
+            tests, made = self.experiment.tests(panel), card_files.of_folder(place)[1]
+            trials = len([*(place / "tuning" / "runs").glob("*")])
+            if self.experiment.tune and "chosen" not in made:
+                found[panel.name] = (
+                    f"it is being tuned ({trials} trials)" if trials else "not begun"
+                )
+            elif lacking := missing(tests, place):
+                found[panel.name] = f"{len(tests) - len(lacking)} of {len(tests)} runs"
+        return found
+
+    @cached_property
+    def ranks(self) -> list[Ranks]:
+        """The methods' ranks over the panels."""
+        return ranks_over([results for *_, results in self.panels])
+
+
+def methods_of(results: Results) -> list[dict[str, Any]]:
+    """Return the rows that are compared with the first one."""
+    others = metrics.references(results.runs)
+    return [row for row in results.rows() if row["method"] not in {*others, results.baseline}]
+
+
+def listed(labels: Sequence[str]) -> str:
+    """Return labels in a sentence."""
+    return ", ".join(f"`{label}`" for label in labels) or "none"
+
+
+def trust(bench: Bench) -> str:
+    """Say which methods are decided better or worse than the first one, panel by panel."""
+    gains: dict[str, list[str]] = {}
+    losses: dict[str, list[str]] = {}
+    for panel, _, results in bench.panels:
+        for row in methods_of(results):
+            if row["decided"]:
+                of = gains if row["difference"] > 0 else losses
+                of.setdefault(row["method"], []).append(panel.name)
+    many, first = len(bench.panels), bench.panels[0][2].baseline
+    mixed = [label for label in gains if label in losses]
+    text = []
+    for words, of in (("better", gains), ("worse", losses)):
+        each = [
+            f"`{label}` ({'all' if len(names) == many > 1 else '; '.join(names)})"
+            for label, names in sorted(of.items(), key=lambda item: -len(item[1]))
+        ]
+        if each:
+            text.append(f"Decided {words} than `{first}`: {', '.join(each)}.")
+        else:
+            text.append(f"No method is decided {words} than `{first}` in any panel.")
+    if mixed:
+        text.append(f"{listed(mixed)} are better in some panels and worse in others.")
+    for panel, _, results in bench.panels:
+        rows = [row for row in results.rows() if row["last5"] is not None]
+        compared = [row for row in rows if row["method"] not in metrics.references(results.runs)]
+        best = max(compared, key=lambda row: float(row["last5"]))
+        row = next((r for r in methods_of(results) if r["method"] == best["method"]), None)
+        how = "which is the first method itself"
+        if row is not None and row["difference"] is not None:
+            points = f"{100 * row['difference']:+.2f} points"
+            how = f"{points}, {'decided' if row['decided'] else 'not decided'}"
+        cell = per_cent(best["last5"], best["last5_interval"])
+        text.append(f"{panel.name}: `{best['method']}` has the highest mean, {cell} ({how}).")
+    if bench.ranks:
+        ranks = bench.ranks[0]
+        within = ranks.mean[ranks.mean <= ranks.mean.iloc[0] + ranks.critical]
+        text.append(
+            f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best ({ranks.mean.iloc[0]:.1f}); "
+            f"{len(within)} of {len(ranks.mean)} methods are within the critical difference of it."
+        )
+    return " ".join(text)
+
+
+def glance(bench: Bench) -> str:
+    """Return a table of all differences: a row for each method, a column for each panel."""
+    cells: dict[str, dict[str, str]] = {}
+    for panel, _, results in bench.panels:
+        for row in methods_of(results):
+            cell = "–"
+            if row["difference"] is not None:
+                cell = f"{100 * row['difference']:+.2f}"
+                cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
+            cells.setdefault(row["method"], {})[panel.name] = cell
+    place = {
+        label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
+    }
+    labels = sorted(cells, key=lambda label: place.get(label, len(place)))
+    names = [panel.name for panel, *_ in bench.panels]
+    return table(
+        ["method", *names],
+        [[f"`{label}`", *(cells[label].get(name, "") for name in names)] for label in labels],
+    )
+
+
+def panel_table(place: Path, results: Results) -> str:
+    """Return a panel's table, and what goes with it."""
+    chosen = commands.chosen_of(card_files.of_folder(place)[0], place)
+    rows = []
+    for row in results.rows():
+        difference, p = per_cent(row["difference"], row["difference_interval"]), row["p_holm"]
+        reached = "–"
+        if row["rounds_to_target"] is not None:
+            reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
+        point = chosen.get(row["method"], {})
+        tuned = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+        decided = {True: "yes", False: "not decided"}[bool(row["decided"])]
+        cells = [
+            *(f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"]), difference),
+            *(("–", "–") if p is None else (f"{p:.2g}", decided)),
+            *(reached, per_cent(row["worst_client"]), number(row["mb"])),
+            *(str(row["diverged"]), tuned or "–"),
+        ]
+        rows.append(cells)
+    head = [
+        *("method", "last 5 rounds", f"against {results.baseline}", "Holm's p", "decided"),
+        *(f"to {results.target:.0%}", "worst client", "MB", "diverged", "tuned"),
+    ]
+    said = [*results.decisions()[1:], *metrics.warnings(results.runs)]
+    if trials := tried.trials(place):
+        said.append(tried.cost(trials))
+    return "\n".join([table(head, rows), "", *(f"- {line}" for line in said)])
+
+
+def page(name: str) -> str:
+    """Return a page: all of it is made of the raw runs."""
+    bench = Bench.of(name)
+    made = card_files.of_folder(bench.folder)[1]
+    digest = hashlib.sha256(bench.archive.read_bytes()).hexdigest()[:HASH]
+    versions = ", ".join(f"{what} {which}" for what, which in made["versions"].items())
+    first, seeds = bench.panels[0][2], ", ".join(map(str, bench.panels[0][2].seeds))
+    parts = [
+        f"# {bench.experiment.title}",
+        f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
+        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
+        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
+        f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
+        f"`tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
+        "## Which method to trust where",
+        trust(bench),
+        f"Differences to `{first.baseline}` in points, in the order of the ranks; **decided** differences "
+        "are bold, and `?` is not decided:",
+        glance(bench),
+    ]
+    if bench.unfinished:
+        states = ", ".join(f"{name} ({state})" for name, state in bench.unfinished.items())
+        parts += [
+            f"**Not finished, and in no table**: {states}. The raw runs hold what there is. This goes "
+            f"on: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs bench "
+            "--resume FOLDER --runner stacked --workers 2 data-dir=DIR`.",
+        ]
+    if bench.experiment.departures:
+        notes = [f"- {text}" for text in bench.experiment.departures]
+        parts += ["## What ran", "\n".join(notes)]
+    if bench.ranks:
+        parts += ["## Ranks", f"![mean ranks over the panels](../img/results/{name}-ranks.png)"]
+    parts += [
+        "## Panels",
+        f"Accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t). Differences "
+        "are paired by seed; one is decided if Holm's adjusted p-value over the panel's methods is below "
+        "0.05, which it never is where the interval holds 0. A seed that diverged is counted, and enters "
+        "the mean with the untrained model's accuracy.",
+    ]
+    for panel, place, results in bench.panels:
+        parts += [f"### {panel.name}", f"{results.title}.", panel_table(place, results)]
+    if any(panel.reports for panel, *_ in bench.panels):
+        card = bench.experiment.only(*(panel for panel, *_ in bench.panels))
+        rows = card_report.report_rows(card, [results for *_, results in bench.panels])
+        parts += ["## Beside the source", f"```text\n{card_report.as_text(card, rows)}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def claims() -> list[dict[str, str]]:
+    """Return the papers' claims."""
+    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text())["claims"]
+    return found
+
+
+def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+    """Return each claim's verdict, and the run: paired over seeds, with Holm's correction over all."""
+    gaps = [_gaps(claim) if claim["card"] in names() else None for claim in of_papers]
+    tests = [
+        stats.ttest_1samp(of, 0).pvalue if of is not None and len(of) > 1 else np.nan for of in gaps
+    ]
+    adjusted = statistics.holm(pd.Series(tests, dtype=float))
+    said = []
+    for claim, of, p in zip(of_papers, gaps, adjusted, strict=True):
+        if of is None or not len(of):
+            said.append(("not run", "–"))
+            continue
+        decided = p < statistics.LEVEL or (len(of) > 1 and not np.ptp(of) and of[0] != 0)
+        verdict = (
+            ("holds" if np.mean(of) > 0 else "does not hold") if decided else "not decided here"
+        )
+        experiment = Bench.of(claim["card"]).experiment
+        scaled = "" if experiment.setting == "paper" else f", {experiment.setting}"
+        metric = claim["metric"]
+        by = metrics.shown(metric, float(np.mean(np.abs(of)) if not np.ptp(of) else np.mean(of)))
+        link = f"[{claim['card']}]({claim['card']}.md)"
+        said.append((verdict, f"{link}{scaled}: ahead by {by}, {len(of)} seeds"))
+    return said
+
+
+def _gaps(claim: dict[str, str]) -> Any:
+    """Return how far a claim's method is ahead, seed by seed; None if its panel has not run."""
+    bench = Bench.of(claim["card"])
+    for panel, _, results in bench.panels:
+        if panel.name == claim["panel"]:
+            labels = {row.name: label for label, row in bench.experiment.rows_of(panel).items()}
+            first = [run for run in results.runs if run.label == results.baseline]
+            pair = []
+            for name in (claim["method"], claim["against"]):
+                runs = [run for run in results.runs if run.label == labels.get(name)]
+                each = {
+                    run.seed: metrics.mean_and_spread(claim["metric"], [run], first)[0]
+                    for run in runs
+                }
+                pair.append(pd.Series(each, dtype=float))
+            higher = metrics.METRICS[claim["metric"]].unit == "%"
+            return ((pair[0] - pair[1]) * (1 if higher else -1)).dropna().to_numpy()
+    return None
+
+
+def claims_page() -> str:
+    """Return the page of the papers' claims."""
+    rows = [
+        (
+            claim["source"],
+            claim["text"],
+            claim["says"],
+            f"`{claim['card']}`, {claim['panel']}",
+            *said,
+        )
+        for claim, said in zip(claims(), verdicts(claims()), strict=True)
+    ]
+    head = ("source", "claim", "its figures", "card, panel", "here", "run")
+    text = (
+        "# The papers' claims\n\nEach claim is a comparison of two rows of a protocol card "
+        "([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. *Holds*: the method is ahead, "
+        "paired by seed, and Holm's adjusted p-value over the claims that ran is below 0.05. *Does not "
+        "hold*: it is behind, as surely. *Not decided here*: these seeds do not tell. *Not run*: no raw "
+        "runs are kept; most of these cards need a GPU. A card that is not at its paper's setting is "
+        "marked. `python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the "
+        "raw runs beside it."
+    )
+    return f"{text}\n\n{table(head, rows)}\n"
+
+
+def names() -> list[str]:
+    """Return the names of the pages that have raw runs."""
+    paths = PAGES.glob(f"*{comparisons.ARCHIVE}")
+    return sorted(path.name.removesuffix(comparisons.ARCHIVE) for path in paths)
+
+
+def draw(name: str) -> None:
+    """Draw the ranks over most methods."""
+    bench = Bench.of(name)
+    if bench.ranks:
+        look = drawing.Look(font_size=7)
+        picture = plots.over_panels(bench.ranks[0], title=bench.experiment.title, look=look)
+        comparisons.png(picture, PICTURES / f"{name}-ranks.png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep or report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    keeping = verbs.add_parser("keep")
+    keeping.add_argument("folder", type=Path)
+    keeping.add_argument("name")
+    verbs.add_parser("report")
+    given = parser.parse_args(argv)
+    if given.verb == "keep":
+        PAGES.mkdir(exist_ok=True)
+        comparisons.keep(given.folder, PAGES / f"{given.name}{comparisons.ARCHIVE}")
+        return 0
+    for name in names():
+        draw(name)
+        (PAGES / f"{name}.md").write_text(page(name))
+    (PAGES / "claims.md").write_text(claims_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
