@@ -295,13 +295,17 @@ class Experiment:
         """
         if not self.tune:
             return []
-        return [
-            self.run_of(panel, label, point, seed, rounds)
-            for label, row in self.rows_of(panel).items()
-            for rounds, many in self.rungs_of(panel, label)[-1 if ends else 0 :]
-            for point in self.points_of(row, ends)[: 2 if ends else many]
-            for seed in self.tuning_seeds
-        ]
+        runs = []
+        for label, row in self.rows_of(panel).items():
+            whole = self.run_of(panel, label, {}, 0).settings.rounds
+            for rounds, many in [(whole, 2)] if ends else self.rungs_of(panel, label):
+                tried = self.points_of(row, ends)[:many]
+                runs += [
+                    self.run_of(panel, label, point, seed, rounds)
+                    for point in tried
+                    for seed in self.tuning_seeds
+                ]
+        return runs
 
     def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: int = 0) -> Run:
         """Return the run of a row at a point of its space; a `trial` of some rounds holds data out."""
