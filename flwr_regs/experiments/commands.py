@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, provenance, ranks_over
@@ -68,7 +69,6 @@ def train(args: argparse.Namespace) -> int:
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
-        experiment.check_data()
     if args.dry_run:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
             _dry_run(experiment, panel, place, args.workers)
@@ -138,8 +138,6 @@ def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
 
 def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
     """Write experiment.toml into the results' folder, and of each panel into its own."""
-    from flwr_regs.experiments.partition.client_data import client_data_of
-
     came = {**came, "card": experiment.name}
     write(folder / card_files.FILE, card_files.text(experiment, came))
     for panel, place in places(experiment, folder):
@@ -356,9 +354,9 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
     if args.what == "partition":
+        run, out = first_run(args)
         from flwr_regs.experiments.report import partition_plot
 
-        run, out = first_run(args)
         print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
         return 0
     if args.export:
@@ -467,7 +465,6 @@ def reproduce(args: argparse.Namespace) -> int:
             f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"
         )
     again = replace(kept, seeds=trained, tune=()).given(here).checked()
-    again.check_data()
     _check_runner(args, again)
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flwr_regs.experiments import signatures
+from flwr_regs.experiments import signatures, user_code
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
+from flwr_regs.experiments.data.datasets import two_examples
+from flwr_regs.experiments.models.architectures import chosen
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
@@ -82,10 +86,10 @@ class Run:
                 return True
         return False
 
-    def strategy(self) -> RegStrategy:
+    def strategy(self, only_check: bool = False) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
 
-        Raises as :func:`flwr_regs.experiments.strategies.build` does.
+        Raises as :func:`flwr_regs.experiments.strategies.build` does, also with `only_check`.
         """
         from flwr_regs.experiments.strategies import build
 
@@ -99,10 +103,11 @@ class Run:
         common |= {name: value for name, value in papers.items() if value != "paper"}
         common["fraction_evaluate"] = float(bool(settings.personalise or settings.test_on_clients))
         if settings.dp_clip_norm:
-            common["privacy"] = _privacy(settings)
+            common["privacy"] = _privacy(settings, only_check)
         return build(
             self.calls,
             settings.code_dir,
+            only_check,
             lr_schedule=lambda t: settings.lr_decay ** (t - 1),
             server_lr_schedule=lambda t: settings.server_lr_decay ** (t - 1),
             **common,
@@ -340,10 +345,12 @@ class Experiment:
         """
         return replace(self, panels=tuple(map(self._on_clients, self.panels)))
 
-    def checked(self) -> Experiment:
+    def checked(self, data: bool = True) -> Experiment:
         """Return the experiment as :meth:`fair` says, after a check of its settings, methods and models.
 
-        Raises ValueError that says what is wrong.
+        So are its `data`, and how they are split, if asked. What is quick to check comes first. Raises
+        ValueError that says what is wrong; ImportError or OSError as
+        :func:`flwr_regs.experiments.data.datasets.load` does.
         """
         if both := {*self.seeds} & {*(self.tuning_seeds if self.tune else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
@@ -362,11 +369,16 @@ class Experiment:
         if not self.smoke:
             refuse_dead(self.ends, but="test-on-clients")
         check_words(self.ends)
+        for run in self.ends if data else ():
+            assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.ends)
         for run in {(run.label, run.method): run for run in whole.ends}.values():
             run.check()
+        for run in whole.ends if data else ():
+            if run.settings.test_on_clients:
+                client_data_of(run.settings).test_rows(0)
         return whole
 
     def _on_clients(self, panel: Panel) -> Panel:
@@ -390,19 +402,6 @@ class Experiment:
         if any(asked) or any(map(is_private, strategies.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
-
-    def check_data(self) -> None:
-        """Load the data sets; raise ValueError if one cannot be split over the clients as asked.
-
-        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
-        """
-        from flwr_regs.experiments.partition.client_data import client_data_of
-
-        for run in self.ends:
-            clients = client_data_of(run.settings)
-            assert clients.parts  # raises for a partition that is impossible
-            if run.settings.test_on_clients:
-                clients.test_rows(0)
 
     def only(self, *panels: Panel) -> Experiment:
         """Return the experiment with these panels alone, and the rows that they have."""
@@ -438,12 +437,29 @@ class Experiment:
 
 
 def check_words(runs: Sequence[Run]) -> None:
-    """Raise ValueError for settings or arguments that are wrong by themselves; nothing is loaded."""
-    for run in runs:
-        run.settings.check()
-    calls = {(str(call), run.settings.code_dir): call for run in runs for call in run.calls}
-    for (_, folder), call in calls.items():
-        signatures.check(call, folder)
+    """Raise ValueError for what is wrong by itself: settings, arguments, methods that do not compose.
+
+    Neither torch nor the package's data are loaded; a user's own code is.
+    """
+    for run in {(run.method, replace(run.settings, seed=0)): run for run in runs}.values():
+        settings = run.settings
+        settings.check()
+        for reference in (settings.dataset, settings.model):
+            if ":" in reference:
+                user_code.load(reference, settings.code_dir)
+        if ":" not in settings.dataset + settings.model:
+            chosen(
+                settings.dataset,
+                settings.model,
+                two_examples(settings.dataset, settings.data_dir)[0],
+            )
+        references = [call for call in run.calls if ":" in call.target]
+        for call in references:
+            with signatures.named(str(call)):
+                signatures.find(call, settings.code_dir)
+        with suppress(NameError):  # only torch can tell
+            if not references:
+                run.strategy(only_check=True)
 
 
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
@@ -463,12 +479,12 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
             )
 
 
-def _privacy(settings: Settings) -> CentralDP:
+def _privacy(settings: Settings, only_check: bool) -> CentralDP:
     """Return central differential privacy with a new accountant, for one client replaced."""
     from flwr_regs import CentralDP
 
-    if settings.dp_noise == 0:
-        return CentralDP(settings.dp_clip_norm, 0.0)
+    if settings.dp_noise == 0 or only_check:
+        return CentralDP(settings.dp_clip_norm, settings.dp_noise)
     from flwr_regs.experiments.extras import install_command
     from flwr_regs.flower.compat import privacy_accounting
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import shlex
 import textwrap
 import tomllib
 from pathlib import Path
 
-from flwr_regs.experiments import settings, signatures
+from flwr_regs.experiments import settings
 from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.cards.choices import levels
 from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.report.metrics import METRICS
 from flwr_regs.experiments.report.terminal import columns
 from flwr_regs.methods.registry import COMPOSITIONS, METHODS, Method
-from flwr_regs.wire.config import nearest
 
 LEGEND = Path(__file__).with_name("methods_legend.txt").read_text(encoding="utf-8")
 """What the columns of the methods' table are."""
@@ -76,9 +77,9 @@ def method(name: str) -> str:
     """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
     if name in METHODS:
         return f"{costs(METHODS[name])}\n\n{composes(METHODS[name])}"
-    if name not in catalogue():
-        raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
-    return f"{name}{signatures.signature(name)}\n\n{signatures.document(name)}"
+    kind = light(name)
+    takes = inspect.signature(kind).replace(return_annotation=inspect.Signature.empty)
+    return f"{name}{takes}\n\n{inspect.getdoc(kind)}"
 
 
 def costs(row: Method) -> str:

@@ -126,6 +126,8 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         check_train_config(self.train_config, "the run config")
         if ":" not in self.dataset:
             parsed(self.dataset)
+        if self.projection and ":" in self.model:
+            raise ValueError(f"setting 'projection' does not go with your own model '{self.model}'")
         if (self.held_out_clients or self.personalise) and self.test_on_clients:
             raise ValueError(
                 "held-out-clients and personalise do not go with domains or private entries, nor "

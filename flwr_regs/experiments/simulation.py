@@ -98,7 +98,6 @@ def simulate(
             "use runner='process' with workers=1"
         )
     experiment = Experiment.of_methods(given, seeds).checked()
-    experiment.check_data()
     runs = experiment.tests(experiment.panel)
     bars = (progress if show else Progress)(runs)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:

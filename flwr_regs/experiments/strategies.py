@@ -10,23 +10,28 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import REFERENCES, Call, text_of
-from flwr_regs.experiments.signatures import bound, find, named, with_values
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.experiments.calls import REFERENCES, Call, check_name, text_of
+from flwr_regs.experiments.light_classes import light
+from flwr_regs.experiments.signatures import check_bound, find, named, with_values
 from flwr_regs.server.options import Options
+from flwr_regs.server.refusals import check_ranges
 from flwr_regs.term import Term
 
 if TYPE_CHECKING:
-    from flwr_regs import RegClient
+    from flwr_regs import RegClient, RegStrategy
 
 SHARED = ("weighting", "incomplete", "downlink")
 """The settings that a composition takes from its strategies, if nobody gives them."""
 
 
-def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy:
+def build(
+    calls: Sequence[Call], folder: str = "", only_check: bool = False, **common: Any
+) -> RegStrategy:
     """Return the strategy of a method's parts.
 
     Several parts become one list of terms. Those that compress come last, those that read the update come
@@ -40,6 +45,9 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         The parts. Beside its own parameters, each takes the settings of every strategy.
     folder : str
         Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
+    only_check : bool
+        Whether the strategy is made of the light classes, so that nothing loads torch or Flower: it cannot
+        train. Then a user's own parts must be terms. NameError if what is to be checked needs torch.
     **common
         Settings of the strategy; what a call says wins.
 
@@ -49,6 +57,8 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
+    of = light if only_check else partial(getattr, flwr_regs)
+    base: type[RegStrategy] = of("RegStrategy")
     strategies: list[RegStrategy] = []
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
@@ -56,15 +66,20 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     if len(calls) > 1 and (alone := [c.target for c in calls if c.target in REFERENCES]):
         raise ValueError(f"'{text_of(calls)}': {alone[0]} is no method; it goes with nothing")
     for call in calls:
+        check_name(call)
         with named(str(call)):
             call = with_values(call)
-            kind = find(call, folder)
-            if len(calls) == 1 and _is_strategy(kind):
+            of_every = {k: v for k, v in call.kwargs.items() if k in Options.names()}
+            drawn = {"seed", "lr_schedule"}  # None is their default
+            check_ranges({k: v for k, v in of_every.items() if v is not None or k not in drawn})
+            kind = find(call, folder, of)
+            is_strategy = isinstance(kind, type) and issubclass(kind, base)
+            if len(calls) == 1 and is_strategy:
                 return _strategy(kind, call, common)
-            for name in set(call.kwargs) & Options.names():
-                if given.setdefault(name, call.kwargs[name]) != call.kwargs[name]:
+            for name, value in of_every.items():
+                if given.setdefault(name, value) != value:
                     raise ValueError(f"another part says {name}={given[name]!r}: give it once")
-            if _is_strategy(kind):
+            if is_strategy:
                 made = _strategy(kind, call, extra)
                 strategies.append(made)
                 terms += made.term.terms
@@ -78,7 +93,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     }
     settings = {k: v for k, v in common.items() if k in Options.names()}
     with named(text_of(calls)):
-        return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
+        return base(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
 def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str, RegStrategy]:
@@ -110,7 +125,7 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
     strategies, and compositions, get a class made from the strategy's terms.
     """
-    from flwr_regs.flower.client import RegClient
+    from flwr_regs import RegClient, RegStrategy
 
     kind = type(strategy)
     named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
@@ -121,13 +136,9 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     return type(f"{kind.__name__}Client", (RegClient,), made)
 
 
-def _is_strategy(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, RegStrategy)
-
-
 def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
     signature = inspect.signature(kind)
-    bound(signature, call, call.kwargs)
+    check_bound(signature, call, call.kwargs)
     # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
     known = Options.names() | set(signature.parameters)
     positional = [*signature.parameters][: len(call.args)]
@@ -142,7 +153,7 @@ def _terms(kind: Any, call: Call) -> list[Term]:
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        bound(inspect.signature(kind), call, kwargs)
+        check_bound(inspect.signature(kind), call, kwargs)
         made = kind(*call.args, **kwargs)
     terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.setattr(commands, "_train_panel", lambda *_: (0, None))
     monkeypatch.setattr(commands, "_report_card", lambda *_: None)
     monkeypatch.setattr(commands, "save", lambda *_: None)  # it loads the data
-    monkeypatch.setattr(Experiment, "check_data", lambda _: None)
+    monkeypatch.setattr(Experiment, "checked", partialmethod(Experiment.checked, data=False))
     monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
     monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
     for folder in ("DIR", "/data"):

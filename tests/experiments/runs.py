@@ -14,7 +14,7 @@ from flwr_regs.experiments.settings import key
 def runs_of(**settings: Any) -> list[Run]:
     """Return the checked runs of settings, whose names have underscores."""
     given = {key(name): value for name, value in settings.items()}
-    experiment = Experiment.of_methods(given).checked()
+    experiment = Experiment.of_methods(given).checked(data=False)
     return experiment.tests(*experiment.panels)
 
 

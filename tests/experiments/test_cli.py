@@ -93,6 +93,15 @@ run rate=0.1
 run methods=FedFOR(alpha=-1)
 run methods=FedProx()
 run methods=FedAvg(aggregator=Krum(x=1))
+run methods=FedADC(beta=2)
+run methods=FedFOR+FedFOR
+run methods=FedAvg overlap=true
+run methods=FedAvg dp-clip-norm=1
+run model=char-lstm
+run model=absent.py:Net
+run dataset=absent.py:load
+methods SparseTernary
+methods FedNope
 run methods=absent.py:Net
 run dp-noise=2
 run optimizer=Adam momentum=0.9

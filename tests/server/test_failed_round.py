@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -57,7 +58,7 @@ def fails_in(number: int) -> Callable[..., Any]:
 def rounds_of(strategy: Any, grid: Any, numbers: Collection[int]) -> ArrayRecord:
     """A loop of one's own, which goes on after a round whose metrics fail."""
     torch.manual_seed(0)
-    arrays = ArrayRecord(nn.Linear(40, 2).state_dict())
+    arrays = ArrayRecord(nn.Linear(40, 2).state_dict()) if 1 in numbers else strategy.arrays
     for number in numbers:
         messages = list(strategy.configure_train(number, arrays, CONFIG, grid))
         try:
@@ -78,3 +79,34 @@ def test_control_variates_keep_their_mean_after_a_round_that_failed_late(terms: 
         mean = sum(own[name] for _, own in Watched.seen.values()) / CLIENTS
         assert float(abs(c).max()) > 1e-3
         close({name: c}, {name: mean}, 1e-6)
+
+
+def test_what_a_training_keeps_is_after_a_round_that_failed_late_as_before_it() -> None:
+    terms = [Watched(), fr.SparseTernary(density_down=0.5)]
+    more: dict[str, Any] = {"downlink": "delta", "incomplete": "drop", "drop_inactive": 0.5}
+    strategy = fr.RegStrategy(terms, seed=1, train_metrics_aggr_fn=fails_in(3), **more)
+    strategy.prepare(5, None, CONFIG, ConfigRecord({}))
+    grid = grid_of(*map(type, terms))
+    rounds_of(strategy, grid, [1, 2])
+    before = strategy.training.snapshot()
+    kept = (
+        before["model"]["coded_steps"],
+        before["model"]["changed"],
+        before["participation"]["turns"],
+    )
+    assert all(kept)
+    rounds_of(strategy, grid, [3])
+    after = strategy.training.snapshot()
+    for part in ("model", "participation", "guard", "remembered"):
+        for name, value in before[part].items():
+            same = _plain(after[part][name]) == _plain(value)
+            assert same, f"{part}: {name} was {value!r}, and is {after[part][name]!r}"
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as their bytes, so that == compares them."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else value

@@ -5,14 +5,15 @@ Nothing here loads numpy or a reader before data is read.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.wire.config import nearest
 
 
@@ -118,9 +119,17 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     given = dict(source.arguments)
     if bracket and not given:
         raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
-    if bracket:
-        for key, value in _literals(rest, dataset, name, given).items():
-            given[key] = _typed(value, given[key], f"dataset '{dataset}': {key}")
+    try:
+        ((call,),) = parse_methods(f"f{bracket}{rest}").values()
+        takes = Signature([Parameter(key, Parameter.POSITIONAL_OR_KEYWORD) for key in given])
+        values = takes.bind_partial(*call.args, **call.kwargs).arguments
+    except (ValueError, TypeError) as error:
+        arguments = ", ".join(f"{key}={default!r}" for key, default in given.items())
+        raise ValueError(
+            f"dataset '{dataset}': expected {name}(...) with literals for some of its arguments, "
+            f"{arguments}"
+        ) from error
+    given |= {k: _typed(v, given[k], f"dataset '{dataset}': {k}") for k, v in values.items()}
     for key, choices in source.choices.items():
         if given[key] not in choices:
             raise ValueError(
@@ -128,26 +137,6 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
                 f"{given[key]!r}"
             )
     return name, given
-
-
-def _literals(rest: str, dataset: str, name: str, legal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return argument -> value of what follows the bracket."""
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            raise ValueError
-        pairs = [*zip(legal, call.args, strict=False)]
-        pairs += [(str(keyword.arg), keyword.value) for keyword in call.keywords]
-        values = {key: ast.literal_eval(value) for key, value in pairs}
-        if not len(values) == len(call.args) + len(call.keywords) or not {*values} <= {*legal}:
-            raise ValueError
-    except (SyntaxError, ValueError) as error:
-        arguments = ", ".join(f"{key}={default!r}" for key, default in legal.items())
-        raise ValueError(
-            f"dataset '{dataset}': expected {name}(...) with literals for some of its arguments, "
-            f"{arguments}"
-        ) from error
-    return values
 
 
 def _typed(value: Any, default: Any, what: str) -> Any:

@@ -40,3 +40,31 @@ MODELS = {
     **{name: f"{net.meaning} ({net.source})".removesuffix(" (–)") for name, net in NETS.items()},
 }
 """Name -> its meaning in one line. Any other model is a reference, such as ``mine.py:Net``."""
+
+
+def chosen(dataset: str, kind: str, examples: Any) -> Net | None:
+    """Return the model of a name, or of ``auto``, for a data set's inputs; None is the point of quadratics.
+
+    Raises ValueError if it does not take inputs of this shape and type.
+    """
+    shape, integers = examples.shape[1:], examples.dtype.kind in "iu"
+    side = min(shape[1:]) if len(shape) == 3 else 0
+    if kind == "auto":
+        if dataset.partition("(")[0] == "quadratics":
+            return None
+        kind = "cnn" if side >= 16 else "char-lstm" if integers and len(shape) == 1 else "mlp"
+        kind = "cnn-bn" if dataset.endswith("-domains") else kind
+    net = NETS[kind]
+    if net.smallest and side < net.smallest:
+        raise ValueError(
+            f"model '{kind}' needs images of shape (channels, height, width), at least {net.smallest} x "
+            f"{net.smallest}; an input of dataset '{dataset}' has the shape {shape}"
+        )
+    if net.words != integers or (net.words and len(shape) != 1):
+        wanted = "sequences of integers, shape (length,)" if net.words else "inputs of floats"
+        hint = "" if net.words else "convert them, as in x / 255, or "
+        raise ValueError(
+            f"model '{kind}' needs {wanted}, but an input of dataset '{dataset}' has {examples.dtype} and "
+            f"the shape {shape}: {hint}set model to another, or to your own, such as mine.py:Net"
+        )
+    return net

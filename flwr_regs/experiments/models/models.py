@@ -11,7 +11,7 @@ from flwr_regs.experiments import user_code
 from flwr_regs.experiments.data.catalogue import kind_of
 from flwr_regs.experiments.data.datasets import load, two_examples
 from flwr_regs.experiments.models import body
-from flwr_regs.experiments.models.architectures import NETS
+from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.models.quadratic import Quadratic
 
 
@@ -25,10 +25,9 @@ def build(
     dataset, data_dir, code_dir : str
         As for :func:`flwr_regs.experiments.data.datasets.load`.
     kind : str
-        A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the
-        data's inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
-        quadratics, cnn for images of at least 16 x 16, else mlp. Or a reference to a class or function that
-        returns a module, called without arguments.
+        ``auto``, or a paper's model, sized by the data's inputs and classes: a name of `MODELS` in
+        `flwr_regs.experiments.models.architectures`. Or a reference to a class or function that returns a
+        module, called without arguments.
     projection : int
         If not 0, MOON's projection head before the output layer, with so many outputs: the layer
         ``projection``. A reference cannot have it.
@@ -39,34 +38,16 @@ def build(
         The model does not take inputs of this shape, or a reference does not lead to a module.
     """
     if ":" in kind:
-        if projection:
-            raise ValueError(f"setting 'projection' does not go with your own model '{kind}'")
         return _own(kind, code_dir, seed)
     examples, classes = two_examples(dataset, data_dir, code_dir)
-    shape, integers = examples.shape[1:], examples.dtype.kind in "iu"
-    side = min(shape[1:]) if len(shape) == 3 else 0
-    if kind == "auto":
-        if dataset.partition("(")[0] == "quadratics":
-            return Quadratic(shape[0] - 1)
-        kind = "cnn" if side >= 16 else "char-lstm" if integers and len(shape) == 1 else "mlp"
-        kind = "cnn-bn" if dataset.endswith("-domains") else kind
-    net = NETS[kind]
-    if net.smallest and side < net.smallest:
-        raise ValueError(
-            f"model '{kind}' needs images of shape (channels, height, width), at least {net.smallest} x "
-            f"{net.smallest}; an input of dataset '{dataset}' has the shape {shape}"
-        )
-    if net.words != integers or (net.words and len(shape) != 1):
-        wanted = "sequences of integers, shape (length,)" if net.words else "inputs of floats"
-        hint = "" if net.words else "convert them, as in x / 255, or "
-        raise ValueError(
-            f"model '{kind}' needs {wanted}, but an input of dataset '{dataset}' has {examples.dtype} and "
-            f"the shape {shape}: {hint}set model to another, or to your own, such as mine.py:Net"
-        )
+    net = chosen(dataset, kind, examples)
+    shape = examples.shape[1:]
+    if net is None:
+        return Quadratic(shape[0] - 1)
     size: list[Any] = [shape]
     if net.words:
         tokens = 0 if ":" in dataset else kind_of(dataset).tokens
-        vectors = kind == "sentiment-lstm" and (":" in dataset or "vectors" in dataset)
+        vectors = net.name == "sentiment-lstm" and (":" in dataset or "vectors" in dataset)
         if vectors or not tokens:
             data = load(dataset, data_dir, code_dir)
             most = int(max(data.train_x.max(), data.test_x.max())) + 1
@@ -77,7 +58,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = body.model(net.make(*size), classes, projection)
-    if side and kind not in ("logistic", "mlp"):
+    if len(shape) == 3 and net.family != "dense":
         return made.to(memory_format=torch.channels_last)  # 1.7 times faster on a CPU
     return made
 

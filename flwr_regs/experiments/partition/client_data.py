@@ -29,6 +29,8 @@ PARTITION_SETTINGS = (
     "long_tail",
 )
 """The settings that a partition takes beside its kind and the number of clients."""
+USUAL, SEQUENCES = 10_000, 2_000
+"""The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
 DataSettings = namedtuple(
     "DataSettings",
     "seed dataset partition shards_per_client classes_per_client dirichlet_alpha similarity "
@@ -154,10 +156,17 @@ class ClientData:
         return train, test
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
-        """Return `test_examples` of some rows at random, if that is set and they are more."""
-        if not 0 < self.settings.test_examples < len(rows):
+        """Return `most_tested` of some rows at random, if that is set and they are more."""
+        if not 0 < self.most_tested < len(rows):
             return rows
-        return np.random.default_rng(seed).permutation(rows)[: self.settings.test_examples]
+        return np.random.default_rng(seed).permutation(rows)[: self.most_tested]
+
+    @property
+    def most_tested(self) -> int:
+        """The examples of a test at most; 0: all."""
+        most: int = self.settings.test_examples
+        sequences = self.data.train_x.ndim == 2 and self.data.train_x.dtype.kind in "iu"
+        return SEQUENCES if sequences and most == USUAL else most
 
     def server_rows(self) -> tuple[bool, Any]:
         """Return (whether they are training examples, the rows that the server tests on)."""
@@ -166,7 +175,7 @@ class ClientData:
             rows = np.concatenate(self.every_part[self.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
-        elif 0 < settings.test_examples < len(self.data.test_y):
+        elif 0 < self.most_tested < len(self.data.test_y):
             return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
         else:
             return False, slice(None)  # no copy

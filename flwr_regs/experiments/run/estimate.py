@@ -6,8 +6,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,30 +60,24 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     return strategy.history[-1]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a run costs, in seconds.
+class Cost(NamedTuple):
+    """What a run costs.
 
     Attributes
     ----------
     cohort, steps : int, float
         Clients that train in a round; a client's mean number of local steps.
-    step, test : float
-        A client's step of plain SGD's kind; the tests of a model.
-    tests, run : float
-        All tests, the initial model's too; the run.
+    test, run : float
+        Seconds of one test; of the run, with a test of the initial model too.
     """
 
     cohort: int
     steps: float
-    step: float
     test: float
-    tests: float
     run: float
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """What was timed of a model: seconds of a step, of the rest of a client's turn, and of a test batch."""
 
     step: float
@@ -144,9 +138,8 @@ def cost_of(run: Run, of_model: Timed) -> Cost:
         tested = sum(len(clients.test_rows(pid)) for pid in range(clients.num_clients))
     test = of_model.test * tested / of_model.tested
     cohort = max(int(settings.num_clients * settings.fraction_train), 1)
-    tests = (settings.rounds + 1) * test
-    a_round = cohort * (of_model.turn + steps * of_model.step)
-    return Cost(cohort, steps, of_model.step, test, tests, settings.rounds * a_round + tests)
+    trained = settings.rounds * cohort * (of_model.turn + steps * of_model.step)
+    return Cost(cohort, steps, test, trained + (settings.rounds + 1) * test)
 
 
 def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
@@ -155,16 +148,18 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
     with Heartbeat(progress.say) as heartbeat:
         heartbeat.at("timing a client's step")
         try:
-            cost = cost_of(runs[0], timed(runs[0]))
+            of_model = timed(runs[0])
+            cost, most = cost_of(runs[0], of_model), client_data_of(settings).most_tested
         except Exception:  # the run says it better
             return
     whole = cost.run * len(runs) / _at_a_time(runs, workers)
     text = (
         f"about {duration(whole)}: {counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}; "
         f"in each round {counted(cost.cohort, 'client')} with {counted(round(cost.steps), 'step')} of "
-        f"{duration(cost.step)}, and a test of {duration(cost.test)}"
+        f"{duration(of_model.step)}, and a test of {duration(cost.test)}"
     )
-    if cost.tests > DOMINANT * cost.run and cost.tests > 60 and settings.test_examples > 2000:
+    tests = (settings.rounds + 1) * cost.test
+    if tests > max(DOMINANT * cost.run, 60) and most > 2000:
         text += " (test-examples=2000 would test on so many examples)"
     progress.say(text)
 

@@ -25,7 +25,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
-    experiment = Experiment.of_methods(context.run_config).checked()
+    experiment = Experiment.of_methods(context.run_config).checked(data=False)
     (panel,) = experiment.panels
     runs = experiment.tests(panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress

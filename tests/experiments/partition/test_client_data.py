@@ -15,7 +15,7 @@ from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import client_data, shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.run.clients import ClientFactory
-from flwr_regs.experiments.settings import Settings
+from flwr_regs.experiments.settings import DEFAULTS, Settings
 from tests.experiments.runs import runs_of
 
 DIGITS = datasets.load("digits")
@@ -78,6 +78,18 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data() -> None:
         assert rows.tolist() == clients_of(data, **given).server_rows()[1].tolist()
         assert not of_training or not {*rows.tolist()} & {*np.concatenate(clients.parts).tolist()}
     assert clients_of(data).server_rows() == (False, slice(None))
+    texts = Data(
+        np.zeros((9, 80), np.int32),
+        np.arange(9),
+        np.zeros((3000, 80), np.int32),
+        np.arange(3000) % 9,
+    )
+    tested = [
+        clients_of(texts, num_clients=2, test_examples=n).server_rows()[1]
+        for n in (10_000, 2500, 0)
+    ]
+    assert [len(np.arange(3000)[rows]) for rows in tested] == [2000, 2500, 3000]
+    assert DEFAULTS["test-examples"] == client_data.USUAL  # else nobody would have the 2000
 
 
 def test_what_a_long_tail_holds_out_is_never_trained_on() -> None:
