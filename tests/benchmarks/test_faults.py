@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults
+from benchmarks.faults import __main__ as faults
 
 
 def test_a_case_is_kept_and_one_that_fails_does_not_stop_the_others(
