@@ -112,18 +112,22 @@ def own_loop(method: Method) -> ClientApp:
 
 @law("a cohort stacked under torch.func.vmap equals the loop")
 def stacked(method: Method) -> None:
-    """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
+    """After each round; 1e-12, or 1e-6 for arrays in float32.
+
+    Clients with unequal steps; then with as many, where elementwise terms see all clients at once.
+    """
     if method.build().term.coder("release") is not None:
         raise Skipped("the model travels in a code")
-    calls, expected = looped(method)
     data = make_clients()
-    grid = StackedGrid(problem.app_of(method.make_client, data), len(data))
-    actual = train(method.build(seed=3), method.make_client, grid=grid)
-    if grid.fallbacks:
-        raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
-    slots = [flat(s) for call in calls for s in (call.result.upload, call.result.client)]
-    half = any(a.dtype == torch.float32 for slot in slots for a in slot.values())
-    by_round(actual, expected, 1e-6 if half else 1e-12)
+    for length in ({"local-epochs": 2}, {"local-steps": 3}):
+        calls, expected = looped(method, length=length)
+        grid = StackedGrid(problem.app_of(method.make_client, data), len(data))
+        actual = train(method.build(seed=3), method.make_client, grid=grid, length=length)
+        if grid.fallbacks:
+            raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
+        slots = [flat(s) for call in calls for s in (call.result.upload, call.result.client)]
+        half = any(a.dtype == torch.float32 for slot in slots for a in slot.values())
+        by_round(actual, expected, 1e-6 if half else 1e-12)
 
 
 @law(
