@@ -74,8 +74,8 @@ class LocalClients:
         made, why = self._made(self._source, pid, kind, config), ""
         if not isinstance(made, RegClient):
             why = f"{type(made).__name__} is no client of this package"
-        elif own := made.overrides(*OVERRIDES):
-            why = f"{type(made).__name__} has a {own[0]} of its own"
+        elif overridden := made.overrides(*OVERRIDES):
+            why = f"{type(made).__name__} has a {overridden[0]} of its own"
         if why and kind in ("train", keys.PROBE):
             self._refused(why)
         return None if why else made
