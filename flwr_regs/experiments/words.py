@@ -15,8 +15,8 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import PLACES, Settings, read
-from flwr_regs.experiments.signatures import with_argument
 from flwr_regs.experiments.space import Space
+from flwr_regs.experiments.strategies import with_argument
 from flwr_regs.wire.config import nearest
 
 SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
