@@ -139,10 +139,7 @@ def train(
         entry["seconds"]["clients"] = float(sum(sum(of["seconds"].values()) for of in each))
     if not record.error:
         record.ended = True
-        accuracies = np.concatenate([one.of_clients for one in trained])
-        spread = {"mean": accuracies.mean(), "std": accuracies.std(), "worst": accuracies.min()}
-        record.per_client = {"clients": accuracies.tolist()}
-        record.per_client |= {name: float(value) for name, value in spread.items()}
+        record.keep_clients(np.concatenate([one.of_clients for one in trained]))
     record.seconds, record.processor_seconds = time.monotonic() - began, time.process_time() - ticks
     record.warnings = [*warnings]
     Recorder(folder, record).end(record)
