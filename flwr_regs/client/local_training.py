@@ -27,7 +27,6 @@ from flwr_regs.client.train.optimizer import (
     OptimizerFn,
     clip,
     momentum_of,
-    steps_alone,
 )
 from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
@@ -450,7 +449,7 @@ def local_round(
     """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
-    at_once, taken = steps_alone(opt), 0
+    taken = 0
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
@@ -461,11 +460,7 @@ def local_round(
 
     try:
         for batch in training.batches():
-            if at_once:
-                corrected(batch)
-                opt.step()
-            else:
-                opt.step(partial(corrected, batch))
+            opt.step(partial(corrected, batch))  # LBFGS calls it more than once
             taken += 1
         return training.finish(taken)
     finally:
