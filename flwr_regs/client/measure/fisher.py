@@ -26,7 +26,7 @@ from flwr_regs.client.measure.fisher_layers import (
     with_inputs,
 )
 from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to_device
-from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 
 JOINED = 2**20
 """Bytes of the batches that are taken together: a layer's outputs may be many times as large."""
@@ -206,13 +206,9 @@ class _Squares:
         ):  # cuDNN's RNNs have no backward in eval mode
             for row in rows:
                 leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-                if not (loss := nll(leaves, row)).requires_grad:
-                    continue  # it depends on no parameter
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                for n, g in zip(leaves, grads, strict=True):
-                    if g is not None:
-                        one = g.to_dense()  # an embedding's gradient may be sparse
-                        self.total[n].addcmul_(one, one)
+                for n, g in gradients(nll(leaves, row), leaves).items():
+                    one = g.to_dense()  # an embedding's gradient may be sparse
+                    self.total[n].addcmul_(one, one)
 
 
 @contextmanager
