@@ -12,7 +12,7 @@ from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, written
 from flwr_regs.client.serving import Client
 from flwr_regs.cohort.client_sets import OneClient
-from flwr_regs.cohort.network import Node
+from flwr_regs.cohort.cohort_network import Node
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.contexts import Contexts
@@ -27,7 +27,7 @@ OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity
 
 
 class LocalClients:
-    """A :class:`flwr_regs.cohort.network.Host`.
+    """A :class:`flwr_regs.cohort.cohort_network.Host`.
 
     Parameters
     ----------
