@@ -203,14 +203,8 @@ class Measures:
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
-        return fisher_diagonal(
-            self.model,
-            self.data,
-            device=self.device,
-            params=self._whole(params),
-            max_samples=max_samples,
-            **vars(self.task),
-        )
+        whole = self._whole(params)
+        return fisher_diagonal(self.model, self.data, self.task, self.device, whole, max_samples)
 
     def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
         with evaluating(self.model):
