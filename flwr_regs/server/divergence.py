@@ -11,14 +11,18 @@ Before the model moves, the guard looks for a client whose reply does not belong
   five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
   its own length;
 - a variance of BatchNorm is negative;
-- the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
-  last five: the fewest clients that have over half of ``Σ |ω_k| ‖Δ_k‖`` are behind it.
+- the mean ``Σ ω_k Δ_k``, or the step that the terms make of it (a momentum, an adaptive rate, a user's
+  `update`), is over 1,000 times as long as the median of the last five, and over 10 times as long as the
+  first. The clients behind it are those without whom it is not, found by making the step of some of them;
+  and, now that one is wanted, those whose updates are over 10 times their cohort's median.
 
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
-model or a server slot. Two signs have no single client behind them, and are warned of:
+model or a server slot. If the mean or the step is as long whoever is left out, the training itself diverges:
+the round fails, and all is as before it; with fewer than five steps before, that is only warned of, since
+nobody knows yet how long a step is. Two signs are always only warned of:
 
-- the global step is over 1,000 times the median of the last five, or, for the second time among six steps,
-  over 10 times;
+- the global step is over 10 times the median of the last five, for the second time among six steps; or over
+  1,000 times where that is no reason to refuse it;
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
@@ -27,8 +31,8 @@ is long only if it is so in units of the learning rate too (a schedule may start
 first: near convergence, where the steps are next to nothing, ten times as much is no harm. Zeros are passed
 over.
 
-Under `privacy`, and with another aggregator than `Mean`, single clients are not compared: clipping and
-noise, or the aggregator, bound what each can do. A negative variance is none the less.
+Under `privacy`, and with another aggregator than `Mean`, single clients are not compared, and no step is
+refused: clipping and noise, or the aggregator, bound what each can do. A negative variance is none the less.
 """
 
 from __future__ import annotations
@@ -94,6 +98,9 @@ class DivergenceGuard(Snapshots):
         self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
         self.warned = False
+        self.far: list[
+            int
+        ] = []  # the clients whose updates are over 10 times their cohort's median
         self.let_in = 0  # the round of the last step that is long, and of no single client
 
     def check_uploads(
@@ -143,6 +150,8 @@ class DivergenceGuard(Snapshots):
         means = mean_delta(updates, squares)
         if compares:
             of_all = {p: sum(squares[n][p] for n in updates.trained) for p in updates.replies}
+            usual = median_low([s for s in of_all.values() if s > 0] or [0.0])
+            self.far = [p for p, square in of_all.items() if square > STEPS**2 * usual]
             wrong = self._beyond(this_round, "update", of_all, self._bounds(this_round))
             for name in base.keys() & updates.fixed:
                 if base[name].dtype.kind == "f":
@@ -187,7 +196,7 @@ class DivergenceGuard(Snapshots):
         """
         excludes = self._options.on_divergence == "exclude"
         passing = UnusableReplies, RoundFailed, TooFewVectors
-        found = culprits(this_round.used, again, text, passing)
+        found = {*self.far, *culprits(this_round.used, again, text, passing)}
         wrong = dict.fromkeys(sorted(found), f"with its reply, {text}")
         if wrong and excludes:
             _note_event(this_round, _named(wrong))
