@@ -17,9 +17,9 @@ Before the model moves, the guard looks for a client whose reply does not belong
   and, now that one is wanted, those whose updates are over 10 times their cohort's median.
 
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
-model or a server slot. If the mean or the step is as long whoever is left out, the training itself diverges:
-the round fails, and all is as before it; with fewer than five steps before, that is only warned of, since
-nobody knows yet how long a step is. Two signs are always only warned of:
+model or a server slot. If the mean or the step is as long whoever is left out, the training itself
+diverges: the round fails, and all is as before it; with fewer than five steps before, that is only warned
+of, since nobody knows yet how long a step is. Two signs are always only warned of:
 
 - the global step is over 10 times the median of the last five, for the second time among six steps; or over
   1,000 times where that is no reason to refuse it;
@@ -32,7 +32,7 @@ first: near convergence, where the steps are next to nothing, ten times as much 
 over.
 
 Under `privacy`, and with another aggregator than `Mean`, single clients are not compared, and no step is
-refused: clipping and noise, or the aggregator, bound what each can do. A negative variance is none the less.
+refused: clipping and noise, or the aggregator, bound what each can do. A negative variance always is.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
+from flwr_regs.experiments.report.run_records import diverged
 from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.divergence import DivergenceGuard, Diverges, suspects
 from flwr_regs.server.exchange.network import Request
@@ -346,6 +347,7 @@ def test_a_step_that_is_long_whoever_is_left_out_fails_the_round() -> None:
     with pytest.raises(RoundFailed, match=r"round 8 .*diverges.*'warn' lets it in") as failed:
         run(one.round(8, config, network), network)
     assert not isinstance(failed.value, fr.TooFewReplies)  # another attempt would diverge too
+    assert diverged(str(failed.value), one.history)  # so a table counts the seed
     np.testing.assert_equal(one.snapshot(), before)
     assert one.history[7]["divergence"] in one.history[7]["failed"]
     run(one.round(9, config, network), network)
