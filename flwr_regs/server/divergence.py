@@ -4,9 +4,9 @@ Before the model moves, the guard looks for a client whose reply does not belong
 
 - its update, its upload or an array of it, the same of its reply in the first exchange, or its change of a
   buffer is over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`; and over
-  10 times as long as the median of the first round, so that an honest client with new data may teach a
-  model that has converged. A client that took more steps than the median may send an update as many times
-  as long, up to `max_scale`;
+  10 times as long as the medians of the first and of the last five rounds, so that an honest client with
+  new data may teach a model that has converged. A client that took more steps than the median may send an
+  update as many times as long, up to `max_scale`;
 - zeros do not count for the median. Where fewer than three clients send others, the median of the last
   five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
   its own length;
@@ -180,7 +180,7 @@ class DivergenceGuard(Snapshots):
         bound = max(bounds[p] for p in pids)
         if not self._compares or self.let_in == this_round.number:
             return
-        if is_long([*before, last], bound) and length > _ordinary(before):
+        if is_long([*before, last], bound) and length > STEPS * before[0][0]:
             raise Diverges(
                 f"the {what} is {length:.3g} long, over {bound:g} times the median of the last {LAST} "
                 f"({_usual(before):.3g})"
@@ -358,8 +358,8 @@ def noted(lengths: Lengths, last: Length) -> Lengths:
 
 
 def _ordinary(before: Lengths) -> float:
-    """Return a length that is ordinary before a model converges."""
-    return STEPS * before[0][0] if before else 0.0
+    """Return a length that is ordinary before a model converges, or after a schedule began low."""
+    return STEPS * max((length for length, _ in before), default=0.0)
 
 
 def _usual(before: Lengths) -> float:

@@ -160,6 +160,7 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
         ([[1] * 9, [1e-6] * 8 + [9]], [[], []]),  # a client with new data, once the others have converged
         ([[1] * 9, [1e-6] * 8 + [11]], [[], [8]]),
         ([[1, 1], [1e-6] * 2, [1e-6, 9]], [[], [], []]),
+        ([[1e-6] * 9, [1] * 9, [1e-6] * 8 + [9]], [[], [], []]),  # a schedule that began low
     ],
 )  # fmt: skip
 def test_a_long_update_is_left_out(
