@@ -128,6 +128,12 @@ class RunRecord:
             return f"it has {len(self.rounds)} of {self.job['rounds']} rounds"
         return " ".join(self.error.split())[:300]
 
+    def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
+        """Keep each client's accuracy with the final model."""
+        spread = {"mean": accuracies.mean(), "std": accuracies.std(), "worst": accuracies.min()}
+        self.per_client = {"clients": accuracies.tolist()}
+        self.per_client |= {name: float(value) for name, value in spread.items()}
+
     @property
     def rejected(self) -> int:
         """Replies that were not used because something was wrong with them."""
