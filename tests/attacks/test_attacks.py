@@ -471,7 +471,7 @@ ATTACKS: dict[str, Attack] = {
         buffer("running_var", -100.0), ("FedAvg",), 6, event="negative", settings=NORM | STACK
     ),
 }
-CELLS = [(name, m, i > 1) for name, a in ATTACKS.items() for i, m in enumerate(a.methods)]
+CELLS = [(name, m, i > 0) for name, a in ATTACKS.items() for i, m in enumerate(a.methods)]
 
 
 @pytest.mark.parametrize(
