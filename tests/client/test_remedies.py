@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 def test_a_state_dict_is_a_model_and_a_module_is_none() -> None:
     data = loader(X, Y, 3)
-    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data)), 2)
+    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, data)), 2)
     config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
     start: Any = {"grid": grid, "num_rounds": 1, "train_config": config}
     result = fr.FedAvg(seed=0).start(initial_arrays=net().state_dict(), **start)

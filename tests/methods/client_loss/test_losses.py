@@ -289,18 +289,6 @@ def test_a_label_without_an_output_is_named() -> None:
         fr.SelfDistillation(0.5, 1.0).loss(ZERO, {}, ctx)
 
 
-def test_changed_logits_stand_left_of_what_weighs_the_loss() -> None:
-    """Left of self-distillation the loss is (1 − λ) ℓ(z̃) + λ T² KL."""
-    z = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
-    y = torch.tensor([0, 2, 2])
-    ctx = batch(z, y, start_output=z.flip(1), label_counts=COUNTS, broadcast={}, client={})
-    plain, term = F.cross_entropy(z, y), fr.LogitCalibration(0.8)
-    both = chain([term, fr.SelfDistillation(0.4, 2.0)]).loss(plain, {}, ctx)
-    calibrated = term.loss(plain, {}, ctx)
-    kl = fr.SelfDistillation(1.0, 2.0).loss(plain, {}, ctx)
-    assert both.item() == pytest.approx((0.6 * calibrated + 0.4 * kl).item())
-
-
 @pytest.mark.parametrize(("examples", "width"), [(1, 6), (5, 1)])
 def test_one_example_or_one_feature_has_no_correlations(examples: int, width: int) -> None:
     data = [(x[:examples], y[:examples]) for x, y in make_clients()[0]]

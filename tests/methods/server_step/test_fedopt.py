@@ -71,3 +71,15 @@ def test_half_precision_models_are_stepped_in_single(build: Any) -> None:
     )
     assert half["0.weight"].dtype == np.float16
     close({n: a.astype(np.float32) for n, a in half.items()}, single, 5e-3)
+
+
+def test_a_schedule_multiplies_an_adaptive_servers_learning_rate() -> None:
+    rounds: list[int] = []
+
+    def half(number: int) -> float:
+        rounds.append(number)
+        return 0.5
+
+    scheduled = ours(fr.FedYogi(server_lr=0.1, server_lr_schedule=half, seed=1))
+    close(scheduled, ours(fr.FedYogi(server_lr=0.05, seed=1)), 1e-12)
+    assert [*dict.fromkeys(rounds)] == [1, 2, 3, 4]
