@@ -26,7 +26,7 @@ from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import as_pairs, count_examples
 from flwr_regs.term import Term
-from tests.conftest import make_clients, make_model
+from tests.conftest import descend, make_clients, make_model
 
 FEDAVG = chain([])
 
@@ -49,11 +49,7 @@ def test_it_is_plain_pytorch_training_with_any_optimiser(optimizer: Any) -> None
     model, reference = make_model(batch_norm=True), make_model(batch_norm=True)
     result = go(model, data, epochs=2, optimizer=optimizer)
     opt = optimizer(reference.parameters(), lr=0.1)
-    for _ in range(2):
-        for x, y in data:
-            opt.zero_grad()
-            nn.functional.cross_entropy(reference(x), y).backward()
-            opt.step()
+    descend(reference, opt, data * 2)
     for name, value in reference.state_dict().items():
         assert torch.equal(result.state[name], value), name
     assert result.num_steps == 6

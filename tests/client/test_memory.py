@@ -69,6 +69,16 @@ def stated(course: Course) -> dict[str, list[float]]:
     }
 
 
+def told(number: int, start: str = "a") -> dict[str, Any]:
+    """The config of a client's round."""
+    return {
+        keys.ROUND_KEY: number,
+        keys.START_KEY: start,
+        keys.CLIENT_KEY: 0,
+        keys.METHOD_KEY: "m",
+    }
+
+
 class Crash(BaseException):
     """The client's process dies."""
 
@@ -82,8 +92,7 @@ class Client:
 
     def train(self, number: int, course: Course, ident: float, crash: int = 0) -> Any:
         """Train a round; return what it began with. The process may die before its disk is written."""
-        config: dict[str, Any] = {keys.ROUND_KEY: number, keys.START_KEY: self.start}
-        config |= {keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+        config = told(number, self.start)
         if course:
             used = max([n for n, _, u in course if u], default=0)
             config[keys.SNAPSHOTS_KEY] = [used, course[-1][0]]
@@ -216,7 +225,7 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
-    config = {keys.ROUND_KEY: 1, keys.START_KEY: "a", keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+    config = told(1)
     folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
     home = tmp_path / "partition-0" / "a"
     home.mkdir(parents=True)
@@ -238,12 +247,7 @@ def test_an_evaluation_sees_a_round_that_only_the_disk_has(tmp_path: Path) -> No
     """The process died when it had written what it kept, and before the node had it."""
     node: Any = {}
     for number in (1, 2):
-        config = {
-            keys.ROUND_KEY: number,
-            keys.START_KEY: "a",
-            keys.CLIENT_KEY: 0,
-            keys.METHOD_KEY: "m",
-        }
+        config = told(number)
         folder, before = Folder(tmp_path, config), node
         node = end(before, config, {"if-used": {"n": torch.full((1,), number)}}, None, "m")
         assert folder.write(node, config)

@@ -17,7 +17,7 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
-from tests.conftest import Batch, close
+from tests.conftest import Batch, close, descend
 from tests.methods.test_models import (
     METHODS,
     Counting,
@@ -80,10 +80,7 @@ def by_hand(rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> dic
             model = PLAIN.model()
             model.load_state_dict(given)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for x, y in batches * 2:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+            descend(model, optimizer, batches * 2)
             for n, v in model.state_dict().items():
                 moved[n] += size / sum(sizes) * (rounded(v).double() - given[n].double())
         state = {n: w + moved[n].to(w.dtype) for n, w in state.items()}
