@@ -264,6 +264,7 @@ CLASSES: dict[str, Term] = {
 }
 KINDS: list[tuple[tuple[int, ...], Any, str]] = [
     ((4, 1), torch.zeros(4, 1), r"float32 \(4, 1\) and torch.float32 \(4, 1\)"),
+    ((4, 1), torch.zeros(4).long(), r"float32 \(4, 1\) and torch.int64 \(4,\)"),
     ((4, 2), torch.zeros(4), r"float32 \(4, 2\) and torch.float32 \(4,\)"),
     ((4,), torch.zeros(4), r"\(4,\) and"),
     ((4, 3, 7), torch.zeros(4, 7).long(), r"\(4, 3, 7\) and torch.int64 \(4, 7\)"),
@@ -287,6 +288,18 @@ def test_a_label_without_an_output_is_named() -> None:
     ctx = batch(z, torch.zeros(3).long(), start_output=z, label_counts=torch.ones(3))
     with pytest.raises(ValueError, match="labels up to 2, the model 2 outputs"):
         fr.SelfDistillation(0.5, 1.0).loss(ZERO, {}, ctx)
+
+
+def test_changed_logits_stand_left_of_what_weighs_the_loss() -> None:
+    """Left of self-distillation the loss is (1 − λ) ℓ(z̃) + λ T² KL."""
+    z = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    y = torch.tensor([0, 2, 2])
+    ctx = batch(z, y, start_output=z.flip(1), label_counts=COUNTS, broadcast={}, client={})
+    plain, term = F.cross_entropy(z, y), fr.LogitCalibration(0.8)
+    both = chain([term, fr.SelfDistillation(0.4, 2.0)]).loss(plain, {}, ctx)
+    calibrated = term.loss(plain, {}, ctx)
+    kl = fr.SelfDistillation(1.0, 2.0).loss(plain, {}, ctx)
+    assert both.item() == pytest.approx((0.6 * calibrated + 0.4 * kl).item())
 
 
 @pytest.mark.parametrize(("examples", "width"), [(1, 6), (5, 1)])
