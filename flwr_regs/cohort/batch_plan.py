@@ -74,7 +74,8 @@ class Order:
             else:
                 passes.append(torch.arange(used))
         sizes = (self.sizes * len(passes))[:steps]
-        return torch.cat([torch.arange(0), *passes])[: sum(sizes)], sizes
+        rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
+        return rows[: sum(sizes)], sizes
 
 
 @dataclass(eq=False)
@@ -195,6 +196,7 @@ class Batches:
     def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
         self._plans, self._device = plans, device
         self._leaves: list[Tensor] = []
+        self._alike = all(p.sizes == plans[0].sizes for p in plans)
         given = [(p.order.source, p.rows) for p in plans if p.order and p.rows is not None]
         nbytes = sum(t[:1].nbytes * len(rows) for source, rows in given for t in source)
         if len(given) == len(plans) and nbytes <= GATHERED:
@@ -213,6 +215,11 @@ class Batches:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
             return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
+        if self._alike:  # then all members take all steps
+            sizes = plans[0].sizes
+            leaves = [t.unflatten(0, (len(plans), -1)) for t in self._leaves]
+            leaves = [t.narrow(1, sum(sizes[:step]), sizes[step]) for t in leaves]
+            return Batch(tuple(leaves), leaves)
         firsts = [
             self._firsts[k] + sum(p.sizes[:step]) for k, p in zip(members, plans, strict=True)
         ]
