@@ -37,7 +37,7 @@ def test_a_benchmark_runs_at_its_smallest(words: Sequence[str]) -> None:
 def test_a_study_of_steps_and_strengths(study: str) -> None:
     """Two runs, the cheapest ones of different methods or arguments; MNIST may be in ``$DATA_DIR``.
 
-    None of the tuning: at its largest rates the last rounds jump, and another rounding moves them by 10 points.
+    None of the tuning: at its largest rates, another rounding moves the accuracy by 10 points.
     """
     data_dir = os.environ.get("DATA_DIR", "")
     there = ("digits", "mnist") if data_dir else ("digits",)
