@@ -85,19 +85,19 @@ def calibrate(
     Raises ValueError if the layer does not make the model's logits, or shares parameters with another; and
     if nothing in the part can be trained.
     """
-    mine = copy.deepcopy(model).to(device).eval()
+    tuned = copy.deepcopy(model).to(device).eval()
     part = config.get("personal-part", "head")
-    wanted = {id(p) for p in mine.parameters() if p.requires_grad}
+    wanted = {id(p) for p in tuned.parameters() if p.requires_grad}
     if part != "all":
-        every = mine.named_parameters(remove_duplicate=False)
+        every = tuned.named_parameters(remove_duplicate=False)
         if head:
             layer = {id(p) for n, p in every if n in head}
         else:
-            layer = _classifier(mine, train_data, classifier, task, device)
+            layer = _classifier(tuned, train_data, classifier, task, device)
         wanted = wanted & layer if part == "head" else wanted - layer
     if not wanted:
         raise ValueError(f"personal-part = '{part}': nothing there has requires_grad=True")
-    for p in mine.parameters():
+    for p in tuned.parameters():
         p.requires_grad_(id(p) in wanted)
     kind = config["personalise"]
     terms: list[Term] = []
@@ -107,7 +107,7 @@ def calibrate(
     if kind in ("proximal", "both"):
         terms.append(_Pull(config.get("personal-mu", 0.1)))
     local_round(
-        mine,
+        tuned,
         chain(terms),
         train_data,
         lr=config["personal-lr"],
@@ -117,7 +117,7 @@ def calibrate(
         train_mode=part != "head",
         **vars(task),
     )
-    return mine
+    return tuned
 
 
 def _classifier(
@@ -130,10 +130,10 @@ def _classifier(
     """Return the ids of the output layer's parameters."""
     name = find_classifier(model, classifier)
     layer = model.get_submodule(name)
-    found = {id(p) for p in layer.parameters() if p.requires_grad}
+    layer_ids = {id(p) for p in layer.parameters() if p.requires_grad}
     inside = set(layer.modules())
     for key, module in model.named_modules():
-        if module not in inside and any(id(p) in found for p in module._parameters.values()):
+        if module not in inside and any(id(p) in layer_ids for p in module._parameters.values()):
             raise ValueError(
                 f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
                 "would change both"
@@ -142,4 +142,4 @@ def _classifier(
     with FeatureTap(model, classifier) as tap:
         for inputs, targets in Replay(task.pairs(train_data), device).again(1):
             tap.check(task.output(model, inputs, targets))
-    return found
+    return layer_ids

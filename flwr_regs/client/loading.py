@@ -19,8 +19,14 @@ from flwr_regs.client.train.trainable import (
     trained_parameters,
 )
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest
-from flwr_regs.wire.patterns import matching, split
+from flwr_regs.wire.arrays import (
+    OTHER_FROZEN,
+    ProtocolError,
+    check_arrays,
+    digest,
+    matching,
+    split_patterns,
+)
 
 Pins = str | Sequence[str]
 """Shell patterns on ``state_dict`` names: one text with commas, or several."""
@@ -34,7 +40,7 @@ def pinned(pins: Pins, model: nn.Module) -> set[str]:
     if not pins:
         return set()
     entries = model.state_dict()
-    chosen = matching(split(pins, "private"), list(entries))
+    chosen = matching(split_patterns(pins, "private"), list(entries))
     places = {entries[n].data_ptr() for n in chosen if entries[n].numel()}
     return chosen | {n for n, v in entries.items() if v.numel() and v.data_ptr() in places}
 
@@ -77,9 +83,9 @@ def load(
     term: Chain,
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
-    own: Mapping[str, torch.Tensor] | None = None,
+    private_values: Mapping[str, torch.Tensor] | None = None,
 ) -> Layout:
-    """Load the global model by name, and this client's `own` private entries (None: the model's).
+    """Load the global model by name, and this client's `private_values` (None: the model's).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
@@ -104,8 +110,8 @@ def load(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
     values = {n: entries[n] for n in private}
-    if own is not None:
-        kept = _as_held({**own}, values, "bfloat16")
+    if private_values is not None:
+        kept = _as_held({**private_values}, values, "bfloat16")
         check_arrays(kept, values, "this client's private entries")
         values = kept
     model.load_state_dict({**entries, **given, **values})

@@ -118,8 +118,8 @@ class LocalTraining:
         private = private_entries(model, whole)
         every = every_parameter(model)
         self._trained = trained_parameters(model, whole, every)
-        mine = {id(p) for p in self._trained.values()}
-        self._held = [p for _, p in every if p.requires_grad and id(p) not in mine]
+        trained_ids = {id(p) for p in self._trained.values()}
+        self._held = [p for _, p in every if p.requires_grad and id(p) not in trained_ids]
         self._params = {name: p for name, p in self._trained.items() if name not in private}
         if not self._params:
             raise ValueError(

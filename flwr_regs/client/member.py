@@ -209,8 +209,8 @@ def end(
     if (coder := term.coder("finish")) is not None:
         sent = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
         config[keys.STEPS_KEY] = [coder.encode(in_code_order(sent, sent))]
-        own = [n for n in given if n not in layout.trained and n not in layout.tied]
-        new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
+        buffers = [n for n in given if n not in layout.trained and n not in layout.tied]
+        new = {n: new[n] for n in buffers if not np.array_equal(new[n], given[n])}
     held, words = member.memory, list[str]()
     if result.num_steps:  # a client that took none is as it was
         private = {n: result.state[n] for n in layout.private}

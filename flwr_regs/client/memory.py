@@ -319,15 +319,15 @@ class Folder:
 
     def _read(self, labels: Iterable[str]) -> dict[str, bytes]:
         """Return the snapshots that are there and whole."""
-        found: dict[str, bytes] = {}
+        snapshots: dict[str, bytes] = {}
         for key in labels:
             path = self._folder / f"{key}.safetensors"
             try:
                 if path.exists():
-                    found[key] = _checked(path, self._method)
+                    snapshots[key] = _checked(path, self._method)
             except (OSError, ValueError) as error:
                 LOG.warning("this client's saved state is lost: %s", error)
-        return found
+        return snapshots
 
 
 def _checked(path: Path, method: str | None = None) -> bytes:

@@ -122,14 +122,14 @@ def trained_model(term: Chain, measures: Measures, result: LocalResult, **round:
         model.train(training)
 
 
-def entries_of(own: nn.Module, model: nn.Module) -> NDArrays:
+def entries_of(personal_model: nn.Module, model: nn.Module) -> NDArrays:
     """Return the entries of a client's own model; without those that `model` never trains.
 
     These are the same on every client, and may be many.
     """
     every = model.named_parameters(remove_duplicate=False)
     still = {n for n, p in every if not p.requires_grad}
-    return {n: to_numpy(v).copy() for n, v in own.state_dict().items() if n not in still}
+    return {n: to_numpy(v).copy() for n, v in personal_model.state_dict().items() if n not in still}
 
 
 def evaluate(

@@ -217,7 +217,7 @@ class Batches:
             return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
         if self._alike:  # then all members take all steps
             sizes = plans[0].sizes
-            leaves = [t.unflatten(0, (len(plans), -1)) for t in self._leaves]
+            leaves = [t.view(len(plans), sum(sizes), *t.shape[1:]) for t in self._leaves]
             leaves = [t.narrow(1, sum(sizes[:step]), sizes[step]) for t in leaves]
             return Batch(tuple(leaves), leaves)
         firsts = [

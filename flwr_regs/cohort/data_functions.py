@@ -64,7 +64,7 @@ class OverData(Measures):
         at_start: Arrays,
     ) -> None:
         shared = view.shared
-        pairs = [batch.rebuilt(own) for batch, own in zip(batches, leaves, strict=True)]
+        pairs = [batch.rebuilt(parts) for batch, parts in zip(batches, leaves, strict=True)]
         super().__init__(shared.model, pairs, shared.task, shared.device, shared.classifier)
         self._view, self._layers, self._members, self._end = view, layers, members, end
         self._start, self._rest = view.start, at_start
@@ -90,8 +90,8 @@ class OverData(Measures):
     def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
         """Return the model's output on a batch in its present mode; its buffers stay as they are."""
         end, inner = self._end, dict(self.model.named_buffers())
-        own = {n: p.to(end[n].dtype) if n in end else p for n, p in params.items()}
-        values = {**end, **own}
+        like_end = {n: p.to(end[n].dtype) if n in end else p for n, p in params.items()}
+        values = {**end, **like_end}
         buffers = {n: values.pop(n).clone() for n in inner if n in values}
         return self._view.call(inputs, targets, values, buffers)
 

@@ -50,8 +50,10 @@ def evaluate(asked: Sequence[Asked]) -> dict[int, Parcel]:
         model = uncompiled(first.client.model)
         if len(group) > 1 and key[:3] not in loaded:
             term, *_ = evaluated(first.message, first.memory, model, first.client.identity)
-            own = any(isinstance(t, Personalises) for t in term.terms) or term.tuner is not None
-            loaded = {key[:3]: not own and not term.private(list(model.state_dict()))}
+            personal = (
+                any(isinstance(t, Personalises) for t in term.terms) or term.tuner is not None
+            )
+            loaded = {key[:3]: not personal and not term.private(list(model.state_dict()))}
         if not loaded.get(key[:3]):
             continue
         size = sum(t.nbytes for t in tensors(group[0][1].batch(0)))

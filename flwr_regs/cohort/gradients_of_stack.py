@@ -48,7 +48,7 @@ class Gradient:
     Parameters
     ----------
     view : View
-    own : sequence of Slot
+    slots : sequence of Slot
         The members' own slots, stacked.
     lr : float
         Of an optimiser that is plain SGD, so that a compiled step may make its update; 0 for any other.
@@ -59,13 +59,13 @@ class Gradient:
         Whether the last gradients are the parameters after such an update.
     """
 
-    def __init__(self, view: View, own: Sequence[Slot], lr: float = 0.0) -> None:
+    def __init__(self, view: View, slots: Sequence[Slot], lr: float = 0.0) -> None:
         self._view, self._lr = view, lr
         terms, steps = view.shared.term.terms, len(view.alike)
         self._acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
         self._evolves = any(isinstance(t, Evolves) for t in terms)
         watching = any(t.needs for t in terms) or self._evolves
-        alike = all(t.elementwise for t in self._acting) and steps == 2 and _broadcasts(own, view)
+        alike = all(t.elementwise for t in self._acting) and steps == 2 and _broadcasts(slots, view)
         self._together = bool(self._acting) and alike and not watching
         self._watches = watching or any(t.acts("loss") for t in terms)
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
@@ -180,11 +180,11 @@ class Gradient:
         return None
 
 
-def _broadcasts(own: Sequence[Slot], view: View) -> bool:
+def _broadcasts(all_slots: Sequence[Slot], view: View) -> bool:
     """Whether all that slots hold for each member has a parameter's shape, and so broadcasts with it."""
     return all(
         any(f".{key}".endswith(f".{n}") and v.shape[1:] == p.shape for n, p in view.start.items())
-        for slots in own
+        for slots in all_slots
         for slot in slots.values()
         for key, v in slot.items()
     )

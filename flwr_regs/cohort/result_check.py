@@ -189,12 +189,12 @@ def _in(precision: torch.dtype | None, tree: Any) -> Any:
 
 
 def _plain(slots: Slot) -> Slot:
-    return {t: dict(own) for t, own in slots.items()}
+    return {t: dict(slot) for t, slot in slots.items()}
 
 
 def _entries(state: Mapping[str, Tensor], *slots: Slot) -> dict[str, Tensor]:
     """Return the entries of a model, and of slots by ``<term>.<key>``."""
-    flat = [(f"{t}.{k}", a) for some in slots for t, own in some.items() for k, a in own.items()]
+    flat = [(f"{t}.{k}", a) for some in slots for t, slot in some.items() for k, a in slot.items()]
     return {**state, **dict(flat)}
 
 
@@ -247,7 +247,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in buffers:
-            module._buffers.update(own)
+        for module, of_module in buffers:
+            module._buffers.update(of_module)
         for tensor, (data, value) in zip(held, before, strict=True):
             tensor.data = data.copy_(value)

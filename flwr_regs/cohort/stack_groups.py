@@ -217,8 +217,8 @@ class Group:
         """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
         model = member.asked.client.model
         if model is not self.shared.model and self._fixed:
-            own = self._fixed_of(model)
-            if odd := [n for n, v in self._fixed.items() if not torch.equal(v, own[n])]:
+            fixed = self._fixed_of(model)
+            if odd := [n for n, v in self._fixed.items() if not torch.equal(v, fixed[n])]:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.members.append(member)
         self._drawn += member.plan.nbytes
@@ -276,8 +276,8 @@ class Group:
         served: dict[int, Served] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
-            slots, own = mapped((result.client, private), itemgetter(row))
-            kept = [] if recipe.probes else memories.kinds(message, slots, own)
+            slots, entries = mapped((result.client, private), itemgetter(row))
+            kept = [] if recipe.probes else memories.kinds(message, slots, entries)
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
             config |= reply_entries(message, said)
             records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
@@ -297,7 +297,7 @@ class Group:
                     "examples-processed": result.examples[row],
                 }
             reply = Parcel(records, config, metrics, decoded=decoded)
-            held = memories.end(c.asked.memory, message, slots, own, recipe.who.method)
+            held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
             served[c.asked.pid] = Served(reply, held, was)
         return served
 
@@ -358,12 +358,12 @@ def member_of(
     most = planned if budget is None else min(planned, budget)
     if not most:
         raise CannotStack("it takes no step")
-    own: Slot = {}
+    broadcast: Slot = {}
     for t in term.terms:
         name = f"{t.name}.broadcast"
         record, shared = asked.message.records.get(name, {}), common.get(name, {})
         if len(record) > len(shared):
-            own[t.name] = {
+            broadcast[t.name] = {
                 k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
             }
     private = _private(client.model, term, begun) if recipe.withholds else {}
@@ -371,14 +371,14 @@ def member_of(
     if any("label_counts" in t.needs for t in term.terms):
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = label_counts(pairs)
-    form: list[Hashable] = [_form_of(slots) for slots in (own, begun.slots) if slots]
+    form: list[Hashable] = [_form_of(slots) for slots in (broadcast, begun.slots) if slots]
     # a term's `start` sees no more classes than the client has
     reads = counts is not None and any(t.acts("start") for t in term.terms)
     return Member(
         draw(pairs, seed, most, order),
         planned,
         private,
-        own,
+        broadcast,
         begun.slots,
         config.get(keys.CLIENT_KEY, -1),
         counts,
@@ -392,12 +392,12 @@ def _private(model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
     """Return a client's private entries: those that it kept, or its model's own."""
     entries = model.state_dict()
     chosen = term.private(list(entries))
-    own = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
-    if not own or begun.private is None:
-        return own
-    if {n: a.shape for n, a in begun.private.items()} != {n: v.shape for n, v in own.items()}:
+    private = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
+    if not private or begun.private is None:
+        return private
+    if {n: a.shape for n, a in begun.private.items()} != {n: v.shape for n, v in private.items()}:
         raise CannotStack("the private entries that it kept are not its model's")
-    return {n: begun.private[n].to(v.dtype) for n, v in own.items()}
+    return {n: begun.private[n].to(v.dtype) for n, v in private.items()}
 
 
 def _form_of(slots: Slot) -> Hashable:

@@ -92,8 +92,8 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            own = [self._held.told[slots] for slots in ("client", "broadcast")]
-            self._gradient = Gradient(self._view, own, self._plain_lr())
+            slots = [self._held.told[name] for name in ("client", "broadcast")]
+            self._gradient = Gradient(self._view, slots, self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)

@@ -94,7 +94,7 @@ class RegClient(NumPyClient):
     """
 
     method: ClassVar[str | None] = None
-    terms: Sequence[type[Term]] = ()
+    terms: ClassVar[Sequence[type[Term]]] = ()
 
     def __init__(
         self,
@@ -121,16 +121,17 @@ class RegClient(NumPyClient):
         check_batches(train_data, "train_data")
         if eval_data is not None:
             check_batches(eval_data, "eval_data")
-        if terms is not None:
-            if self.method is not None:
-                raise TypeError(f"{type(self).__name__} fixes its terms; use RegClient for others")
-            self.terms = check_classes(terms, type(self).__name__)
         who = type(self).__name__
+        if terms is not None and self.method is not None:
+            raise TypeError(f"{who} fixes its terms; use RegClient for others")
+        self.composition = self.terms if terms is None else check_classes(terms, who)
         _WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
         # needs may be a property, which the settings decide
-        declared: list[Any] = [t.needs for t in self.terms if not isinstance(t.needs, property)]
+        declared: list[Any] = [
+            t.needs for t in self.composition if not isinstance(t.needs, property)
+        ]
         if classifier is not None or any("features" in needs for needs in declared):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
         pinned(private, uncompiled(model))  # raises here, before any round
@@ -246,9 +247,9 @@ class RegClient(NumPyClient):
     @property
     def identity(self) -> Identity:
         """Who it is, whatever round it takes part in."""
-        name, terms = self.method or name_of(self.terms), self.terms
+        name = self.method or name_of(self.composition)
         kept = (self.private, self.save_private, self.keep_optimizer)
-        return Identity(name, terms, type(self).__name__, *kept)
+        return Identity(name, self.composition, type(self).__name__, *kept)
 
 
 def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel, Memory]:

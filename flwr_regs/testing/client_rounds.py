@@ -89,7 +89,7 @@ def own_loop(method: Method) -> ClientApp:
     """Return an app whose train function is a training loop as a user writes it."""
     data = make_clients()
     one = method.make_client(make_model(), data[0], data[0], device="cpu")
-    kind = type(one) if one.method else one.terms
+    kind = type(one) if one.method else one.composition
     app = RegClientApp()
 
     @app.train()

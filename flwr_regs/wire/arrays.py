@@ -1,10 +1,11 @@
-"""Arrays by name as they travel: bytes, masks, digests, and the checks on arrival. No flwr, no torch."""
+"""Arrays by name as they travel: names, bytes, digests, and the checks on arrival. No flwr, no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,32 @@ class ForeignStrategy(ProtocolError):
 def plain_name(name: str) -> str:
     """Return a ``state_dict`` name without what ``torch.compile`` adds: no such names travel."""
     return name.replace("_orig_mod.", "")
+
+
+def split_patterns(patterns: str | Sequence[str], what: str) -> tuple[str, ...]:
+    """Return the single patterns of a text with commas, or of a sequence of such texts.
+
+    Raises ValueError, with `what` the argument's name, for a pattern that is empty or no text.
+    """
+    texts = [patterns] if isinstance(patterns, str) else patterns
+    if isinstance(texts, Sequence) and all(isinstance(t, str) for t in texts):
+        names = [p.strip() for text in texts for p in text.split(",")]
+        if all(names):
+            return tuple(names)
+    raise ValueError(f"{what} must be a string of names separated by commas, not {patterns!r}")
+
+
+def matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
+    """Return the names that any of the patterns matches; ValueError for a pattern that matches none."""
+    matches: set[str] = set()
+    for pattern in patterns:
+        matched = {n for n in names if fnmatchcase(n, pattern)}
+        if not matched:
+            raise ValueError(
+                f"the pattern '{pattern}' matches none of the model's arrays {sorted(names)}"
+            )
+        matches |= matched
+    return matches
 
 
 def pack(arrays: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,10 @@ LARGEST_SUMMED = 1e18
 class Stack(dict[str, np.ndarray]):
     """Arrays with a first axis over the clients; they do not change."""
 
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(arrays)
+        self.expected: Mapping[str, np.ndarray] | None = None  # what a row was found to be like
+
     @cached_property
     def row_bytes(self) -> int:
         """The bytes of one client's names and arrays, as they travel."""
@@ -26,25 +30,25 @@ class Stack(dict[str, np.ndarray]):
         a = self[name]
         return a.reshape(len(a), -1)
 
+    @cached_property
+    def _squares(self) -> np.ndarray:
+        """Each client's largest sum of squares of a float array; infinite beside other arrays."""
+        squares = np.zeros(len(next(iter(self.values()))))
+        with np.errstate(all="ignore"):
+            for name, a in self.items():
+                table = self.table(name)
+                if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
+                    squares = np.maximum(squares, np.einsum("kj,kj->k", table, table))
+                elif a.size:
+                    squares[:] = np.inf
+        return squares
+
     def small(self, largest: float) -> np.ndarray:
-        """Return which clients' floats are finite and certainly from −`largest` to `largest`.
+        """Return which clients' numbers are floats, finite and certainly from −`largest` to `largest`.
 
         The sum of squares is below the square of `largest` only if no number is beyond it.
         """
-        if self._small is None or self._small[0] != largest:
-            bound = min(largest, LARGEST_SUMMED) ** 2 / 16
-            good = np.ones(len(next(iter(self.values()))), bool)
-            with np.errstate(all="ignore"):
-                for name, a in self.items():
-                    table = self.table(name)
-                    wide = a.dtype.kind == "f" and a.dtype.itemsize >= 4
-                    good &= np.einsum("kj,kj->k", table, table) < bound if wide else not a.size
-            self._small = largest, good
-        return self._small[1]
-
-    _small: tuple[float, np.ndarray] | None = None
-    expected: Mapping[str, np.ndarray] | None = None
-    """What a row was compared with, and is like."""
+        return self._squares < min(largest, LARGEST_SUMMED) ** 2 / 16
 
 
 class Row(Mapping[str, np.ndarray]):

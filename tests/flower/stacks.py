@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.client.memory import decode
-from flwr_regs.cohort.network import TRAINING
+from flwr_regs.cohort.cohort_network import TRAINING
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of
 

@@ -57,16 +57,16 @@ def makes(logits: Any, produced: Any) -> bool:
         return False
     if logits.untyped_storage().data_ptr() == produced.untyped_storage().data_ptr():  # a view
         return True
-    layer, nodes, known, found = produced.grad_fn, [logits.grad_fn], set(), False
+    layer, nodes, known, through_layer = produced.grad_fn, [logits.grad_fn], set(), False
     while nodes:
         node = nodes.pop()
         if node is None or node in known:
             continue
         known.add(node)
         if node is layer:
-            found = True
+            through_layer = True
             continue
         if (parameter := getattr(node, "variable", None)) is not None and parameter.numel() > 1:
             return False
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return through_layer

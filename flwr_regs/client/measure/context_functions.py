@@ -56,8 +56,8 @@ class Measures:
         self._start: Arrays = {}
         self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
 
-    def context(self, start: Arrays, lr: float, *, read: bool = True, **own: Any) -> ClientContext:
-        """Return a client's context with the functions over its data; `own` are other fields.
+    def context(self, start: Arrays, lr: float, *, read: bool = True, **more: Any) -> ClientContext:
+        """Return a client's context with the functions over its data; `more` are other fields.
 
         Not `read`: no term calls them, so the rest of the model is not copied.
         """
@@ -74,9 +74,9 @@ class Measures:
             mean_gradient=self.mean_gradient,
             mean_features=self.mean_features,
             fisher=self.fisher,
-            **own,
+            **more,
         )
-        if "train" in own:
+        if "train" in more:
             return ctx
         return replace(ctx, train=partial(self.train, ctx, Replay(self.data, self.device).again))
 
@@ -146,9 +146,9 @@ class Measures:
 
         Slots hold half precision as float32: `params` count in the model's own dtypes.
         """
-        mine = {n: b.clone() for n, b in self.model.named_buffers()} if self.model.training else {}
-        own = {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
-        return self.task.output(self.model, inputs, targets, {**mine, **own})
+        values = {n: b.clone() for n, b in self.model.named_buffers() if self.model.training}
+        values |= {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
+        return self.task.output(self.model, inputs, targets, values)
 
     @cached_property
     def _dtypes(self) -> dict[str, torch.dtype]:
@@ -182,8 +182,8 @@ class Measures:
 
         for inputs, targets in self._batches():
             size = batch_size(targets)
-            found = self.gradient(partial(loss, inputs=inputs, targets=targets), params)
-            for n, g in found.items():
+            grads = self.gradient(partial(loss, inputs=inputs, targets=targets), params)
+            for n, g in grads.items():
                 total[n] = total[n] + g.to(wide[n]) * size
             count += size
         return {n: t / count for n, t in total.items()}
@@ -226,6 +226,6 @@ def gradients(loss: Tensor, leaves: Arrays) -> Arrays:
     """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
     if not loss.requires_grad:
         return {n: torch.zeros_like(p) for n, p in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), found, strict=True)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), grads, strict=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}

@@ -68,10 +68,10 @@ class OutputTap(Tap):
     def value(self) -> Any:
         """The output, ``(batch, d)``; ValueError if the last forward pass has not made one."""
         if not isinstance(self._output, Tensor):
-            found = "is not used" if self._output is None else "makes no tensor"
+            problem = "is not used" if self._output is None else "makes no tensor"
             raise ValueError(
-                f"layer '{self._layer}' {found} in the forward pass of {type(self._model).__name__}; name "
-                "another layer, or call the model itself if it is torch.compile(model)"
+                f"layer '{self._layer}' {problem} in the forward pass of {type(self._model).__name__}; "
+                "name another layer, or call the model itself if it is torch.compile(model)"
             )
         return self._output.flatten(1)
 

@@ -73,15 +73,15 @@ def fisher_diagonal(
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples must be at least 1 or None, not {max_samples}")
     model = uncompiled(model)
-    own = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    if not own:
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trained:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     given = params or {}
-    params = {n: given.get(n, p).detach() for n, p in own.items()}
+    params = {n: given.get(n, p).detach() for n, p in trained.items()}
     # a forward may write to buffers
     buffers = {n: given.get(n, b).clone() for n, b in model.named_buffers()}
-    wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in own.items()}  # not half
-    total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in own.items()}
+    wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in trained.items()}  # not half
+    total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in trained.items()}
     seen, task = 0, Task(loss_fn, target_key, output_fn)
 
     def nll(p: Tensors, row: Tensor, batch: Any) -> Tensor:
@@ -208,8 +208,8 @@ class _Squares:
                 leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
                 if not (loss := nll(leaves, row)).requires_grad:
                     continue  # it depends on no parameter
-                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                for n, g in zip(leaves, found, strict=True):
+                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                for n, g in zip(leaves, grads, strict=True):
                     if g is not None:
                         one = g.to_dense()  # an embedding's gradient may be sparse
                         self.total[n].addcmul_(one, one)
@@ -225,6 +225,6 @@ def _kept(model: nn.Module, device: torch.device) -> Iterator[None]:
             model.eval()
             yield
     finally:
-        for now, then in before:
-            now.clear()
-            now.update(then)
+        for attributes, as_before in before:
+            attributes.clear()
+            attributes.update(as_before)

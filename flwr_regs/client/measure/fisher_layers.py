@@ -63,12 +63,12 @@ def find_layers(model: nn.Module, nll: NLL, params: Tensors, row: Tensor) -> Lay
     try:
         with torch.backends.cudnn.flags(enabled=False), _Finder(leaves) as finder:
             loss = nll(leaves, row)
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        grads: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     except Exception:  # an error of the model itself is raised again where it counts
         return {}
-    also = {n for n, g in zip(leaves, found, strict=True) if g is not None}
+    also = {n for n, g in zip(leaves, grads, strict=True) if g is not None}
     layers = {}
     for names, layer in finder.layers.items():
         weight, bias = (None if n in also else n for n in names)
@@ -92,10 +92,10 @@ def with_inputs(nll: NLL, params: Tensors, layers: Layers) -> Callable[..., Any]
     def loss(rest: Tensors, zeros: dict[Names, Tensor], row: Tensor) -> Any:
         given = {**params, **rest}
         with _Recorder(given, layers, zeros) as recorder:
-            found = nll(given, row)
+            value = nll(given, row)
         if recorder.inputs.keys() != layers.keys():
             raise ValueError("a layer was not called")
-        return found, recorder.inputs
+        return value, recorder.inputs
 
     return grad(loss, argnums=(0, 1), has_aux=True)
 

@@ -84,18 +84,18 @@ class Pairs:
             return next(iter(inputs.values())), batch[key]
         return Keywords(inputs, key), batch[key]
 
-    def _key(self, found: list[Any]) -> str:
+    def _key(self, batch_keys: list[Any]) -> str:
         """Return the key of the targets among those that were found."""
         if self.target_key is not None:
-            if self.target_key not in found:
+            if self.target_key not in batch_keys:
                 raise ValueError(
-                    f"target_key='{self.target_key}' is not in a batch with the keys {found}"
+                    f"target_key='{self.target_key}' is not in a batch with the keys {batch_keys}"
                 )
             return self.target_key
-        candidates = [k for k in TARGET_KEYS if k in found]
+        candidates = [k for k in TARGET_KEYS if k in batch_keys]
         if len(candidates) != 1:
             raise ValueError(
-                f"a batch with the keys {found} has "
+                f"a batch with the keys {batch_keys} has "
                 + (f"several entries that may be its targets: {candidates}" if candidates else "")
                 + ("" if candidates else f"no entry for its targets, such as {TARGET_KEYS[0]!r}")
                 + "; name the one to use with target_key="
@@ -223,8 +223,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         if asked.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='{device}': torch finds no CUDA GPU here; give device='auto'")
         return asked
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")
 
 
 def to_device(value: Any, device: str | torch.device) -> Any:

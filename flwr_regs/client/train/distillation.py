@@ -30,8 +30,8 @@ def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature:
     confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
     true = one_hot(ctx)
     others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
-    own = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may fall below 0
-    target = torch.where(true, own, others)
+    true_share = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may fall below 0
+    target = torch.where(true, true_share, others)
     # as F.kl_div to the bit, which vmap runs client by client
     divergence = (torch.xlogy(target, target) - target * log_p).sum() / len(log_p)
     return (1 - lam) * base + lam * temperature**2 * divergence
@@ -46,12 +46,12 @@ def check_classes(ctx: ClientContext, who: str) -> None:
     shapes = [getattr(a, "shape", None) for a in (ctx.output, ctx.targets)]
     fits = [shape is not None and len(shape) == n for shape, n in zip(shapes, (2, 1), strict=True)]
     if not all(fits) or ctx.output.shape[-1] < 2 or ctx.targets.is_floating_point():
-        found = " and ".join(
+        given = " and ".join(
             type(a).__name__ if shape is None else f"{a.dtype} {tuple(shape)}"
             for a, shape in zip((ctx.output, ctx.targets), shapes, strict=True)
         )
         raise ValueError(
-            f"{who} needs logits (batch, classes) and integer labels (batch,), not {found}"
+            f"{who} needs logits (batch, classes) and integer labels (batch,), not {given}"
         )
     if ctx.label_counts is not None and ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
         raise ValueError(

@@ -144,19 +144,19 @@ def load_state(
             optimizer.state[p]["step"] = state["step"].detach().cpu().clone()
 
 
-def optimizer_of(config: Mapping[str, Any], own: OptimizerFn | None = None) -> OptimizerFn:
+def optimizer_of(config: Mapping[str, Any], factory: OptimizerFn | None = None) -> OptimizerFn:
     """Return a client's factory ``make(params, lr=lr)``: its own, or what a checked config describes.
 
     Without either it is ``torch.optim.SGD``. Raises ValueError if there are both.
     """
     given = {key: config[key] for key in OPTIMIZER_KEYS if key in config}
-    if own is not None and given:
+    if factory is not None and given:
         raise ValueError(
-            f"the train config sets {given}, but this client has an optimiser of its own, {own!r:.200}: "
-            "leave out these keys, or build the client (or call loop.optimizer) without one"
+            f"the train config sets {given}, but this client has an optimiser of its own, {factory!r:.200}"
+            ": leave out these keys, or build the client (or call loop.optimizer) without one"
         )
-    if own is not None:
-        return own
+    if factory is not None:
+        return factory
     kind: OptimizerFn = getattr(torch.optim, given.pop("optimizer", "SGD"))
     return partial(kind, **{k.replace("-", "_"): v for k, v in given.items()}) if given else kind
 
@@ -190,8 +190,8 @@ def clip(params: Iterable[nn.Parameter], norm: float) -> None:
     As ``torch.nn.utils.clip_grad_norm_``, but the norm of half-precision gradients is taken in float32,
     where their squares do not overflow.
     """
-    mine = [p for p in params if p.grad is not None]
-    grads = [p.grad for p in mine if p.grad is not None]
+    with_gradient = [p for p in params if p.grad is not None]
+    grads = [p.grad for p in with_gradient if p.grad is not None]
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
     total = nn.utils.get_total_norm(wide)
-    nn.utils.clip_grads_with_norm_(mine, norm, total)
+    nn.utils.clip_grads_with_norm_(with_gradient, norm, total)

@@ -36,9 +36,9 @@ class Replay:
         loader = data.source
         sampler = getattr(loader, "sampler", None)
         sampler = getattr(sampler, "sampler", sampler)  # that shuffles, inside a batch sampler
-        own = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
+        of_loader = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
         self._generators = [torch.default_generator]
-        for generator in own:
+        for generator in of_loader:
             if isinstance(generator, Generator) and generator not in self._generators:
                 self._generators.append(generator)
         self._before: list[State] = []  # the generators before each batch

@@ -92,10 +92,10 @@ class Task:
 
     def logits(self, output: Any) -> Any:
         """Return the logits in what the model returned; raise TypeError if there are none."""
-        found = self.output_fn(output) if self.output_fn else find_logits(output)
-        if self.loss_fn is None and isinstance(found, Tensor):
-            setattr(found, _OWN_LOSS, _entry(output, "loss"))
-        return found
+        logits = self.output_fn(output) if self.output_fn else find_logits(output)
+        if self.loss_fn is None and isinstance(logits, Tensor):
+            setattr(logits, _OWN_LOSS, _entry(output, "loss"))
+        return logits
 
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the loss of logits from `output` or `logits`.
@@ -145,11 +145,11 @@ def find_logits(output: Any) -> Tensor:
     """
     if isinstance(output, Tensor):
         return output
-    found = _entry(output, "logits")
-    if found is None:
-        found = next((v for v in _elements(output) if v is not None), None)
-    if isinstance(found, Tensor) and found.ndim:
-        return found
+    logits = _entry(output, "logits")
+    if logits is None:
+        logits = next((v for v in _elements(output) if v is not None), None)
+    if isinstance(logits, Tensor) and logits.ndim:
+        return logits
     names = f" with the entries {list(output)}" if isinstance(output, Mapping) else ""
     raise TypeError(
         f"the model's output, a {type(output).__name__}{names}, has no logits: neither is it a tensor, nor "
@@ -159,8 +159,8 @@ def find_logits(output: Any) -> Tensor:
 
 
 def _entry(output: Any, name: str) -> Any:
-    found = getattr(output, name, None)
-    return output.get(name) if found is None and isinstance(output, Mapping) else found
+    entry = getattr(output, name, None)
+    return output.get(name) if entry is None and isinstance(output, Mapping) else entry
 
 
 def _elements(output: Any) -> list[Any]:

@@ -191,8 +191,8 @@ def figures(run: RunRecord) -> dict[str, float | None]:
 
 
 def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
-    """Return the value of round `number`, or the last one; None if there is none."""
-    return values[number - 1] if values and number is not None else None
+    """Return the value of round `number`, or the last one; None if there is none, as of a kept trial."""
+    return values[number - 1] if values and number is not None and number <= len(values) else None
 
 
 def deployed_rounds(run: RunRecord) -> list[float | None]:

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_regs.client.member import Identity
-from flwr_regs.cohort.network import CohortNetwork
+from flwr_regs.cohort.cohort_network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
 from flwr_regs.flower.compat import Run, identify, numbered
 from flwr_regs.flower.grids.contexts import Contexts

@@ -12,7 +12,7 @@ from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, written
 from flwr_regs.client.serving import Client
 from flwr_regs.cohort.client_sets import OneClient
-from flwr_regs.cohort.network import Node
+from flwr_regs.cohort.cohort_network import Node
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.contexts import Contexts
@@ -27,7 +27,7 @@ OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity
 
 
 class LocalClients:
-    """A :class:`flwr_regs.cohort.network.Host`.
+    """A :class:`flwr_regs.cohort.cohort_network.Host`.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ class LocalClients:
         made, why = self._made(self._source, pid, kind, config), ""
         if not isinstance(made, RegClient):
             why = f"{type(made).__name__} is no client of this package"
-        elif own := made.overrides(*OVERRIDES):
-            why = f"{type(made).__name__} has a {own[0]} of its own"
+        elif overridden := made.overrides(*OVERRIDES):
+            why = f"{type(made).__name__} has a {overridden[0]} of its own"
         if why and kind in ("train", keys.PROBE):
             self._refused(why)
         return None if why else made

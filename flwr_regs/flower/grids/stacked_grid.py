@@ -10,7 +10,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.network import TRAINING, CohortNetwork
+from flwr_regs.cohort.cohort_network import TRAINING, CohortNetwork
 from flwr_regs.cohort.processes import StackProcesses
 from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks

@@ -69,8 +69,8 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         what = unlike_sgd(optimizer, (*PLAIN, "weight_decay", "amsgrad"))
-        own = optimizer([torch.zeros(1)], lr=1.0)
-        if what and (not isinstance(own, torch.optim.AdamW) or own.defaults["amsgrad"]):
+        trial = optimizer([torch.zeros(1)], lr=1.0)
+        if what and (not isinstance(trial, torch.optim.AdamW) or trial.defaults["amsgrad"]):
             raise ValueError(
                 f"FedAdamW's clients run AdamW without amsgrad, but {what} steps in another way: leave "
                 "that out, or choose torch.optim.AdamW"

@@ -27,8 +27,8 @@ from flwr_regs.abilities import FineTunes, Freezes
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import COUNT, POSITIVE, Range, Term
+from flwr_regs.wire.arrays import matching, split_patterns
 from flwr_regs.wire.config import PARTS
-from flwr_regs.wire.patterns import matching, split
 
 __all__ = ["FedBABU", "FedBABUClient", "FixedHead"]
 
@@ -62,11 +62,11 @@ class FixedHead(Term, Freezes, FineTunes):
         if self.personal_part not in PARTS:
             raise ValueError(f"personal_part must be one of {PARTS}, not {self.personal_part!r}")
         if self.layer is not None:
-            split(self.layer, "layer")
+            split_patterns(self.layer, "layer")
 
     def head(self, names: Collection[str]) -> set[str]:
         if self.layer is not None:
-            return matching(split(self.layer, "layer"), names)
+            return matching(split_patterns(self.layer, "layer"), names)
         layers: dict[str, set[str]] = {}
         for n in names:
             layers.setdefault(n.rpartition(".")[0], set()).add(n.rpartition(".")[2])

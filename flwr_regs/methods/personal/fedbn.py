@@ -28,7 +28,7 @@ from flwr_regs.abilities import Withholds
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
-from flwr_regs.wire.patterns import matching, split
+from flwr_regs.wire.arrays import matching, split_patterns
 
 __all__ = ["FedBN", "FedBNClient", "FedPer", "FedPerClient", "LocalBatchNorm", "Private"]
 
@@ -74,10 +74,10 @@ class Private(Term, Withholds):
         super().__post_init__()
         if not isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a string of names, not {self.patterns!r}")
-        split(self.patterns, "patterns")
+        split_patterns(self.patterns, "patterns")
 
     def private(self, names: Collection[str]) -> set[str]:
-        return matching(split(self.patterns, "patterns"), names)
+        return matching(split_patterns(self.patterns, "patterns"), names)
 
 
 class FedBN(RegStrategy):

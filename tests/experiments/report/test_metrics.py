@@ -41,6 +41,8 @@ TESTED = made(
     evaluate={"clients": {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}},
 )
 TESTED.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}
+KEPT = made([0.2, 0.6, 0.4])
+del KEPT.rounds[1:]  # as an archive keeps a trial: all tests, and one entry with the rounds' totals
 VALUES: list[tuple[RunRecord, dict[str, float | None]]] = [
     (RUN, {"final": 0.8, "last5": 0.5, "best": 0.8, "best-half": 0.6, "mean": 0.5, "worst": 0.5}),
     (RUN, {"worst-tenth": 0.5, "training-loss": 0.25, "rounds-to": 2, "seconds-to": 4.0}),
@@ -54,6 +56,7 @@ VALUES: list[tuple[RunRecord, dict[str, float | None]]] = [
     (LONG, {"worst-tenth": 0.01, "deployed-seconds": PHONES + 2e-4 / 0.75}),
     (TESTED, {"best-participants": 0.7, "clients": 0.5}),
     (PROBED, {"bytes-down": 120, "exchanges": 2, "deployed-seconds": PHONES + 7 * 0.25}),
+    (KEPT, {"rounds-to": 2, "seconds-to": None, "megabytes-to": None, "gradients-to": None}),
     (PROBED, {"rounds-to": 1}),  # where it is met
     (RunRecord("A", "A", 1, {**DEFAULTS}, 4, {}), dict.fromkeys(metrics.METRICS)),
 ]

@@ -1,0 +1,75 @@
+"""A training leaves the process as its user has it: collector, children, random states, threads."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flwr_regs as fr
+from flwr_regs.testing.problem import app_of, make_clients, train
+
+
+def process_state() -> dict[str, np.ndarray]:
+    """What a process has once, for all of its code."""
+    _, words, *place = np.random.get_state()  # noqa: NPY002
+    return {
+        "python's generator": np.array(random.getstate()[1]),
+        "numpy's generator": np.array([*words, place[0]]),
+        "torch's generator": torch.get_rng_state().numpy(),
+        "collector": np.array([gc.isenabled(), *gc.get_threshold()]),
+        "torch": np.array([torch.get_num_threads(), torch.is_grad_enabled()]),
+        "dtype": np.array(torch.tensor(0.0).element_size()),
+    }
+
+
+def changed(before: dict[str, np.ndarray]) -> list[str]:
+    return [k for k, value in process_state().items() if not np.array_equal(value, before[k])]
+
+
+def dropping() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])
+def test_a_training_leaves_the_process_as_it_was(
+    kind: type[fr.InProcessGrid], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also between its rounds, and if it ends by a callback's error."""
+
+    def forbidden(*args: Any, **settings: Any) -> Any:
+        raise AssertionError("this belongs to the process's user")
+
+    for module, name in ((gc, "disable"), (gc, "freeze"), (os, "kill"), (os, "killpg")):
+        monkeypatch.setattr(module, name, forbidden)
+    monkeypatch.setattr(multiprocessing, "active_children", forbidden)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5)
+    before, handler = process_state(), signal.getsignal(signal.SIGTERM)
+    data, rounds = make_clients(), list[int]()
+
+    def looks(number: int) -> None:
+        assert not changed(before)
+        rounds.append(number)
+        if number == 3:
+            raise KeyError("a user's own")
+
+    grid = kind(app_of(fr.SCAFFOLDClient, data, dropping), len(data))
+    strategy = fr.SCAFFOLD(seed=3, checkpoint_dir=tmp_path)
+    with pytest.raises(KeyError, match="a user's own"):
+        train(strategy, fr.SCAFFOLDClient, model=dropping, grid=grid, on_round=looks)
+    assert rounds == [0, 1, 2, 3]
+    assert not changed(before)
+    assert signal.getsignal(signal.SIGTERM) is handler
