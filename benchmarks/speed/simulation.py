@@ -89,13 +89,13 @@ def _run(side: str, clients: int, rounds: int) -> Row:
 
 def run(side: str, clients: int, rounds: int, out: Path) -> None:
     """Train in Ray; write each round's seconds, and the bytes of all of its processes."""
+    import psutil
     from flwr.app import ArrayRecord, Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
     from benchmarks.speed import jobs
-    from flwr_regs.experiments.run.process_family import descendants
 
     seconds: list[float] = []
     memory: list[int] = []
@@ -104,7 +104,8 @@ def run(side: str, clients: int, rounds: int, out: Path) -> None:
     def note(*_: Any) -> None:
         nonlocal began
         seconds.append(time.perf_counter() - began)
-        memory.append(sum(map(resident, descendants(os.getppid()))))
+        family = psutil.Process(os.getppid()).children(recursive=True)
+        memory.append(sum(resident(process.pid) for process in family))
         began = time.perf_counter()
 
     server = ServerApp()

@@ -24,7 +24,7 @@ from flwr_regs.experiments.cards import card_files  # noqa: E402
 from flwr_regs.experiments.cards.choices import levels  # noqa: E402
 from flwr_regs.experiments.data.augment import AUGMENTATIONS  # noqa: E402
 from flwr_regs.experiments.data.catalogue import SOURCES  # noqa: E402
-from flwr_regs.experiments.models import body  # noqa: E402
+from flwr_regs.experiments.models import layers  # noqa: E402
 from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
 from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
 from flwr_regs.experiments.settings import SETTINGS, legal  # noqa: E402
@@ -127,7 +127,7 @@ def models() -> str:
         if net.words:
             size = 10_000 if name == "sentiment-lstm" else net.classes
         with torch.device("meta"):
-            made = body.model(net.make(size), net.classes)
+            made = layers.model(net.make(size), net.classes)
         count = sum(p.numel() for p in made.parameters())
         cells = net.meaning, net.source, least, f"{count:,} ({on}{net.classes} classes)"
         rows.append((f"`{name}`", *cells))

@@ -23,18 +23,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
-from flwr_regs.client.train.batches import Batches
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.replay import Replay
-from flwr_regs.client.train.task import Task
 from flwr_regs.term import Arrays, ClientContext, Term
 
 
@@ -59,41 +57,33 @@ class _Pull(Term):
 
 
 def calibrate(
-    model: nn.Module,
-    train_data: Batches,
+    measures: Measures,
     config: Mapping[str, Any],
-    *,
-    classifier: str | None,
-    task: Task,
     optimizer: OptimizerFn | None,
-    device: torch.device,
     head: Collection[str] = (),
 ) -> nn.Module:
-    """Return a copy of `model` of which a part has been trained on `train_data`.
+    """Return a copy of a client's model of which a part has been trained on its data.
 
     Parameters
     ----------
+    measures : Measures
+        Of the model and the data.
     config : mapping
         ``"personalise"`` and ``"personal-lr"``; optionally ``"personal-part"`` ("head"),
         ``"personal-epochs"`` (2), ``"personal-mu"`` (0.1), ``"personal-lam"`` (0.35) and
         ``"personal-temperature"`` (4).
-    classifier : str, optional
-        Name of the output layer; default: the last ``nn.Linear``.
     head : collection of str
         The ``state_dict`` names of the output layer, if they are known already.
 
     Raises ValueError if the layer does not make the model's logits, or shares parameters with another; and
     if nothing in the part can be trained.
     """
-    tuned = copy.deepcopy(model).to(device).eval()
+    tuned = copy.deepcopy(measures.model).to(measures.device).eval()
     part = config.get("personal-part", "head")
     wanted = {id(p) for p in tuned.parameters() if p.requires_grad}
     if part != "all":
         every = tuned.named_parameters(remove_duplicate=False)
-        if head:
-            layer = {id(p) for n, p in every if n in head}
-        else:
-            layer = _classifier(tuned, train_data, classifier, task, device)
+        layer = {id(p) for n, p in every if n in head} if head else _classifier(tuned, measures)
         wanted = wanted & layer if part == "head" else wanted - layer
     if not wanted:
         raise ValueError(f"personal-part = '{part}': nothing there has requires_grad=True")
@@ -109,26 +99,20 @@ def calibrate(
     local_round(
         tuned,
         chain(terms),
-        train_data,
+        measures.data,
         lr=config["personal-lr"],
         epochs=config.get("personal-epochs", 2),
         optimizer=optimizer,
-        device=device,
+        device=measures.device,
         train_mode=part != "head",
-        **vars(task),
+        **vars(measures.task),
     )
     return tuned
 
 
-def _classifier(
-    model: nn.Module,
-    train_data: Batches,
-    classifier: str | None,
-    task: Task,
-    device: torch.device,
-) -> set[int]:
+def _classifier(model: nn.Module, measures: Measures) -> set[int]:
     """Return the ids of the output layer's parameters."""
-    name = find_classifier(model, classifier)
+    name, task = find_classifier(model, measures.classifier), measures.task
     layer = model.get_submodule(name)
     layer_ids = {id(p) for p in layer.parameters() if p.requires_grad}
     inside = set(layer.modules())
@@ -139,7 +123,7 @@ def _classifier(
                 "would change both"
             )
     # before anything is held still: the tap looks at the trained parameters behind the layer
-    with FeatureTap(model, classifier) as tap:
-        for inputs, targets in Replay(task.pairs(train_data), device).again(1):
+    with FeatureTap(model, measures.classifier) as tap:
+        for inputs, targets in Replay(measures.data, measures.device).again(1):
             tap.check(task.output(model, inputs, targets))
     return layer_ids

@@ -19,7 +19,7 @@ import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
-from flwr_regs.client.measure.context_functions import Measures, gradients
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import (
@@ -27,10 +27,9 @@ from flwr_regs.client.train.optimizer import (
     OptimizerFn,
     clip,
     momentum_of,
-    steps_alone,
 )
 from flwr_regs.client.train.replay import Replay
-from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
@@ -312,21 +311,20 @@ class LocalTraining:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._reads_steps:
             return self._ctx
-        tapped = self._tapped()  # before another forward pass
+        tapped, start = self._tapped(), None  # before another forward pass
+        if self._teaches:
+            with torch.no_grad():
+                start = self._measures.output_at(inputs, None, self._ctx.start)
         return changed(
             self._ctx,
             inputs=inputs,
             targets=targets,
             output=output,
-            start_output=self._start_output(inputs) if self._teaches else None,
+            start_output=start,
             output_at=partial(self._measures.output_at, inputs, targets),
             features_at=partial(self._measures.features_at, inputs),
             **tapped,
         )
-
-    @torch.no_grad()
-    def _start_output(self, inputs: Any) -> Any:
-        return self._measures.output_at(inputs, None, self._ctx.start)
 
     def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
@@ -450,7 +448,7 @@ def local_round(
     """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
-    at_once, taken = steps_alone(opt), 0
+    taken = 0
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
@@ -461,11 +459,7 @@ def local_round(
 
     try:
         for batch in training.batches():
-            if at_once:
-                corrected(batch)
-                opt.step()
-            else:
-                opt.step(partial(corrected, batch))
+            opt.step(partial(corrected, batch))  # LBFGS calls it more than once
             taken += 1
         return training.finish(taken)
     finally:

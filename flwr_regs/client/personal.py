@@ -46,24 +46,15 @@ def own_model(
     `config` is the evaluate config, `slots` what the terms remember. With a `folder` the model is also
     saved.
     """
-    model, device = measures.model, measures.device
+    model = measures.model
     made: nn.Module | None = None
-    with seeded(config.get(keys.SEED_KEY, 0), device):
+    with seeded(config.get(keys.SEED_KEY, 0), measures.device):
         if (how := _fine_tuning(term, config)) is not None:
             made, head = model, set[str]()
             if term.tuner is not None and "personalise" not in config:
                 head = term.tuner.head(list(model.state_dict()))
             if how["personal-lr"]:
-                made = calibrate(
-                    model,
-                    measures.data,
-                    how,
-                    classifier=measures.classifier,
-                    task=measures.task,
-                    optimizer=optimizer,
-                    device=device,
-                    head=head,
-                )
+                made = calibrate(measures, how, optimizer, head)
         elif term.able(Personalises):
             made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:

@@ -52,7 +52,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     # settings, and the name of a card, may stand on either side of an option
     settings, card = "settings" in args, args.command == "bench"
     if wrong := [r for r in rest if ("=" not in r and not card) or r[:1] == "-" or not settings]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}{_as_setting(wrong[0])}")
+        from flwr_regs.experiments.settings import DEFAULTS
+
+        name = wrong[0].lstrip("-").partition("=")[0].replace("_", "-")
+        hint = f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{hint}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
     args.words = [*argv]
@@ -67,7 +71,14 @@ def _main(argv: Sequence[str]) -> int:
     on_farewell("flwr-regs: interrupted")
     try:
         with ending_in_time():
-            return _do(args)
+            if args.do in ("listing", "protocols"):
+                from flwr_regs.experiments import listings
+
+                print(listings.listing(args) if args.do == "listing" else listings.protocols(args))
+                return 0
+            from flwr_regs.experiments import commands
+
+            return int(getattr(commands, args.do)(args))
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -78,17 +89,6 @@ def _main(argv: Sequence[str]) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # of who calls `main`
-
-
-def _do(args: argparse.Namespace) -> int:
-    if args.do in ("listing", "protocols"):
-        from flwr_regs.experiments import listings
-
-        print(listings.listing(args) if args.do == "listing" else listings.protocols(args))
-        return 0
-    from flwr_regs.experiments import commands
-
-    return int(getattr(commands, args.do)(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,11 +120,3 @@ def _inches(text: str) -> tuple[float, float]:
     """Return the width and height of ``3.3x2.5``."""
     width, height = map(float, text.split("x"))
     return width, height
-
-
-def _as_setting(word: str) -> str:
-    """Return how to write a setting that stands there as an option."""
-    from flwr_regs.experiments.settings import DEFAULTS
-
-    name = word.lstrip("-").partition("=")[0].replace("_", "-")
-    return f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""

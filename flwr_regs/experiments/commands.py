@@ -19,31 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flwr_regs
+from flwr_regs.experiments import words
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, provenance, ranks_over
-from flwr_regs.experiments.report.run_records import (
-    RunRecord,
-    file_name,
-    missing,
-    record_path,
-    recorded,
-)
+from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES
 from flwr_regs.experiments.space import Point
-from flwr_regs.experiments.words import (
-    experiment_of,
-    first_run,
-    numbers,
-    out_folder,
-    read_words,
-    refuse_results,
-)
 
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
@@ -63,8 +51,8 @@ def train(args: argparse.Namespace) -> int:
     if args.resume:
         experiment, out = _resumed(args), ""
     else:
-        experiment, out = experiment_of(args)
-        refuse_results(out)
+        experiment, out = words.experiment_of(args)
+        words.refuse_results(out)
     _check_runner(args, experiment)
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
@@ -73,7 +61,7 @@ def train(args: argparse.Namespace) -> int:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
             _dry_run(experiment, panel, place, args.workers)
         return 0
-    folder = args.resume or out_folder(out)
+    folder = args.resume or words.out_folder(out)
     if experiment.metrics:
         experiment = choices.with_notes(experiment)
     if not args.resume:
@@ -114,7 +102,7 @@ def _resumed(args: argparse.Namespace) -> Experiment:
 
     The folder may come from another machine: the words may say where the data is here.
     """
-    here = {key: value for key, value in read_words(args.settings).items() if key in MOVED}
+    here = {key: value for key, value in words.read_words(args.settings).items() if key in MOVED}
     if len(here) < len(args.settings) or any(
         getattr(args, name, None) for name in ("key", "case", "tune")
     ):
@@ -133,7 +121,7 @@ def _resumed(args: argparse.Namespace) -> Experiment:
 def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
     """Return each panel, and the folder of its results in the experiment's."""
     alone = len(experiment.panels) == 1
-    return [(p, folder if alone else folder / file_name(p.name)) for p in experiment.panels]
+    return [(p, folder if alone else folder / records.file_name(p.name)) for p in experiment.panels]
 
 
 def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
@@ -279,11 +267,11 @@ def _train(
 
     if not (lacking := missing(runs, folder)):
         return
-    settings, n = lacking[0].settings, len({run.label for run in lacking})
+    settings, several = lacking[0].settings, len({run.label for run in lacking})
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
     _say(
-        f"flwr-regs {flwr_regs.__version__}: {counted(n, rows)}, "
+        f"flwr-regs {flwr_regs.__version__}: {counted(several, rows)}, "
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
         f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition {settings.partition} over "
         f"{counted(settings.num_clients, 'client')}\n"
@@ -299,9 +287,8 @@ def _train(
             Results(records, (), heading, ordered).save_tables(folder)
             next_at = time.monotonic() + SELDOM * (time.monotonic() - began)
 
-    gpus = args.gpus_per_client
-    bars = progress(lacking)
-    engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=gpus)
+    how = args.workers, args.runner, tables
+    engine.execute(runs, folder, progress(lacking), *how, gpus=args.gpus_per_client)
 
 
 @contextmanager
@@ -354,7 +341,7 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
     if args.what == "partition":
-        run, out = first_run(args)
+        run, out = words.first_run(args)
         from flwr_regs.experiments.report import partition_plot
 
         print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
@@ -385,7 +372,7 @@ def _look(args: argparse.Namespace) -> Look:
 
 def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
-    run, _ = first_run(args)
+    run, _ = words.first_run(args)
     from flwr_regs.experiments.run.resources import measure
 
     print(measure(run).text(run.settings.num_clients))
@@ -393,53 +380,57 @@ def resources(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Train one run of results again, in a temporary folder; return 1 if it does not come out the same."""
+    """Train one run of results again; return 1 if it does not come out the same."""
     here = _places_here(args)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        folder, again = args.verify, Path(temporary, "again")
+        folder = args.verify
         if folder.is_file():
-            folder = Path(temporary, "kept")
+            folder = Path(temporary)
             with tarfile.open(args.verify) as archive:
                 archive.extractall(folder, filter="data")
         kept, _ = card_files.of_folder(folder)
         panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
         wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
-        seeds = numbers(args.seeds, "--seeds") or kept.seeds
-        found = [
-            (panel, place, record)
+        seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
+        ended = [
+            (panel, record, card_files.of_folder(place)[1], run)
             for panel, place in places(kept, folder)
             if panel in panels and (place / "runs").is_dir()
-            for run in kept.tests(panel, chosen_of(kept, place))
+            for run in kept.given(here).tests(panel, chosen_of(kept, place))
             if run.seed in seeds and kept.rows_of(panel)[run.label] in wanted
             for record in recorded([run], place).values()
             if record.ended
         ]
-        if not found:
-            raise ValueError(f"{args.verify} has no such run that ended")
-        panel, place, old = random.choice(found)
-        where = f"{panel.name}: " * (len(kept.panels) > 1)
-        _say(f"{where}{old.label}, seed {old.seed}; one of {len(found)} runs")
-        _, made = card_files.of_folder(place)
-        if "--runner" in made["command"]:  # another one rounds otherwise
-            args.runner = made["command"][made["command"].index("--runner") + 1]
-        again.mkdir()
-        for run in kept.given(here).tests(panel, chosen_of(kept, place)):
-            if run.key == (old.label, old.seed):
-                _train([run], again, kept.heading, args)
-                new = recorded([run], again)[run.key]
-        now = provenance([])
-        if other := [what for what in ("versions", "platform") if now[what] != made.get(what)]:
-            there = ", ".join(f"{what} {made.get(what)} there, {now[what]} here" for what in other)
-            _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
-            return int(not _is_equal(old, new, args.tolerance))
-        _say("machine and versions are those of the results: all rounds must be equal")
-        for one, two in zip_longest(old.test, new.test):
-            if not one or not two or not all(_is_same(one[key], two.get(key)) for key in one):
-                print(f"{new.label}, seed {new.seed}: {one} there, {two} here  DIFFERS")
-                print(f"commit {made.get('commit')} there, {now['commit']} here")
-                return 1
-        print(f"{new.label}, seed {new.seed}: all {len(new.trained)} rounds are the same")
-        return 0
+    if not ended:
+        raise ValueError(f"{args.verify} has no such run that ended")
+    panel, old, made, run = random.choice(ended)
+    where = f"{panel.name}: " * (len(kept.panels) > 1)
+    _say(f"{where}{old.label}, seed {old.seed}; one of {len(ended)} runs")
+    if "--runner" in made["command"]:  # another one rounds otherwise
+        args.runner = made["command"][made["command"].index("--runner") + 1]
+    (new,) = _again([run], kept, args).values()
+    present = provenance([])
+    if other := [what for what in ("versions", "platform") if present[what] != made.get(what)]:
+        there = ", ".join(f"{what} {made.get(what)} there, {present[what]} here" for what in other)
+        _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
+        return int(not _is_equal(old, new, args.tolerance))
+    _say("machine and versions are those of the results: all rounds must be equal")
+    for one, two in zip_longest(old.test, new.test):
+        if not one or not two or not all(_is_same(one[key], two.get(key)) for key in one):
+            print(f"{new.label}, seed {new.seed}: {one} there, {two} here  DIFFERS")
+            print(f"commit {made.get('commit')} there, {present['commit']} here")
+            return 1
+    print(f"{new.label}, seed {new.seed}: all {len(new.trained)} rounds are the same")
+    return 0
+
+
+def _again(
+    runs: Sequence[Run], kept: Experiment, args: argparse.Namespace
+) -> dict[tuple[str, int], RunRecord]:
+    """Train runs in a temporary folder, and return their records."""
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+        _train(runs, Path(temporary), kept.heading, args)
+        return recorded(runs, Path(temporary))
 
 
 def _is_same(kept: float | None, new: float | None) -> bool:
@@ -449,7 +440,7 @@ def _is_same(kept: float | None, new: float | None) -> bool:
 
 def _places_here(args: argparse.Namespace) -> dict[str, Any]:
     """Return where files are here, the only settings that may differ from those of results."""
-    here = {"code-dir": os.getcwd(), **read_words(args.settings)}
+    here = {"code-dir": os.getcwd(), **words.read_words(args.settings)}
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     return here
@@ -457,25 +448,22 @@ def _places_here(args: argparse.Namespace) -> dict[str, Any]:
 
 def reproduce(args: argparse.Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
-    here = _places_here(args)
-    kept, _ = card_files.of_folder(args.folder)
-    seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
-    if not (trained := tuple(seed for seed in kept.seeds if seed in seeds)):
+    kept, here = card_files.of_folder(args.folder)[0], _places_here(args)
+    seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
+    again = replace(kept, seeds=tuple(seed for seed in kept.seeds if seed in seeds)).given(here)
+    if not again.seeds:
         raise ValueError(
             f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"
         )
-    again = replace(kept, seeds=trained, tune=()).given(here).checked()
-    _check_runner(args, again)
+    _check_runner(args, replace(again, tune=()).checked())
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):
         chosen = chosen_of(kept, place)
         check_records(kept.tests(panel, chosen), place)
-        runs = replace(kept, seeds=trained).given(here).tests(panel, chosen)
+        runs = again.tests(panel, chosen)
         old = recorded(runs, place)
-        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-            _train(runs, Path(temporary), kept.heading, args)
-            for key, record in recorded(runs, Path(temporary)).items():
-                equal.append(_is_equal(old.get(key), record, args.tolerance))
+        for key, record in _again(runs, kept, args).items():
+            equal.append(_is_equal(old.get(key), record, args.tolerance))
     print(f"{sum(equal)} of {len(equal)} runs are equal within {args.tolerance:g} points")
     return 0 if all(equal) else 1
 

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flwr_regs.experiments import signatures, user_code
+from flwr_regs.experiments import strategies, user_code
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
 from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.models.architectures import chosen
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OF_STRATEGIES = (
     *("seed", "fraction_train", "cohorts", "overlap", "wire_dtype", "drop_inactive"),
-    *("restart_lr", "on_divergence"),
+    *("restart_lr", "on_divergence", "weighting", "incomplete"),
 )
 """The settings that a strategy takes by the same name."""
 HALVED = 6
@@ -76,7 +76,7 @@ class Run:
         """Return whether a setting's `needs` are met: see settings.toml."""
         for owner, equals, values in (need.partition("=") for need in needs.split(" or ")):
             if owner == "methods":
-                takes = [signatures.of_call(c, self.settings.code_dir) for c in self.calls]
+                takes = [strategies.of_call(c, self.settings.code_dir) for c in self.calls]
                 met = any(values in one.parameters for one in takes)
             elif equals:
                 met = as_word(self.settings.config[owner]) in values.split(",")
@@ -91,23 +91,20 @@ class Run:
 
         Raises as :func:`flwr_regs.experiments.strategies.build` does, also with `only_check`.
         """
-        from flwr_regs.experiments.strategies import build
-
         settings = self.settings
-        common: dict[str, Any] = dict.fromkeys(
-            ("min_train_nodes", "min_available_nodes", "min_evaluate_nodes"), 1
-        )
-        common |= {name: getattr(settings, name) for name in OF_STRATEGIES}
+        common: dict[str, Any] = {name: getattr(settings, name) for name in OF_STRATEGIES}
         common |= {name: common[name] or None for name in ("wire_dtype", "drop_inactive")}
-        papers = {"weighting": settings.weighting, "incomplete": settings.incomplete}
-        common |= {name: value for name, value in papers.items() if value != "paper"}
-        common["fraction_evaluate"] = float(bool(settings.personalise or settings.test_on_clients))
+        common = {name: value for name, value in common.items() if value != "paper"}
         if settings.dp_clip_norm:
             common["privacy"] = _privacy(settings, only_check)
-        return build(
+        return strategies.build(
             self.calls,
             settings.code_dir,
             only_check,
+            min_train_nodes=1,
+            min_available_nodes=1,
+            min_evaluate_nodes=1,
+            fraction_evaluate=float(bool(settings.personalise or settings.test_on_clients)),
             lr_schedule=lambda t: settings.lr_decay ** (t - 1),
             server_lr_schedule=lambda t: settings.server_lr_decay ** (t - 1),
             **common,
@@ -118,7 +115,7 @@ class Run:
         settings = self.settings
         settings.check()
         strategy = self.strategy()
-        with signatures.named(self.method):
+        with strategies.named(self.method):
             strategy.check_model(_start(*settings.model_arguments))
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
@@ -239,14 +236,12 @@ class Experiment:
             return replace(call, kwargs=kept)
 
         untuned = [text_of(map(untuned_part, row.calls)) for row in rows]
-        labels = [
-            label if untuned.count(label) == 1 else text_of(row.calls)
-            for label, row in zip(untuned, rows, strict=True)
-        ]
-        if len({*labels}) < len(labels):
-            twice = next(label for label in labels if labels.count(label) > 1)
-            raise ValueError(f"'{twice}' stands here twice: name each method once")
-        return dict(zip(labels, rows, strict=True))
+        labelled: dict[str, Row] = {}
+        for short, row in zip(untuned, rows, strict=True):
+            label = short if untuned.count(short) == 1 else text_of(row.calls)
+            if labelled.setdefault(label, row) is not row:
+                raise ValueError(f"'{label}' stands here twice: name each method once")
+        return labelled
 
     def spaces_of(self, row: Row) -> list[Space]:
         """Return what is tuned for a method."""
@@ -260,14 +255,14 @@ class Experiment:
             return [{space.key: space.at(share) for space in spaces} for share in (0.0, 1 - 1e-9)]
         return points(spaces, self.trials)
 
-    def rungs_of(self, panel: Panel, label: str) -> list[tuple[int, int]]:
+    def rungs_of(self, panel: Panel, label: str, ends: bool = False) -> list[tuple[int, int]]:
         """Return (rounds, points that train so long) of a method's successive halving, in order.
 
         All of its points train for an eighth of the rounds, the best third for a quarter, the best sixth
-        for half of them. A grid, or fewer than `HALVED` points, train for all rounds at once.
+        for half of them. A grid, the `ends`, or fewer than `HALVED` points, train for all rounds at once.
         """
         row, rounds = self.rows_of(panel)[label], self.run_of(panel, label, {}, 0).settings.rounds
-        many = len(self.points_of(row))
+        many = len(self.points_of(row, ends))
         if many < HALVED or is_grid(self.spaces_of(row), self.trials):
             return [(rounds, many)]
         shorter = max(rounds // 8, 1), max(rounds // 4, 1), max(rounds // 2, 1)
@@ -295,17 +290,13 @@ class Experiment:
         """
         if not self.tune:
             return []
-        runs = []
-        for label, row in self.rows_of(panel).items():
-            whole = self.run_of(panel, label, {}, 0).settings.rounds
-            for rounds, many in [(whole, 2)] if ends else self.rungs_of(panel, label):
-                tried = self.points_of(row, ends)[:many]
-                runs += [
-                    self.run_of(panel, label, point, seed, rounds)
-                    for point in tried
-                    for seed in self.tuning_seeds
-                ]
-        return runs
+        return [
+            self.run_of(panel, label, point, seed, rounds)
+            for label, row in self.rows_of(panel).items()
+            for rounds, many in self.rungs_of(panel, label, ends)
+            for point in self.points_of(row, ends)[:many]
+            for seed in self.tuning_seeds
+        ]
 
     def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: int = 0) -> Run:
         """Return the run of a row at a point of its space; a `trial` of some rounds holds data out."""
@@ -320,7 +311,7 @@ class Experiment:
         for key, value in point.items():
             target, dot, name = key.rpartition(".")
             if dot:
-                calls = signatures.with_argument(
+                calls = strategies.with_argument(
                     calls, target, name, value, settings.get("code-dir", "")
                 )
             else:
@@ -331,11 +322,6 @@ class Experiment:
             return Run(label, whole, calls)
         shorter = f"; {trial} rounds" * (trial < whole.rounds)
         return Run(f"{label} [{shown(point)}{shorter}]", replace(whole, rounds=trial), calls)
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        """The runs of all panels, trials among them, before anything is tuned."""
-        return [r for p in self.panels for r in [*self.trial_runs(p), *self.tests(p)]]
 
     @cached_property
     def ends(self) -> list[Run]:
@@ -386,24 +372,21 @@ class Experiment:
         return whole
 
     def _on_clients(self, panel: Panel) -> Panel:
-        from flwr_regs.experiments.strategies import check_apart, is_private
-
-        tests = [run for run in self.tests(panel) if run.seed == self.seeds[0]]
+        tests = replace(self, seeds=self.seeds[:1]).tests(panel)
         methods = {run.method: run.calls for run in tests}
-        strategies = check_apart(methods, tests[0].settings.code_dir)
-        made = [
-            (s.method_name, replace(s.options, seed=0), replace(run.settings, methods=""))
-            for run in tests
-            for s in [strategies[run.method]]
-        ]
-        for i, one in enumerate(made):
-            if (first := made.index(one)) < i:
-                labels = f"'{tests[first].label}' and '{tests[i].label}'"
-                raise ValueError(f"{labels} are the same: leave one out")
+        made = strategies.check_apart(methods, tests[0].settings.code_dir)
+        known: list[tuple[Any, ...]] = []
+        for run in tests:
+            strategy = made[run.method]
+            options, settings = replace(strategy.options, seed=0), replace(run.settings, methods="")
+            known.append((strategy.method_name, options, settings))
+            if tests[first := known.index(known[-1])] is not run:
+                both = f"'{tests[first].label}' and '{run.label}'"
+                raise ValueError(f"{both} are the same: leave one out")
         asked = [
             r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
         ]
-        if any(asked) or any(map(is_private, strategies.values())):
+        if any(asked) or any(map(strategies.is_private, made.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
 
@@ -421,22 +404,19 @@ class Experiment:
     def given(self, settings: Mapping[str, Any]) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned."""
 
-        def without(mine: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in mine.items() if key not in settings}
+        def without(of: Any) -> Any:
+            kept = {key: value for key, value in of.settings.items() if key not in settings}
+            return replace(of, settings=kept)
+
+        def free(spaces: Sequence[Space]) -> tuple[Space, ...]:
+            return tuple(space for space in spaces if space.key not in settings)
 
         return replace(
             self,
             settings={**self.settings, **settings},
-            rows=tuple(
-                replace(
-                    row,
-                    settings=without(row.settings),
-                    tune=tuple(space for space in row.tune if space.key not in settings),
-                )
-                for row in self.rows
-            ),
-            panels=tuple(replace(p, settings=without(p.settings)) for p in self.panels),
-            tune=tuple(space for space in self.tune if space.key not in settings),
+            rows=tuple(replace(without(row), tune=free(row.tune)) for row in self.rows),
+            panels=tuple(map(without, self.panels)),
+            tune=free(self.tune),
         )
 
 
@@ -459,8 +439,8 @@ def check_words(runs: Sequence[Run]) -> None:
             )
         references = [call for call in run.calls if ":" in call.target]
         for call in references:
-            with signatures.named(str(call)):
-                signatures.find(call, settings.code_dir)
+            with strategies.named(str(call)):
+                strategies.find(call, settings.code_dir)
         with suppress(NameError):  # only torch can tell
             if not references:
                 run.strategy(only_check=True)

@@ -13,7 +13,7 @@ from flwr_regs.experiments import settings
 from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.cards.choices import levels
-from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.data import catalogue as data
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.report.metrics import METRICS
@@ -130,8 +130,8 @@ def _short(row: Method) -> tuple[str, ...]:
         *(bool(row.state), row.secure_aggregation, row.central_dp),
         *(row.robust, row.streams, row.stacks),
     )
-    up = f"{row.up:g}{small}"
-    return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *map(_mark, flags))
+    up, marks = f"{row.up:g}{small}", ("yes" if yes else "–" for yes in flags)
+    return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *marks)
 
 
 def _models(size: float) -> str:
@@ -144,10 +144,6 @@ def down(row: Method) -> str:
     return f"{row.down:g}{delta}"
 
 
-def _mark(yes: bool) -> str:
-    return "yes" if yes else "–"
-
-
 def _datasets(card: Experiment) -> list[str]:
     """Return the data sets of all panels, at the card's own setting, without their arguments."""
     merged = [{**settings.DEFAULTS, **card.settings, **panel.settings} for panel in card.panels]
@@ -158,10 +154,10 @@ def needed(card: Experiment, data_dir: str | None = None) -> str:
     """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
     said = []
     for name in _datasets(card):
-        if needs.files(name):
+        if data.files(name):
             said.append(f"files of {name}")
             if data_dir is not None:
-                said[-1] += ": there" if needs.present(name, data_dir) else ": absent"
+                said[-1] += ": there" if data.present(name, data_dir) else ": absent"
     return ", ".join(said) or "nothing"
 
 
@@ -183,10 +179,10 @@ def cards(data_dir: str = "") -> str:
 def card(experiment: Experiment, data_dir: str = "", name: str = "") -> str:
     """Return all that a card holds, and what it needs; `name` is what `bench` finds it by."""
     names = _datasets(experiment)
-    hashes = {of: needs.expected(of, experiment.hashes) or "not known" for of in names}
+    hashes = {of: data.expected(of, experiment.hashes) or "not known" for of in names}
     command = f"flwr-regs bench {shlex.quote(name or experiment.name)}"
     lines = [f"needs: {needed(experiment, data_dir)}"]
-    lines += [f"  {of}: {needs.files(of)}" for of in names if needs.files(of)]
+    lines += [f"  {of}: {data.files(of)}" for of in names if data.files(of)]
     known = ", ".join(f"{of} {of_data}" for of, of_data in hashes.items())
     lines += [f"hashes of the data: {known}", "", command]
     lines += [f"{command} --setting reduced"] * ("reduced" in levels(experiment)[1:])

@@ -56,7 +56,8 @@ class Space:
         if key in FIXED:
             raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
         if not dots:
-            return cls(text, key, choices=tuple(value_of(key, one) for one in values(given)))
+            tried = [literal(one) if "." in key else read(key, one) for one in values(given)]
+            return cls(text, key, choices=tuple(tried))
         try:
             ends = float(low), float(high)
         except ValueError:
@@ -85,11 +86,6 @@ class Space:
         """Return whether a method has what this is about."""
         target, dot, _ = self.key.rpartition(".")
         return not dot or target in [call.target for call in calls]
-
-
-def value_of(key: str, text: str) -> Any:
-    """Return the value of a setting, or of a method's parameter, that a text gives."""
-    return literal(text) if "." in key else read(key, text)
 
 
 def points(spaces: Sequence[Space], trials: int) -> list[Point]:

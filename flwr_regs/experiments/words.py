@@ -15,8 +15,8 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import PLACES, Settings, read
-from flwr_regs.experiments.signatures import with_argument
 from flwr_regs.experiments.space import Space
+from flwr_regs.experiments.strategies import with_argument
 from flwr_regs.wire.config import nearest
 
 SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
@@ -82,10 +82,15 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     if args.key is not None and "=" in args.key:  # argparse took a setting for it
         args.settings, args.key = [args.key, *args.settings], None
     if args.case:
-        pairs = [_case(text) for text in args.case]
+        cases = {}
+        for text in args.case:
+            label, colon, settings = text.partition(":")
+            if not colon or not label.strip():
+                raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
+            cases[" ".join(label.split())] = words(settings)
         if args.key or args.values:
             raise ValueError("sweep takes a key and --values, or --case: not both")
-        if len(cases := dict(pairs)) < len(pairs):
+        if len(cases) < len(args.case):
             raise ValueError(f"each --case needs a label of its own, not {args.case}")
         return "case", cases
     if not args.key or not args.values:
@@ -106,10 +111,10 @@ def _rows(
     args: argparse.Namespace, label: str, case: Sequence[str], experiment: Experiment
 ) -> list[Row]:
     """Return the rows of a sweep's case: one for each method."""
-    own = read_words(case)
+    settings = read_words(case)
     methods = [row.calls for row in experiment.rows]
-    if "methods" in own:
-        methods = [*parse_methods(str(own.pop("methods"))).values()]
+    if "methods" in settings:
+        methods = [*parse_methods(str(settings.pop("methods"))).values()]
     target, dot, name = ("", "", "") if args.case else args.key.rpartition(".")
     if dot:
         every = [call.target for calls in methods for call in calls]
@@ -120,7 +125,7 @@ def _rows(
         methods = [with_argument(calls, target, name, value, folder) for calls in methods]
     several = len(methods) > 1
     names = [f"{label}, {text_of(calls)}" if several else label for calls in methods]
-    return [Row(name, calls, own) for name, calls in zip(names, methods, strict=True)]
+    return [Row(name, calls, settings) for name, calls in zip(names, methods, strict=True)]
 
 
 def _card_of(args: argparse.Namespace) -> str:
@@ -177,14 +182,6 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with whole paths, whatever folder the results are taken up in."""
     paths = {name: given[name] for name in PLACES if given.get(name)}
     return {**given, **{name: str(Path(p).expanduser().resolve()) for name, p in paths.items()}}
-
-
-def _case(text: str) -> tuple[str, list[str]]:
-    """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError for any other text."""
-    label, colon, settings = text.partition(":")
-    if not colon or not label.strip():
-        raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
-    return " ".join(label.split()), words(settings)
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

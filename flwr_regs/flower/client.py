@@ -83,6 +83,11 @@ class RegClient(NumPyClient):
     terms : sequence of Term classes
         Only for your own composition, in the strategy's order.
 
+    Attributes
+    ----------
+    composition : sequence of Term classes
+        The terms of this client: its class's, or those that it was given.
+
     Raises
     ------
     TypeError

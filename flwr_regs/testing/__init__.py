@@ -6,9 +6,8 @@ FedAvg, with which the others are compared.
 Offers ``check_method``, ``Exempt``, ``Method``, ``LAWS`` and ``LawBroken``.
 """
 
-from flwr_regs.testing.check import Report, check_method
+from flwr_regs.testing.check import LAWS, Report, check_method
 from flwr_regs.testing.law import Law
-from flwr_regs.testing.laws import LAWS
 from flwr_regs.testing.method import Exempt, LawBroken, Method
 
 __all__ = ["LAWS", "Exempt", "Law", "LawBroken", "Method", "Report", "check_method"]

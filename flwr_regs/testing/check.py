@@ -13,8 +13,20 @@ from flwr_regs.chain import chain
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
-from flwr_regs.testing.laws import LAWS
+from flwr_regs.testing import client_rounds as rounds
+from flwr_regs.testing import whole_runs as runs
 from flwr_regs.testing.method import Exempt, Method, Oracle
+
+LAWS = {
+    law.name: law
+    for law in (
+        *(runs.neutral, runs.moves, runs.oracle),
+        *(rounds.pure, rounds.runners, rounds.stacked),
+        *(runs.state, runs.repeated, runs.downlinks, rounds.unused, runs.order, runs.identity),
+        *(runs.fixed_point, rounds.incomplete),
+    )
+}
+"""In the order in which they are checked."""
 
 
 class Report(dict[str, str]):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_regs.client.measure import fisher
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA
+from flwr_regs.client.train.task import Task
 from tests.conftest import close, make_model
 from tests.oracles.model import gradient
 
@@ -57,7 +58,7 @@ def plain(model: nn.Module, x: Any, y: Tensor) -> dict[str, Tensor]:
 def go(model: nn.Module, data: Any, loss_fn: Any = cross_entropy, **kwargs: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Fisher information one sample at a time")
-        return fisher_diagonal(model, data, loss_fn, **{"device": "cpu", **kwargs})
+        return fisher_diagonal(model, data, Task(loss_fn), **{"device": "cpu", **kwargs})
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -173,10 +174,10 @@ def test_what_vmap_cannot_batch_goes_one_at_a_time(
     monkeypatch.setattr(fisher, "vmap", vmap)
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     if isinstance(model, Recurrent):  # newer versions of torch batch some
-        got = fisher_diagonal(model, data, cross_entropy, "cpu", memory=1)
+        got = fisher_diagonal(model, data, Task(), "cpu", memory=1)
     else:
         with pytest.warns(UserWarning, match=r"one sample at a time: vmap failed \(\w+: .+\)"):
-            got = fisher_diagonal(model, data, cross_entropy, "cpu", memory=1)
+            got = fisher_diagonal(model, data, Task(), "cpu", memory=1)
         assert len(tries) == 2 - isinstance(model, Words)  # with layers, and without
     close(got, plain(model, x, y), 1e-14)
     assert all((t != 0).any() for t in got.values())
@@ -243,9 +244,9 @@ def test_eval_mode_and_everything_is_left_as_it_was(restless: bool, fails: bool)
         warnings.simplefilter("always")
         if fails:
             with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                fisher_diagonal(model, chain(loader, [wrong]), cross_entropy, "cpu")
+                fisher_diagonal(model, chain(loader, [wrong]), Task(), "cpu")
         else:
-            got = fisher_diagonal(model, loader, cross_entropy, "cpu")
+            got = fisher_diagonal(model, loader, Task(), "cpu")
     assert sum("one sample at a time" in str(w.message) for w in caught) == restless
     assert torch.equal(random, torch.get_rng_state())
     assert flags == [m.training for m in model.modules()]

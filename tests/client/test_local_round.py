@@ -220,3 +220,10 @@ def test_what_a_round_held_is_freed_at_its_end(terms: Any) -> None:
         assert result.num_steps == 3
     finally:
         gc.enable()
+
+
+def test_a_step_budget_of_zero_takes_no_step() -> None:
+    data = make_clients()[0]
+    result = local_round(make_model(), chain([]), data, lr=0.1, epochs=2, max_steps=0, device="cpu")
+    assert (result.num_steps, result.planned_steps, result.examples_processed) == (0, 4, 0)
+    assert not any(d.any() for d in result.delta.values())

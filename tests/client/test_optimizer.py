@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_regs import (
     FedProx,
@@ -23,7 +22,7 @@ from flwr_regs import (
 from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.train.optimizer import clip, optimizer_of, steps_alone
+from flwr_regs.client.train.optimizer import clip, optimizer_of
 from flwr_regs.term import Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import start_weights
@@ -164,48 +163,3 @@ def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
         device="cpu",
     )
     assert all(d.isfinite().all() and d.any() for d in result.delta.values())
-
-
-class Closures(torch.optim.SGD):
-    """Is not torch's own class, so it gets a closure."""
-
-    given: ClassVar[list[bool]] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.given.append(closure is not None)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("clipped", [{}, {"clip-norm": 0.1}])
-@pytest.mark.parametrize("term", [(), (Proximal(0.3),)])
-def test_gradients_before_the_step_are_those_of_a_closure(term: Any, clipped: Any) -> None:
-    states = []
-    Closures.given.clear()
-    for kind in (torch.optim.SGD, Closures):
-        made = partial(kind, momentum=0.9, weight_decay=0.01)
-        torch.manual_seed(0)
-        result = local_round(
-            make_model(), chain(term), make_clients()[0], lr=0.1, epochs=3, optimizer=made,
-            device="cpu", config=clipped,
-        )  # fmt: skip
-        states.append((result.state, result.loss, result.num_steps))
-    assert set(Closures.given) == {True}
-    assert states[0][1:] == states[1][1:]
-    assert all(torch.equal(v, states[1][0][n]) for n, v in states[0][0].items())
-
-
-def test_what_may_look_before_a_step_gets_a_closure() -> None:
-    def made(kind: Any = torch.optim.SGD) -> Any:
-        return kind(make_model().parameters(), lr=0.1)
-
-    assert all(map(steps_alone, map(made, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW))))
-    hooked, wrapped = made(), made()
-    hooked.register_step_pre_hook(lambda *_: None)
-    wrapped.step = lambda closure: closure()
-    assert not any(map(steps_alone, (made(Closures), made(torch.optim.LBFGS), hooked, wrapped)))
-    everywhere = register_optimizer_step_pre_hook(lambda *_: None)
-    assert not steps_alone(made())
-    everywhere.remove()
-    with torch.no_grad():  # a closure turns gradients on
-        assert not steps_alone(made())
-        local_round(make_model(), chain([]), make_clients()[0], lr=0.1, steps=2, device="cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.experiments import calls, signatures
+from flwr_regs.experiments import calls, strategies
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
 from flwr_regs.experiments.strategies import build, client_class
 from tests.experiments.runs import runs_of
@@ -119,7 +119,7 @@ def test_an_argument_is_replaced_or_added() -> None:
     for method, key, expected in REPLACED:
         (parts,) = parse_methods(method).values()
         target, _, name = key.rpartition(".")
-        assert text_of(signatures.with_argument(parts, target, name, 9)) == expected
+        assert text_of(strategies.with_argument(parts, target, name, 9)) == expected
 
 
 def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:

@@ -19,7 +19,7 @@ from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import load
-from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.data import catalogue
 from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
 from flwr_regs.methods.registry import METHODS
 from tests.experiments.test_commands import CARD, MINE
@@ -154,7 +154,7 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     assert {key[:2] for key in cells} == {*others, ("two", "Mine")}
     assert [float(decayed[key]) for key in ("source_value", "source_std", "n")] == [0.605, 0.015, 1]
     assert cells["one", "FedAvg", "final"]["source_value"] == ""
-    known = needs.expected("digits", {})
+    known = catalogue.expected("digits", {})
     said = f"the hash of digits is {known}, not 00 as the card says: these are other data"
     assert capsys.readouterr().out.count(said) == 4  # before each panel and below its table
     experiment, _ = card_files.of_folder(Path("here"))
@@ -181,7 +181,7 @@ def test_every_card_is_whole(name: str) -> None:
     card = load(name)
     assert choices.levels(card) == [card.setting] + ["reduced"] * (name not in ONE_SIZE)
     for level in choices.levels(card):
-        refuse_dead(choices.at(card, level).runs, "test-on-clients")
+        refuse_dead(choices.at(card, level).ends, "test-on-clients")
     for panel in card.panels:
         assert not {*panel.reports} - {*card.metrics}
 

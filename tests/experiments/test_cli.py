@@ -56,7 +56,8 @@ def printed(*args: str) -> tuple[int, str]:
 def planned(*line: str) -> list[Run]:
     """The runs that a command line asks for."""
     experiment, _ = words.experiment_of(cli.parsed(line))
-    return experiment.runs
+    (panel,) = experiment.panels
+    return [*experiment.trial_runs(panel), *experiment.tests(panel)]
 
 
 def kept(folder: str) -> tuple[list[Run], list[RunRecord]]:

@@ -107,9 +107,9 @@ def test_a_setting_without_its_owner_is_refused_at_every_edge(
     for edge, begin in edges({**given, **off}, tmp_path).items():
         with pytest.raises(ValueError, match=said):
             pytest.fail(f"{edge}: {begin()}")
-    idle, useful = (Experiment.of_methods({**given, **one}).runs for one in (off, on))
+    idle, useful = (Experiment.of_methods({**given, **one}).ends for one in (off, on))
     refuse_dead([*idle, *useful])
-    refuse_dead(Experiment.of_methods(off).runs)
+    refuse_dead(Experiment.of_methods(off).ends)
 
 
 SAME = [

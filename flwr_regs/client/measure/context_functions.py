@@ -15,7 +15,7 @@ from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap, evalua
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Batches, batch_size, to_device
 from flwr_regs.client.train.replay import Replay
-from flwr_regs.client.train.task import Task
+from flwr_regs.client.train.task import Task, gradients
 from flwr_regs.term import Arrays, ClientContext
 
 
@@ -203,14 +203,8 @@ class Measures:
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
-        return fisher_diagonal(
-            self.model,
-            self.data,
-            device=self.device,
-            params=self._whole(params),
-            max_samples=max_samples,
-            **vars(self.task),
-        )
+        whole = self._whole(params)
+        return fisher_diagonal(self.model, self.data, self.task, self.device, whole, max_samples)
 
     def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
         with evaluating(self.model):
@@ -220,12 +214,3 @@ class Measures:
         with torch.random.fork_rng(devices=[]):
             for inputs, targets in islice(self.data, number):
                 yield to_device(inputs, self.device), to_device(targets, self.device)
-
-
-def gradients(loss: Tensor, leaves: Arrays) -> Arrays:
-    """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
-    if not loss.requires_grad:
-        return {n: torch.zeros_like(p) for n, p in leaves.items()}
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), grads, strict=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}

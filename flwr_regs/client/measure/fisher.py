@@ -26,7 +26,7 @@ from flwr_regs.client.measure.fisher_layers import (
     with_inputs,
 )
 from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to_device
-from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.train.task import Task, gradients, uncompiled
 
 JOINED = 2**20
 """Bytes of the batches that are taken together: a layer's outputs may be many times as large."""
@@ -35,18 +35,15 @@ JOINED = 2**20
 def fisher_diagonal(
     model: nn.Module,
     data: Batches,
-    loss_fn: LossFn | None,
+    task: Task,
     device: str | torch.device,
     params: Tensors | None = None,
     max_samples: int | None = None,
-    *,
-    target_key: str | None = None,
-    output_fn: OutputFn | None = None,
     memory: int = 32 * 2**20,  # glibc maps larger blocks anew each time: slower on a CPU
 ) -> Tensors:
     """Return the mean over the samples of the squared gradient of a sample's log-likelihood.
 
-    A sample's log-likelihood is ``−loss_fn(model(x), y)`` on a batch of this sample alone, in eval mode.
+    A sample's log-likelihood is minus the task's loss on a batch of this sample alone, in eval mode.
     The model must be on `device`. The model and torch's random state do not change; a generator that
     belongs to the loader advances. The result has an entry for each parameter with ``requires_grad=True``,
     in the parameter's dtype or a wider one: zeros if no loss depends on it.
@@ -55,8 +52,8 @@ def fisher_diagonal(
     ----------
     data : iterable of batches
         Iterated once. Tensors, or nested dicts, lists and tuples of them; those of a batch equally long.
-    loss_fn, target_key, output_fn
-        As for :class:`.task.Task`.
+    task : Task
+        How the model is called, and the loss.
     params : dict[str, Tensor], optional
         Where to take the gradients; they replace the model's parameters, or buffers, of the same names.
     max_samples : int, optional
@@ -82,7 +79,7 @@ def fisher_diagonal(
     buffers = {n: given.get(n, b).clone() for n, b in model.named_buffers()}
     wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in trained.items()}  # not half
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in trained.items()}
-    seen, task = 0, Task(loss_fn, target_key, output_fn)
+    seen = 0
 
     def nll(p: Tensors, row: Tensor, batch: Any) -> Tensor:
         inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])
@@ -206,13 +203,9 @@ class _Squares:
         ):  # cuDNN's RNNs have no backward in eval mode
             for row in rows:
                 leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-                if not (loss := nll(leaves, row)).requires_grad:
-                    continue  # it depends on no parameter
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                for n, g in zip(leaves, grads, strict=True):
-                    if g is not None:
-                        one = g.to_dense()  # an embedding's gradient may be sparse
-                        self.total[n].addcmul_(one, one)
+                for n, g in gradients(nll(leaves, row), leaves).items():
+                    one = g.to_dense()  # an embedding's gradient may be sparse
+                    self.total[n].addcmul_(one, one)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import optimizer as of_torch
 
 from flwr_regs.abilities import Carries, Steers
 from flwr_regs.chain import Chain
@@ -67,7 +66,7 @@ class ClientOptimizer:
         elif self._carrying:
             self.missing = f"{[t.name for t in self._carrying]} keep or send its state"
         elif any(t.acts("client_optimizer") for t in term.terms):
-            self.missing = "the method has a say in the client's optimiser"
+            self.missing = "the method configures the client's optimiser"
 
     def made(self, make: OptimizerFn | None) -> torch.optim.Optimizer:
         """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""
@@ -92,7 +91,7 @@ class ClientOptimizer:
         return {} if self._made is None else state_of(self._made, self._trained)
 
 
-def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Arrays:
+def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> Arrays:
     """Return an optimiser's state as arrays, by the keys of :class:`flwr_regs.abilities.Carries`.
 
     An entry that is a plain number has ``#`` behind its name. Raises ValueError for other state than arrays
@@ -105,8 +104,8 @@ def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
                 continue
             if not isinstance(value, torch.Tensor | int | float):
                 raise ValueError(
-                    f"keep_optimizer: {type(optimizer).__name__} has a {type(value).__name__} as "
-                    f"'{entry}', expected arrays and numbers: leave keep_optimizer out"
+                    f"the state of {type(optimizer).__name__} has a {type(value).__name__} as '{entry}', "
+                    "expected arrays and numbers: leave keep_optimizer out"
                 )
             key = entry if isinstance(value, torch.Tensor) else f"{entry}#"
             state[f"{key}.{name}"] = torch.as_tensor(value).detach().clone()
@@ -118,7 +117,7 @@ def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], state: Arrays
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], state: Arrays
 ) -> None:
     """Give a fresh optimiser the state of :func:`state_of`, copied; its own settings stay.
 
@@ -159,18 +158,6 @@ def optimizer_of(config: Mapping[str, Any], factory: OptimizerFn | None = None) 
         return factory
     kind: OptimizerFn = getattr(torch.optim, given.pop("optimizer", "SGD"))
     return partial(kind, **{k.replace("-", "_"): v for k, v in given.items()}) if given else kind
-
-
-def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the loop may compute the gradients before it calls ``step()``: as in a closure, to the bit.
-
-    So it is with these classes of torch, but for a step that is wrapped, or hooks that run before it.
-    Others get a closure, which LBFGS calls more than once.
-    """
-    usual = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", True)
-    hooks = hooks or getattr(of_torch, "_global_optimizer_pre_hooks", True)
-    return usual and "step" not in vars(optimizer) and not hooks and torch.is_grad_enabled()
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float | None:

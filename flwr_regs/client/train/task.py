@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -131,6 +132,15 @@ def called(
     output = functional_call(model, given, args, kwargs, tie_weights=False)
     values.update({name: given[name] for name in values})
     return output
+
+
+def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
+    if not loss.requires_grad:
+        return {n: torch.zeros_like(p) for n, p in leaves.items()}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), grads, strict=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
 
 
 def returns_loss(output: Any) -> bool:

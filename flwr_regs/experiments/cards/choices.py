@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr_regs.experiments.calls import REFERENCES, parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
-from flwr_regs.experiments.data import needs, subset
+from flwr_regs.experiments.data import catalogue, subset
 from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS
@@ -111,7 +111,7 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
         small["examples"] = 0  # few examples of all groups are none of a client's
     if whole["fraction-train"] < 1:
         small["fraction-train"] = 0.5
-    if not needs.present(str(whole["dataset"]), str(whole["data-dir"])):
+    if not catalogue.present(str(whole["dataset"]), str(whole["data-dir"])):
         small["synthetic"] = True
     tried = replace(card.only(first), seeds=card.seeds[:1], smoke=True)
     tried = tried.given({**SMOKE, **small, **given})
@@ -148,7 +148,7 @@ def with_notes(experiment: Experiment) -> Experiment:
             notes = ["a smoke test: its accuracies say nothing"]
         else:
             seen = subset.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
-            if (known := needs.expected(name, experiment.hashes)) and seen != known:
+            if (known := catalogue.expected(name, experiment.hashes)) and seen != known:
                 notes.append(
                     f"the hash of {name} is {seen}, not {known} as the card says: these are other data"
                 )

@@ -6,14 +6,16 @@ pictures. Constants have their source beside them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
+
+from flwr_regs.experiments.extras import needed
 
 PADDING = 4  # He et al. (2016), Sec. 4.2: zeros around CIFAR's images, then a crop, and flips
 CROP = 24  # McMahan et al. (2017), Sec. 3, as in TensorFlow's tutorial; the Field Guide's code too
@@ -38,91 +40,53 @@ class Augmentation:
 
     meaning: str
     train: Callable[[Tensor], Tensor]
-    test: Callable[[Tensor], Tensor]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def flipped(x: Tensor) -> Tensor:
-    """Return each picture as it is, or from right to left, with equal chances."""
-    mirror = torch.rand(len(x)) < 0.5
-    return torch.where(mirror[:, None, None, None].to(x.device), x.flip(3), x)
-
-
-def cropped(x: Tensor, height: int, width: int) -> Tensor:
-    """Return a part of each picture, at a place drawn for each."""
-    n, channels, rows, columns = x.shape
-    top = torch.randint(rows - height + 1, (n, 1)) + torch.arange(height)
-    left = torch.randint(columns - width + 1, (n, 1)) + torch.arange(width)
-    picture = torch.arange(n)[:, None, None, None]
-    channel = torch.arange(channels)[None, :, None, None]
-    return x[picture, channel, top[:, None, :, None], left[:, None, None, :]]
-
-
-def middle(x: Tensor, size: int) -> Tensor:
-    """Return the middle square of each picture."""
-    top, left = ((edge - size) // 2 for edge in x.shape[2:])
-    return x[:, :, top : top + size, left : left + size]
+    test: Callable[[Tensor], Tensor] = lambda x: x
 
 
 def by_picture(x: Tensor) -> Tensor:
     """Return each picture with its own mean and deviation taken out, as TensorFlow does."""
-    flat = x.flatten(1)
-    count = flat.shape[1]
-    deviation = flat.std(dim=1, correction=0).clamp_min(1 / math.sqrt(count))
-    return ((flat - flat.mean(dim=1, keepdim=True)) / deviation[:, None]).reshape(x.shape)
+    deviation, mean = torch.std_mean(x, dim=(1, 2, 3), correction=0, keepdim=True)
+    return (x - mean) / deviation.clamp_min(x[0].numel() ** -0.5)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Return each picture rotated by up to 30 degrees; corners are zero."""
-    angle = (2 * torch.rand(len(x)) - 1) * math.radians(DEGREES)
-    cos, sin, ratio = angle.cos(), angle.sin(), x.shape[2] / x.shape[3]
-    zero = torch.zeros_like(angle)  # the rows are in pixels, not in halves of the sides
-    rows = (cos, -sin * ratio, zero), (sin / ratio, cos, zero)
-    return _warped(x, *rows, mode="nearest")
+def _each(x: Tensor, *names: str) -> Tensor:
+    """Return each picture under torchvision's transforms of these names, drawn for it alone."""
+    v2 = needed("torchvision.transforms.v2", "torchvision", "an augmentation")
+    size = [*x.shape[2:]]
+    known: dict[str, Callable[[], Any]] = {
+        "flip": v2.RandomHorizontalFlip,
+        "crop": partial(v2.RandomCrop, size, PADDING),
+        "crop-24": partial(v2.RandomCrop, CROP),
+        "rotate": partial(v2.RandomRotation, DEGREES),
+        "cut": partial(v2.RandomResizedCrop, size, AREA, RATIO, antialias=False),
+    }
+    change = v2.Compose([known[name]() for name in names])
+    return torch.stack([change(picture) for picture in x])
 
 
-def cut(x: Tensor) -> Tensor:
-    """Return a part of each picture, of a random area and ratio, scaled back to the picture's size."""
-    n = len(x)
-    area = torch.empty(n).uniform_(*AREA)
-    ratio = torch.empty(n).uniform_(math.log(RATIO[0]), math.log(RATIO[1])).exp()
-    width, height = ((area * r).sqrt().clamp_max(1) for r in (ratio, 1 / ratio))
-    across, down = ((2 * torch.rand(n) - 1) * (1 - part) for part in (width, height))
-    zero = torch.zeros(n)
-    return _warped(x, (width, zero, across), (zero, height, down), padding_mode="border")
-
-
-def _warped(x: Tensor, first: Sequence[Tensor], second: Sequence[Tensor], **how: str) -> Tensor:
-    """Return each picture under its affine map, of these two rows."""
-    maps = torch.stack([torch.stack([*row], dim=1) for row in (first, second)], dim=1)
-    grid = F.affine_grid(maps, list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid.to(x), align_corners=False, **how)
+def _middle(x: Tensor) -> Tensor:
+    v2 = needed("torchvision.transforms.v2.functional", "torchvision", "an augmentation")
+    return by_picture(v2.center_crop(x, [CROP, CROP]))
 
 
 AUGMENTATIONS = {
-    "": Augmentation("none", _same, _same),
+    "": Augmentation("none", lambda x: x),
     "crop-flip": Augmentation(
         "4 pixels of zeros around, a random part of the old size, flipped or not",
-        lambda x: flipped(cropped(F.pad(x, (PADDING,) * 4), *x.shape[2:])),
-        _same,
+        lambda x: _each(x, "crop", "flip"),
     ),
     "crop-24": Augmentation(
         "a random part of 24 x 24, flipped or not, standardised by itself; tests: the middle",
-        lambda x: by_picture(flipped(cropped(x, CROP, CROP))),
-        lambda x: by_picture(middle(x, CROP)),
+        lambda x: by_picture(_each(x, "crop-24", "flip")),
+        _middle,
     ),
     "flip-rotate": Augmentation(
         "flipped or not, then rotated by up to 30 degrees",
-        lambda x: rotated(flipped(x)),
-        _same,
+        lambda x: _each(x, "flip", "rotate"),
     ),
     "cut-flip": Augmentation(
         "a random part of at least 5 % of the area, scaled to the old size, flipped or not",
-        lambda x: flipped(cut(x)),
-        _same,
+        lambda x: _each(x, "cut", "flip"),
     ),
 }
 """Name -> augmentation."""

@@ -18,34 +18,27 @@ def shifted(x: Array, domain: int, seed: int) -> Array:
     (as in MNIST-M, Ganin et al. 2016); *rotated*: by a quarter turn; *blurred and downsampled*: by a
     Gaussian of one pixel, then to half the resolution and back. `seed` draws the crops.
     """
+    side = x.shape[-1]
     if domain == 1:
         x = 1 - x
     if domain == 2:
-        x = abs(_patches(len(x), x.shape[-1], seed) - x)
+        samples = needed(
+            "sklearn.datasets", "scikit-learn", "the natural patches"
+        ).load_sample_images()
+        photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in samples.images]
+        rng, patches = np.random.default_rng(seed), np.empty((len(x), 1, side, side), np.float32)
+        for patch in patches:
+            photo = photos[rng.integers(len(photos))]
+            top, left = (int(rng.integers(edge - side + 1)) for edge in photo.shape)
+            patch[0] = photo[top : top + side, left : left + side]
+        x = abs(patches - x)
     if domain == 3:
         x = np.rot90(x, axes=(2, 3))
     if domain == 4:
-        x = _coarse(x)
+        import torch
+        from torchvision.transforms.functional import gaussian_blur
+
+        blurred = gaussian_blur(torch.from_numpy(x), [5, 5], [1.0, 1.0])
+        half = torch.nn.functional.interpolate(blurred, size=side // 2, mode="area")
+        x = torch.nn.functional.interpolate(half, size=side, mode="nearest").numpy()
     return np.ascontiguousarray(x, dtype=np.float32)
-
-
-def _patches(n: int, side: int, seed: int) -> Array:
-    samples = needed("sklearn.datasets", "scikit-learn", "the natural patches").load_sample_images()
-    photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in samples.images]
-    rng = np.random.default_rng(seed)
-    out = np.empty((n, 1, side, side), np.float32)
-    for i in range(n):
-        photo = photos[rng.integers(len(photos))]
-        top, left = (int(rng.integers(edge - side + 1)) for edge in photo.shape)
-        out[i, 0] = photo[top : top + side, left : left + side]
-    return out
-
-
-def _coarse(x: Array) -> Array:
-    import torch
-    from torchvision.transforms.functional import gaussian_blur
-
-    side = x.shape[-1]
-    blurred = gaussian_blur(torch.from_numpy(x), [5, 5], [1.0, 1.0])
-    half = torch.nn.functional.interpolate(blurred, size=side // 2, mode="area")
-    return torch.nn.functional.interpolate(half, size=side, mode="nearest").numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,9 @@ class Net:
 
     def make(self, *size: Any) -> Any:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
-        family = importlib.import_module(f"{__package__}.{self.family}")
-        return getattr(family, self.name.replace("-", "_"))(*size)
+        from flwr_regs.experiments.models import layers
+
+        return getattr(layers, self.name.replace("-", "_"))(*size)
 
 
 _LIST = Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8")

@@ -10,9 +10,8 @@ from torch import nn
 from flwr_regs.experiments import user_code
 from flwr_regs.experiments.data.catalogue import kind_of
 from flwr_regs.experiments.data.datasets import load, two_examples
-from flwr_regs.experiments.models import body
+from flwr_regs.experiments.models import layers
 from flwr_regs.experiments.models.architectures import chosen
-from flwr_regs.experiments.models.quadratic import Quadratic
 
 
 def build(
@@ -43,7 +42,7 @@ def build(
     net = chosen(dataset, kind, examples)
     shape = examples.shape[1:]
     if net is None:
-        return Quadratic(shape[0] - 1)
+        return layers.Quadratic(shape[0] - 1)
     size: list[Any] = [shape]
     if net.words:
         tokens = 0 if ":" in dataset else kind_of(dataset).tokens
@@ -57,7 +56,7 @@ def build(
             size.append(torch.from_numpy(data.vectors.copy()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = body.model(net.make(*size), classes, projection)
+        made = layers.model(net.make(*size), classes, projection)
     if len(shape) == 3 and net.family != "dense":
         return made.to(memory_format=torch.channels_last)  # 1.7 times faster on a CPU
     return made

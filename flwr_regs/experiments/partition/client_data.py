@@ -12,7 +12,6 @@ import numpy as np
 from flwr_regs.experiments.data import subset
 from flwr_regs.experiments.data.datasets import Data, load
 from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.group_splits import test_split
 from flwr_regs.experiments.partition.partitions import (
     BY_GROUP,
     BY_ROUND,
@@ -20,6 +19,7 @@ from flwr_regs.experiments.partition.partitions import (
     partition,
     partition_hash,
 )
+from flwr_regs.experiments.partition.splits import test_split
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.partition import flower_partitions, group_splits, label_splits, shifts
+from flwr_regs.experiments.partition import flower_partitions, shifts, splits
 from flwr_regs.experiments.partition.flower_partitions import PREFIX
 
 Array = np.ndarray[Any, Any]
@@ -142,14 +142,14 @@ def partition(
         return np.array_split(rng.permutation(len(labels)), n)
 
     def by_class() -> list[Array]:
-        return label_splits.by_class(labels, n, dirichlet_alpha, rng)
+        return splits.by_class(labels, n, dirichlet_alpha, rng)
 
     def by_domain() -> list[Array]:
-        return group_splits.domains(grouped(), n, rng)
+        return splits.domains(grouped(), n, rng)
 
     def by_tree() -> list[Array]:
         fine = _per_example(labels, fine_labels, "fine_labels", "fine label")
-        return label_splits.pachinko(labels, fine, n, pachinko_alpha, pachinko_beta, rng)
+        return splits.pachinko(labels, fine, n, pachinko_alpha, pachinko_beta, rng)
 
     def first_round() -> list[Array]:
         drawn = {"share": sample_share, "ratio": long_tail}
@@ -159,18 +159,18 @@ def partition(
         PREFIX: lambda: flower_partitions.split(kind, labels, groups, n, seed),
         "iid": random,
         "noise": random,
-        "shards": lambda: label_splits.shards(labels, n, s, rng),
-        "shards-mcmahan": lambda: label_splits.mcmahan(labels, n, s, rng),
-        "classes": lambda: label_splits.exact_classes(labels, n, classes_per_client, rng),
-        "dirichlet-hsu": lambda: label_splits.by_client(labels, n, dirichlet_alpha, rng),
+        "shards": lambda: splits.shards(labels, n, s, rng),
+        "shards-mcmahan": lambda: splits.mcmahan(labels, n, s, rng),
+        "classes": lambda: splits.exact_classes(labels, n, classes_per_client, rng),
+        "dirichlet-hsu": lambda: splits.by_client(labels, n, dirichlet_alpha, rng),
         "dirichlet-niid-bench": by_class,
         "dirichlet": by_class,
-        "similarity": lambda: label_splits.sorted_but(labels, n, similarity, rng),
+        "similarity": lambda: splits.sorted_but(labels, n, similarity, rng),
         "pachinko": by_tree,
-        "quantity": lambda: label_splits.quantity(len(labels), n, quantity_alpha, rng),
+        "quantity": lambda: splits.quantity(len(labels), n, quantity_alpha, rng),
         "domains": by_domain,
-        "natural": lambda: group_splits.natural(grouped(), n, rng),
-        "interpolated": lambda: group_splits.interpolated(grouped(), n, interpolation, rng),
+        "natural": lambda: splits.natural(grouped(), n, rng),
+        "interpolated": lambda: splits.interpolated(grouped(), n, interpolation, rng),
         "long-tail-rounds": first_round,
         "label-swaps-rounds": random if groups is None else by_domain,
     }

@@ -99,8 +99,11 @@ def over_rounds(
         lines = []
         for index, label in enumerate(labels):
             line = drawing.line(index, len(labels), ordered)
-            text = _counted(label, points)
             of_label = points[points["label"] == label]
+            ended = of_label.groupby("seed")["stopped"].any()
+            text = label
+            if ended.any():
+                text += f" ({ended.sum()}\u00a0of\u00a0{len(ended)}\u00a0stopped)"
             of_label = of_label[of_label[x] > 0] if log else of_label
             broken = of_label["stopped"]
             end = _draw_mean(axes, of_label[~broken], band, line)
@@ -159,14 +162,6 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
     usual = max(multimode(seeds.values()))
     others = [f"{label}: n = {n}" for label, n in seeds.items() if n != usual]
     return f"n = {usual} seed{'s' * (usual > 1)}" + (f" ({'; '.join(others)})" if others else "")
-
-
-def _counted(label: str, points: pd.DataFrame) -> str:
-    """Return a label, with the number of its stopped runs if there are any."""
-    stopped = points[points["label"] == label].groupby("seed")["stopped"].any()
-    if not stopped.any():
-        return label
-    return f"{label} ({stopped.sum()}\u00a0of\u00a0{len(stopped)}\u00a0stopped)"
 
 
 def _draw_mean(
@@ -296,37 +291,25 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         cent (NaN: it diverged), and a column for each key that was tuned, NaN where a method has it not
     """
     look = look or Look()
-    labels, keys = (
-        [*trials["label"].unique()],
-        [k for k in trials if k not in ("label", "accuracy")],
-    )
+    labels, keys = [*trials["label"].unique()], [*trials.columns.drop(["label", "accuracy"])]
     columns = min(len(labels), 4)
     with drawing.style(look):
-        picture = Picture(look)
+        picture, circled = Picture(look), drawing.line(2, 3, False)["color"]
         low, high = trials["accuracy"].min(), trials["accuracy"].max()
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):
-            of_label = trials[trials["label"] == label].dropna(axis=1, how="all")
-            x, *ys = [key for key in keys if key in of_label] or ["label"]
+            of_label = trials[trials["label"] == label]
+            x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
             y = ys[0] if ys else None
             across, up = of_label[x], of_label[y] if y else pd.Series(0.0, of_label.index)
-            shown = (
-                of_label["accuracy"].reindex(of_label.index)
-                if "accuracy" in of_label
-                else up * np.nan
-            )
-            lost = shown.isna()
+            shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
             dots = axes.scatter(
                 across, up, 40, shown, marker="s", vmin=low, vmax=high, gid=f"trials {label}"
             )
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
             best = of_label.index[~lost][:2]
             for at, marker, name in zip(best, ("*", "o"), ("best", "second"), strict=False):
-                ring = {
-                    "markersize": 11,
-                    "fillstyle": "none",
-                    "color": drawing.line(2, 3, False)["color"],
-                }
+                ring = {"markersize": 11, "fillstyle": "none", "color": circled}
                 axes.plot(across[at], up[at], marker, gid=f"{name} {label}", **ring)
             for axis, key, values in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
                 name = "" if key is None else key.rpartition(".")[2]

@@ -24,7 +24,7 @@ HEAD = ("label", "method", "seed", "job", "clients", "settings", "left")
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
-NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
+NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge|over [0-9]+ times the")
 """What the server says of a reply, a step or a round that has left the numbers."""
 
 
@@ -127,6 +127,12 @@ class RunRecord:
         if self.status == "unfinished":
             return f"it has {len(self.rounds)} of {self.job['rounds']} rounds"
         return " ".join(self.error.split())[:300]
+
+    def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
+        """Keep each client's accuracy with the final model."""
+        spread = {"mean": accuracies.mean(), "std": accuracies.std(), "worst": accuracies.min()}
+        self.per_client = {"clients": accuracies.tolist()}
+        self.per_client |= {name: float(value) for name, value in spread.items()}
 
     @property
     def rejected(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -74,15 +73,12 @@ def detectable(deviation: float, pairs: int) -> float:
 
     `deviation` is the pairs' sample standard deviation; NaN for fewer than two pairs.
     """
-    return deviation * _noncentrality(pairs) / np.sqrt(pairs) if pairs > 1 else np.nan
-
-
-@lru_cache
-def _noncentrality(pairs: int) -> float:
-    """Return the noncentrality at which Student's t passes its two-sided bound on the right side."""
+    if pairs < 2:
+        return np.nan
     bound = stats.t.ppf(1 - LEVEL / 2, pairs - 1)
+    # the noncentrality at which Student's t passes its two-sided bound on the right side
     root = optimize.brentq(lambda c: stats.nct.sf(bound, pairs - 1, c) - POWER, 0, 3 * bound)
-    return float(root)
+    return float(deviation * root / np.sqrt(pairs))
 
 
 @dataclass(frozen=True)

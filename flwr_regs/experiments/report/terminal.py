@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 
 PLAIN: Any = dict.fromkeys(
     ("force_terminal", "force_jupyter", "highlight", "markup", "emoji"), False
@@ -20,12 +20,11 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
 
     With a `width`, the first line is a heading, and what is too long for the width is folded.
     """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise missing_extra("rich", "the table") from error
+    needed("rich", "rich", "the table")
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     head, *rows = lines
     if width:
         others = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][1:]

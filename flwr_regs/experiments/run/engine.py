@@ -132,12 +132,11 @@ def train(
     heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
+        test_threads = max(allowed // workers, 1)
         if run.calls[0].target in REFERENCES:
-            test_threads = max(allowed // workers, 1)
             return references.train(run, folder, on_round, heartbeat, test_threads, warned)
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
-        test_threads = max(allowed // workers, 1)
         trainer = Trainer(run, folder, factory, heartbeat, test_threads, warned)
         clock = None
         if grid is None:

@@ -9,8 +9,8 @@ They begin with the methods' initial model, and are tested on the same data. Not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def train(
     tests, trained = _Tests(run, clients, threads), list[_Trained]()
     for done, members in enumerate(groups, 1):
         heartbeat.at(f"model {done}/{len(groups)}")
-        trained.append(_alone(run, clients, members, turns, config, tests))
+        trained.append(_Trained(run, members, turns, config, tests))
         if error := trained[-1].error:
             record.error, record.ended = f"{type(error).__name__}: {error}", False
             record.diverged = record.ended = diverged(record.error, trained[-1].history)
@@ -139,10 +139,7 @@ def train(
         entry["seconds"]["clients"] = float(sum(sum(of["seconds"].values()) for of in each))
     if not record.error:
         record.ended = True
-        accuracies = np.concatenate([one.of_clients for one in trained])
-        spread = {"mean": accuracies.mean(), "std": accuracies.std(), "worst": accuracies.min()}
-        record.per_client = {"clients": accuracies.tolist()}
-        record.per_client |= {name: float(value) for name, value in spread.items()}
+        record.keep_clients(np.concatenate([one.of_clients for one in trained]))
     record.seconds, record.processor_seconds = time.monotonic() - began, time.process_time() - ticks
     record.warnings = [*warnings]
     Recorder(folder, record).end(record)
@@ -151,49 +148,41 @@ def train(
     return record
 
 
-@dataclass
 class _Trained:
-    """A model that trained by itself: loss and accuracy after each turn, and its clients' accuracies."""
+    """A model that has trained by itself on the members' data, as FedAvg with one client does.
 
-    curve: list[Array]
-    history: list[dict[str, Any]]
-    of_clients: Array
-    error: RoundFailed | None = None
+    `curve` has loss and accuracy after each turn, `of_clients` the members' accuracies at the end.
+    """
 
-
-def _alone(
-    run: Run,
-    clients: ClientData,
-    members: Sequence[int],
-    turns: Sequence[int],
-    config: Mapping[str, Any],
-    tests: _Tests,
-) -> _Trained:
-    """Train a model on the members' data, as FedAvg with one client does."""
-    settings, curve = run.settings, list[Array]()
-    strategy = build(
-        run.calls,
-        seed=run.seed,
-        on_divergence=settings.on_divergence,
-        lr_schedule=lambda turn: settings.lr_decay ** (turns.index(turn) - 1),
-        fraction_evaluate=0.0,
-        min_train_nodes=1,
-        min_available_nodes=1,
-    )
-
-    def test(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        curve.append(tests.on(members, arrays, server_round))
-        return MetricRecord({})
-
-    factory = _OneClient(run, clients, members)
-    try:
-        strategy.start(
-            InProcessGrid(factory.app(), 1),
-            ArrayRecord(factory.new_model().state_dict()),
-            turns[-1],
-            train_config=ConfigRecord({**config}),
-            evaluate_fn=test,
+    def __init__(
+        self, run: Run, members: Sequence[int], turns: Sequence[int], config: Any, tests: _Tests
+    ) -> None:
+        self.curve = list[Array]()
+        self.error: RoundFailed | None = None
+        strategy = build(
+            run.calls,
+            seed=run.seed,
+            on_divergence=run.settings.on_divergence,
+            lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+            min_available_nodes=1,
         )
-    except RoundFailed as error:
-        return _Trained(curve, strategy.history, np.zeros(len(members)), error)
-    return _Trained(curve, strategy.history, tests.of_clients(members, strategy.arrays))
+
+        def test(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+            self.curve.append(tests.on(members, arrays, server_round))
+            return MetricRecord({})
+
+        factory = _OneClient(run, tests.factory.clients, members)
+        try:
+            strategy.start(
+                InProcessGrid(factory.app(), 1),
+                ArrayRecord(factory.new_model().state_dict()),
+                turns[-1],
+                train_config=ConfigRecord(config),
+                evaluate_fn=test,
+            )
+            self.of_clients = tests.of_clients(members, strategy.arrays)
+        except RoundFailed as error:
+            self.error = error
+        self.history = strategy.history

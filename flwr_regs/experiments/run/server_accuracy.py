@@ -70,7 +70,8 @@ class ServerTest:
     ) -> dict[str, float]:
         """Return a model's mean loss and accuracy, with the labels of a round; keep the outputs."""
         output = self.outputs(arrays)
-        self._targets = self._labels(server_round)
+        classes = self.clients.labels(np.arange(self.clients.data.num_classes), server_round)
+        self._targets = torch.from_numpy(classes).to(self.device)[self.y]
         if keep:
             self.last = output
         return {"loss": float(self.loss(output, self._targets)), "accuracy": self._share(output)}
@@ -87,10 +88,6 @@ class ServerTest:
 
     def _share(self, output: torch.Tensor) -> float:
         return float((output.argmax(1) == self._targets).double().mean())
-
-    def _labels(self, server_round: int) -> torch.Tensor:
-        classes = np.arange(self.clients.data.num_classes)
-        return torch.from_numpy(self.clients.labels(classes, server_round)).to(self.device)[self.y]
 
     def expected_accuracies(self) -> Any:
         """Return each client's expected accuracy on new data of its label distribution: ``(clients,)``.

@@ -10,7 +10,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -154,7 +153,7 @@ class Trainer:
             record.processor_seconds = clock() - ticks if clock and resumed is None else None
             record.warnings = [*self._warnings]
             if strategy.history:
-                record.per_client = self._per_client()
+                self._test_clients()
                 if folder is not None:
                     path = folder / f"{name}.safetensors"
                     with writing(path):
@@ -207,18 +206,13 @@ class Trainer:
         self.heartbeat.at(self._at(server_round + 1))
         return MetricRecord({**figures})
 
-    def _per_client(self) -> dict[str, Any]:
-        """Return each client's accuracy by the last test, or the expected one on data of its labels."""
+    def _test_clients(self) -> None:
+        """Keep each client's accuracy by the last test, or the expected one on data of its labels."""
+        history, record = self.strategy.history, self.record
         if self._test is not None:
-            if self._test.last is None:
-                if not self.record.ended:
-                    return {}
-                last_round = self.strategy.history[-1]["round"]  # it was resumed at its end
-                self._test.measured(self.strategy.arrays, last_round)
-            each = self._test.expected_accuracies()
-        elif tested := [entry for entry in self.strategy.history if "evaluate" in entry]:
-            each = np.array(on_clients(tested[-1]))
-        else:
-            return {}
-        spread = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
-        return {"clients": each.tolist(), **{name: float(v) for name, v in spread.items()}}
+            if self._test.last is None and record.ended:  # it was resumed at its end
+                self._test.measured(self.strategy.arrays, history[-1]["round"])
+            if self._test.last is not None:
+                record.keep_clients(self._test.expected_accuracies())
+        elif tested := [entry for entry in history if "evaluate" in entry]:
+            record.keep_clients(np.array(on_clients(tested[-1])))

@@ -42,11 +42,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from flwr_regs.abilities import Recovers, Steers, Steps
+from flwr_regs.abilities import Steers, Steps
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.last_step import steps_to_spread
+from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
 from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import (
     DECAY,
@@ -74,7 +74,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class EmbeddedMomentum(Term, Steps, Recovers, Steers):
+class EmbeddedMomentum(LastStep, Steps, Steers):
     """FedADC's momentum, on the clients and on the server.
 
     Parameters
@@ -118,11 +118,6 @@ class EmbeddedMomentum(Term, Steps, Recovers, Steers):
     @property
     def _shifted(self) -> bool:
         return self.variant == "nesterov" and self.local_momentum is None
-
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if ctx.previous_step is None or ctx.previous_lr is None:
-            return {}  # m_1 = 0
-        return self.recover(ctx.previous_step, ctx.previous_lr)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
         return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}

@@ -12,7 +12,10 @@ from flwr_regs.wire import keys
 
 @dataclass(frozen=True)
 class LastStep(Term, Recovers):
-    """A term that broadcasts ``g = (w_{t−1} − w_t) / η``, η of the round that made it; none in round 1."""
+    """A term that broadcasts what `recover` makes of the last global step; nothing in round 1.
+
+    That is ``g = (w_{t−1} − w_t) / η``, η of the round that made it.
+    """
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         if ctx.previous_step is None or ctx.previous_lr is None:

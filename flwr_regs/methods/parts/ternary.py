@@ -42,7 +42,7 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,6 +51,7 @@ import torch
 
 from flwr_regs.abilities import Compresses, TakesBack
 from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.wire.pieces import pieces
 
 __all__ = ["SparseTernary"]
 
@@ -116,7 +117,10 @@ class SparseTernary(Term, Compresses, TakesBack):
         sent = sparse_ternary(total, self.density_down)
         rounded = {n: s.numpy().astype(ctx.params[n].dtype) for n, s in sent.items()}
         residual = {n: total[n].numpy() - rounded[n] for n in total}
-        dilutes = DILUTED not in server and self._dilutes(total)
+        size = sum(t.numel() for t in total.values())
+        filled = sum(int(t.count_nonzero()) for t in total.values())
+        least = entries_kept(size, self.density_down)  # zeros too, beside entries that are not
+        dilutes = DILUTED not in server and 0 < filled < least
         if DILUTED in server or dilutes:
             residual[DILUTED] = np.asarray(True)  # once in a training
         if dilutes:
@@ -126,12 +130,6 @@ class SparseTernary(Term, Compresses, TakesBack):
                 self.density_down,
             )
         return residual, rounded
-
-    def _dilutes(self, total: Arrays) -> bool:
-        """Whether ST keeps entries that are zero beside others that are not."""
-        size = sum(t.numel() for t in total.values())
-        filled = sum(int(t.count_nonzero()) for t in total.values())
-        return 0 < filled < entries_kept(size, self.density_down or 0.0)
 
     def unused(self, before: Slot, after: Slot) -> Slot:
         sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
@@ -204,7 +202,7 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
     if plus + minus:
         coder, model = _library().stack.AnsCoder(), _model(n, plus, minus)
         for flat in reversed(flats.values()):  # the coder is a stack: last in, first out
-            for part in reversed(list(_slices(flat.size))):
+            for part in reversed(list(pieces(flat.size, CHUNK))):
                 sign = (flat[part] > 0).view(np.int8) - (flat[part] < 0).view(np.int8)
                 coder.encode_reverse(sign.astype(np.int32) + 1, model)
         body = coder.get_compressed().astype("<u4").tobytes()
@@ -238,7 +236,7 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
     for name, a in out.items():
         flat, values = a.reshape(-1), _cast(np.array([-mu, 0.0, mu]), a.dtype)
         before = seen_plus + seen_minus
-        for part in _slices(flat.size):
+        for part in pieces(flat.size, CHUNK):
             symbols = coder.decode(model, part.stop - part.start)
             kept = np.flatnonzero(symbols != 1)  # most are zero, as `flat` is
             signs = symbols[kept]
@@ -303,7 +301,7 @@ def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
     """Return (μ, n₊, n₋) of one array; μ has its dtype, and is 0 if all entries are zero."""
     mu = flat.dtype.type(0)
     plus = minus = 0
-    for part in _slices(flat.size):
+    for part in pieces(flat.size, CHUNK):
         a = flat[part]
         if mu == 0:
             mu = abs(a[(a != 0).argmax()])
@@ -318,11 +316,6 @@ def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
         other = abs(a[(a != 0) & (abs(a) != mu)][0])
         raise CodecError(f"array '{name}' is not ternary: it has magnitudes {mu!s} and {other!s}")
     return mu, plus, minus
-
-
-def _slices(size: int) -> Iterator[slice]:
-    for start in range(0, size, CHUNK):
-        yield slice(start, min(start + CHUNK, size))
 
 
 def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:

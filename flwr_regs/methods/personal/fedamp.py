@@ -30,8 +30,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from flwr_regs.abilities import Addresses, Checks, Folds, Personalises
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
@@ -45,6 +43,7 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
+from flwr_regs.wire.pieces import square_sum
 
 __all__ = ["CloudModel", "FedAMP", "FedAMPClient"]
 
@@ -109,10 +108,7 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
 
     def _similarity(self, model: Arrays, other: Arrays) -> float:
         """Return ``ξ = α A'(‖v_k − v_j‖²)``, where A is the paper's ``1 − e^{−x/σ}``."""
-        x = 0.0
-        for n, v in model.items():
-            apart = (v - other[n]).reshape(-1).astype(np.float64)
-            x += float(apart @ apart)
+        x = sum(square_sum(v - other[n]) for n, v in model.items())
         return self.alpha * math.exp(-x / self.sigma) / self.sigma
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:

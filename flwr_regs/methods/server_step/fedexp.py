@@ -35,6 +35,7 @@ from flwr_regs.abilities import Averages, Folds, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import POSITIVE, Arrays, Range, ServerContext, Slot, Term
+from flwr_regs.wire.pieces import square_sum
 
 __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
 
@@ -57,9 +58,8 @@ class Extrapolation(Term, Steps, Averages, Folds):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        share = (
-            1 / len(ctx.weights) if ctx.robust else weight
-        )  # what is robust counts clients alike
+        # what is robust counts clients alike
+        share = 1 / len(ctx.weights) if ctx.robust else weight
         return {"square": acc.get("square", 0.0) + share * _square(delta)}
 
     def adds(self, key: str) -> bool:
@@ -74,8 +74,7 @@ class Extrapolation(Term, Steps, Averages, Folds):
 
 def _square(arrays: Arrays) -> Any:
     """Return ``‖·‖²`` in float64."""
-    wide = [np.asarray(a, dtype=np.float64) for a in arrays.values()]
-    return np.asarray(sum(np.vdot(a, a) for a in wide))
+    return np.asarray(sum(map(square_sum, arrays.values())))
 
 
 class FedExP(RegStrategy):

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Steps
+from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
@@ -116,26 +117,19 @@ class TorchServerOptimizer(Term, Steps):
             p.grad = -torch.as_tensor(_wide(delta[n]))  # the pseudo-gradient
         optimizer = self.make(params)
         _check_optimizer(optimizer)
-        # The slot holds the optimiser's state as arrays, and each round restores it from there. The keys:
-        # "<parameter>|<key>", "<parameter>|<key>?" for None, "#<group>|<key>" for a group's numbers.
-        for key, value in server.items():
-            owner, _, what = key.rpartition("|")
-            if owner.startswith("#"):
-                group = optimizer.param_groups[int(owner[1:])]
-                group[what] = type(group[what])(value)
-            else:
-                state = optimizer.state[params[names.index(owner)]]
-                state[what.removesuffix("?")] = None if what.endswith("?") else torch.tensor(value)
+        named = dict(zip(names, params, strict=True))
+        # The slot holds the optimiser's state as arrays, and each round restores it from there: by the
+        # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
+        load_state(optimizer, named, {k: torch.tensor(a) for k, a in server.items() if k[0] != "#"})
+        for key in [key for key in server if key[0] == "#"]:
+            at, _, what = key[1:].partition("|")
+            group = optimizer.param_groups[int(at)]
+            group[what] = type(group[what])(server[key])
         factor = self.schedule(ctx.round) if self.schedule else 1.0
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
         optimizer.step()
-        new: Slot = {}
-        for p, n in zip(params, names, strict=True):
-            for what, value in optimizer.state[p].items():
-                empty = value is None
-                array = np.zeros(0) if empty else torch.as_tensor(value).detach().numpy().copy()
-                new[f"{n}|{what}{'?' if empty else ''}"] = array
+        new: Slot = {key: value.numpy() for key, value in state_of(optimizer, named).items()}
         for i, group in enumerate(optimizer.param_groups):
             for what, value in group.items():
                 if type(value) in (int, float) and what != "lr":

@@ -14,8 +14,7 @@ from flwr_regs import simulate
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import architectures as catalogue
 from flwr_regs.experiments.models import models
-from flwr_regs.experiments.models.body import model
-from flwr_regs.experiments.models.residual import Block
+from flwr_regs.experiments.models.layers import Block, model
 
 CNN = 2 * "Conv2d ReLU MaxPool2d " + "Flatten Linear ReLU Linear"
 CNN_BN = 2 * "Conv2d BatchNorm2d ReLU MaxPool2d " + "Flatten Linear BatchNorm1d ReLU Linear"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments.partition.group_splits import (
+from flwr_regs.experiments.partition.partitions import BY_GROUP, partition, partition_hash
+from flwr_regs.experiments.partition.splits import (
     test_split as split_test,  # pytest collects `test_…`
 )
-from flwr_regs.experiments.partition.partitions import BY_GROUP, partition, partition_hash
 
 Array = np.ndarray[Any, Any]
 LABELS = np.random.default_rng(0).integers(0, 10, 1000)

@@ -18,6 +18,7 @@ import flwr_regs as fr
 from flwr_regs.client import memory
 from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
@@ -183,10 +184,8 @@ def test_calibration_trains_the_classifier_alone() -> None:
     """The last linear layer, or the one that is named; not what is frozen."""
 
     def own(model: nn.Module) -> Any:
-        return calibrate(
-            model, make_clients()[0], PLAIN, classifier=None, task=Task(),
-            optimizer=torch.optim.SGD, device=torch.device("cpu"),
-        )  # fmt: skip
+        measures = Measures(model, make_clients()[0], Task(), torch.device("cpu"))
+        return calibrate(measures, PLAIN, torch.optim.SGD)
 
     model = make_model(batch_norm=True)
     before = {n: v.clone() for n, v in model.state_dict().items()}

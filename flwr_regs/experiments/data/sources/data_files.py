@@ -1,19 +1,25 @@
-"""The user's files: where they are looked for, what is said when they are missing, and pictures in them."""
+"""The user's files: where they are looked for, and what several sources have: pictures, tables, users."""
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flwr_regs.experiments.extras import needed
 
+if TYPE_CHECKING:
+    import pandas as pd  # pictures of other files need not wait for it
+
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Any]
 """The fields of :class:`flwr_regs.experiments.data.datasets.Data`, by name."""
+Users = dict[str, tuple[Any, Any]]
+"""User -> (inputs, labels), as a file has them."""
 
 DOWNLOADS = "~/.cache/flwr_regs"
 
@@ -128,3 +134,75 @@ def drawn(names: Iterable[str], count: int) -> list[str]:
     if not count:
         return every
     return sorted(np.random.default_rng(0).choice(every, count, replace=False).tolist())
+
+
+def users_of(paths: Iterable[Path]) -> Users:
+    """Return the users of LEAF's JSON files: ``{"users": [...], "user_data": {user: {"x": …, "y": …}}}``.
+
+    Raises ValueError, with the file, for another layout.
+    """
+    users: Users = {}
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            for user in data["users"]:
+                users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is not in LEAF's format ({type(error).__name__}: {error}); expected "
+                '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
+            ) from error
+    return users
+
+
+def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Return user -> columns of a file of TFF's, ``examples/USER/COLUMN``; with no `users`, their names.
+
+    Users that the file does not have are left out. Raises ImportError without h5py, ValueError for another
+    layout.
+    """
+    h5py = needed("h5py", "h5py", f"reading {path.name}", "hdf5")
+    with h5py.File(path, "r") as file:
+        if "examples" not in file:
+            raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")
+        examples = file["examples"]
+        if users is None:
+            return {user: {} for user in examples}
+        return {
+            user: {name: values[()] for name, values in examples[user].items()}
+            for user in users
+            if user in examples
+        }
+
+
+def table_of(files: Sequence[Path]) -> pd.DataFrame:
+    """Return parquet files as one table; ImportError without pandas or pyarrow."""
+    import pandas as pd
+
+    needed("pyarrow", "pyarrow", "reading parquet files")
+    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+
+
+def downloaded(name: str, split: str) -> pd.DataFrame:
+    """Return a split of a data set of the hub, with the library under flwr-datasets.
+
+    Raises ImportError, with the command that installs it, if it is missing.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            f"downloading '{name}' needs flwr-datasets: pip install \"flwr-datasets[vision]\""
+        ) from error
+    return load_dataset(name, split=split).to_pandas()
+
+
+def column(table: pd.DataFrame, *names: str) -> list[Any]:
+    """Return the first of these columns that a table has; pictures as their bytes, still packed.
+
+    Raises ValueError, with the columns that there are, if it has none of them.
+    """
+    for name in names:
+        if name in table:
+            return [v["bytes"] if isinstance(v, dict) else v for v in table[name].tolist()]
+    raise ValueError(f"a table has the columns {', '.join(table)}; expected {' or '.join(names)}")

@@ -1,21 +1,13 @@
-"""FEMNIST by writer, from LEAF's JSON, TFF's HDF5 or the hub's parquet; and readers of users' files."""
+"""FEMNIST by writer, from LEAF's JSON, TFF's HDF5 or the hub's parquet."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import tables
-from flwr_regs.experiments.data.sources.data_files import Array, Parts
-from flwr_regs.experiments.extras import needed
-
-Users = dict[str, tuple[Any, Any]]
-"""User -> (inputs, labels), as a file has them."""
+from flwr_regs.experiments.data.sources.data_files import Array, Parts, Users
 
 TRAINED = 0.9
 """The share of a writer's examples that trains, where the files have no test split: LEAF's, TFF's too."""
@@ -34,19 +26,19 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     leaf = files.matching(data_dir, folders, "train/*.json", "test/*.json")
     parquet = files.matching(data_dir, folders, "*.parquet")
     if hub:
-        train, test = _of_table(tables.downloaded("flwrlabs/femnist", "train"), writers)
+        train, test = _of_table(files.downloaded("flwrlabs/femnist", "train"), writers)
     elif h5:
         (first,), (last,) = h5
-        users = files.drawn(hdf5(first), writers)
+        users = files.drawn(files.hdf5(first), writers)
         train, test = (
-            {user: (of["pixels"], of["label"]) for user, of in hdf5(path, users).items()}
+            {user: (of["pixels"], of["label"]) for user, of in files.hdf5(path, users).items()}
             for path in (first, last)
         )
     elif leaf:
-        train, test = map(users_of, leaf)
+        train, test = map(files.users_of, leaf)
         train = {user: train[user] for user in files.drawn(train, writers)}
     elif parquet:
-        train, test = _of_table(tables.read(parquet[0]), writers)
+        train, test = _of_table(files.table_of(parquet[0]), writers)
     else:
         raise files.Missing
     if writers:  # without, test writers may be others: LEAF can also split by writer
@@ -59,50 +51,11 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
 
 
 def _of_table(table: Any, writers: int) -> list[Users]:
-    users = np.array(tables.column(table, "writer_id"), str)
-    labels, packed = (np.array(tables.column(table, name)) for name in ("character", "image"))
+    users = np.array(files.column(table, "writer_id"), str)
+    labels, packed = (np.array(files.column(table, name)) for name in ("character", "image"))
     parts: list[Users] = [{}, {}]
     for user in files.drawn(set(users.tolist()), writers):
         rows = np.flatnonzero(users == user)
         for part, chosen in zip(parts, files.cut(rows, TRAINED), strict=True):
             part[user] = files.pictures([*packed[chosen]], "L", 28), labels[chosen]
     return parts
-
-
-def users_of(paths: Iterable[Path]) -> Users:
-    """Return the users of LEAF's JSON files: ``{"users": [...], "user_data": {user: {"x": …, "y": …}}}``.
-
-    Raises ValueError, with the file, for another layout.
-    """
-    users: Users = {}
-    for path in paths:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            for user in data["users"]:
-                users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is not in LEAF's format ({type(error).__name__}: {error}); expected "
-                '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
-            ) from error
-    return users
-
-
-def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return user -> columns of a file of TFF's, ``examples/USER/COLUMN``; with no `users`, their names.
-
-    Users that the file does not have are left out. Raises ImportError without h5py, ValueError for another
-    layout.
-    """
-    h5py = needed("h5py", "h5py", f"reading {path.name}", "hdf5")
-    with h5py.File(path, "r") as file:
-        if "examples" not in file:
-            raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")
-        examples = file["examples"]
-        if users is None:
-            return {user: {} for user in examples}
-        return {
-            user: {name: values[()] for name, values in examples[user].items()}
-            for user in users
-            if user in examples
-        }

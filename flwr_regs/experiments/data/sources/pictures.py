@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 from flwr_regs.experiments.extras import needed
 
@@ -71,11 +70,11 @@ def cifar(data_dir: str, classes: int, augment: str, hub: bool) -> Parts:
     parquets = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
     if hub or parquets:
         if hub:
-            both = [tables.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
+            both = [files.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
         else:
-            both = [tables.read(paths) for paths in parquets or ()]
-        images = [files.pictures(tables.column(t, "img", "image"), "RGB", 32) for t in both]
-        labels = [np.array(tables.column(t, "label", "fine_label"), np.int64) for t in both]
+            both = [files.table_of(paths) for paths in parquets or ()]
+        images = [files.pictures(files.column(t, "img", "image"), "RGB", 32) for t in both]
+        labels = [np.array(files.column(t, "label", "fine_label"), np.int64) for t in both]
     else:
         raw = _torchvision(f"CIFAR{classes}", data_dir)
         images = [part.data.transpose(0, 3, 1, 2).astype(np.float32) / 255 for part in raw]

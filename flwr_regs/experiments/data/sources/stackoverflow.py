@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import handwriting as writers
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
 FOLDERS = ("", "stackoverflow")
@@ -39,8 +38,8 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
         raise files.Missing
     (train,), (test,), (counts,) = paths
     vocabulary = _vocabulary(counts, words)
-    chosen = files.drawn(writers.hdf5(train), users)
-    first, last = (writers.hdf5(path, chosen) for path in (train, test))
+    chosen = files.drawn(files.hdf5(train), users)
+    first, last = (files.hdf5(path, chosen) for path in (train, test))
 
     def convert(columns: Any) -> tuple[Array, Array]:
         return _examples(columns["tokens"][:most], vocabulary, words, length)

@@ -58,7 +58,7 @@ def quadratics(
     (a_j, b_j): a_j is column j of the root of (dimension · A_i), and b_j = a_j · c_i. The mean of 1/2 (a_j
     · x - b_j)^2 over them is F_i(x), and equal clients weigh equally. An input is (a_j, b_j), float32
     ``(dimension + 1,)``; the labels are 0 and without meaning, and so is the accuracy. The loss is
-    ``half-square`` of the output of `flwr_regs.experiments.models.quadratic.Quadratic`. Test data are
+    ``half-square`` of the output of `flwr_regs.experiments.models.layers.Quadratic`. Test data are
     the training data: the test loss is F(x), the mean of all F_i.
 
     Parameters

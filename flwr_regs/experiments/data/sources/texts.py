@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import handwriting as writers
-from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -42,7 +40,7 @@ def shakespeare(data_dir: str, least: int) -> Parts:
     """
     folders = ("", "shakespeare", "shakespeare/data")
     if leaf := files.matching(data_dir, folders, "train/*.json", "test/*.json"):
-        train, test = map(writers.users_of, leaf)
+        train, test = map(files.users_of, leaf)
         return files.by_group(train, test, _windows_of)
     ((*every,),) = files.matching(data_dir, folders, "*.txt") or [[]]
     texts = [p for p in every if p.name in ("input.txt", "shakespeare.txt")]
@@ -164,7 +162,7 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
             pd.DataFrame(
                 [
                     (user, row[-1], int(label))
-                    for user, of in writers.users_of(part).items()
+                    for user, of in files.users_of(part).items()
                     for row, label in zip(*of, strict=True)
                 ],
                 columns=["user", "text", "label"],
@@ -172,14 +170,14 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
             for part in leaf
         ]
     if hub:
-        tweets = tables.downloaded("stanfordnlp/sentiment140", "train")
+        tweets = files.downloaded("stanfordnlp/sentiment140", "train")
     elif raw:
         tweets = read_csv(raw[0][0])
     elif parquet:
-        tweets = tables.read(parquet[0])
+        tweets = files.table_of(parquet[0])
     else:
         raise files.Missing
-    columns = {name: tables.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
+    columns = {name: files.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
     tweets = pd.DataFrame(columns).assign(
         time=_times(columns["date"]),
         label=lambda rows: (rows["sentiment"].astype(int) == 4).astype(int),

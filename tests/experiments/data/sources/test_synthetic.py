@@ -9,7 +9,7 @@ import torch
 import flwr_regs
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.losses import half_square
-from flwr_regs.experiments.models.quadratic import Quadratic
+from flwr_regs.experiments.models.layers import Quadratic
 
 
 def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:

@@ -1,0 +1,332 @@
+"""The layers of the package's models: each function is a model of architectures.toml.
+
+It takes what the data says, a shape or a vocabulary, and returns a :class:`Body`: the layers up to the
+output layer, and how many features they make. Weights are drawn from torch's random state.
+
+torchvision's models are made for images of 224 x 224. Below 64 x 64 their first layers do not shrink the
+image: the first convolution has stride 1 (and is 3 x 3 in a ResNet), and a ResNet has no pooling after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flwr_regs.experiments.extras import needed
+
+POOL = "pool"
+Plan = Sequence[int | str | tuple[int, int, int, int] | nn.Module]
+"""Layers in order: the width of a convolution, or its width, kernel, stride and padding; `POOL`, a 2 x 2
+max pooling; or a module."""
+SMALL = 64  # below this side, the first layers keep the image's size
+
+
+@dataclass(frozen=True)
+class Body:
+    """The layers up to the output layer, and the length of a feature vector.
+
+    The layers follow each other; their order is that in which their weights were drawn.
+    """
+
+    layers: list[nn.Module]
+    features: int
+
+
+def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
+    """Return a body with its output layer, and with MOON's projection head before that if `projection`.
+
+    The head is two linear layers with a ReLU between them, from the features to as many, and to
+    `projection` outputs (Li, He, Song 2021, Sec. 4.1: 256). It is the layer ``projection``; its output is
+    the input of the output layer, ``classifier``. Without a head the layers have numbers.
+    """
+    named: OrderedDict[str, nn.Module] = OrderedDict(
+        (str(i), layer) for i, layer in enumerate(body.layers)
+    )
+    if not projection:
+        named[str(len(named))] = nn.Linear(body.features, classes)
+        return nn.Sequential(named)
+    named["projection"] = nn.Sequential(
+        nn.Linear(body.features, body.features),
+        nn.ReLU(),
+        nn.Linear(body.features, projection),
+    )
+    named["classifier"] = nn.Linear(projection, classes)
+    return nn.Sequential(named)
+
+
+def logistic(shape: Sequence[int]) -> Body:
+    """Multinomial logistic regression: the output layer alone."""
+    return Body([nn.Flatten()], math.prod(shape))
+
+
+def mlp(shape: Sequence[int]) -> Body:
+    """One hidden layer of 64; from 256 inputs on two of 200: the 2NN of McMahan et al. (2017), Sec. 3."""
+    return _hidden(shape, [64] if math.prod(shape) < 256 else [200, 200])
+
+
+def mlp_64(shape: Sequence[int]) -> Body:
+    """One hidden layer of 64, whatever the inputs are."""
+    return _hidden(shape, [64])
+
+
+def _hidden(shape: Sequence[int], hidden: list[int]) -> Body:
+    widths = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return Body(layers, widths[-1])
+
+
+def cnn(shape: Sequence[int]) -> Body:
+    """McMahan et al. (2017), Sec. 3: 5 x 5 convolutions of 32 and 64 with pooling, a hidden layer of 512.
+
+    1,663,370 parameters on MNIST, as the paper counts. Below 16 x 16 a smaller one: 3 x 3, 16 and 32, 128.
+    """
+    if min(shape[1:]) < 16:
+        return _stacked(shape, [16, POOL, 32, POOL], [128])
+    return _stacked(shape, [32, POOL, 64, POOL], [512], kernel=5)
+
+
+def cnn_bn(shape: Sequence[int]) -> Body:
+    """Two 3 x 3 convolutions (16, 32) with pooling, and a hidden layer of 128, all with BatchNorm."""
+    return _stacked(shape, [16, POOL, 32, POOL], [128], norm=True, bias=False)
+
+
+def lenet(shape: Sequence[int]) -> Body:
+    """NIID-Bench's CNN (Li et al. 2022): 5 x 5 convolutions of 6 and 16, hidden layers of 120 and 84.
+
+    LeNet-5 (LeCun et al. 1998) with ReLU and max pooling; the convolutions are not padded.
+    """
+    return _stacked(shape, [(6, 5, 1, 0), POOL, (16, 5, 1, 0), POOL], [120, 84])
+
+
+def cnn_4_4(shape: Sequence[int]) -> Body:
+    """FedADC's (Ozfatura et al. 2021, Sec. IV-B1): four convolutions and four linear layers, max pooling.
+
+    No normalisation. The paper does not give the widths; these are 32, 32, 64 and 64 (3 x 3), then 512, 256
+    and 128.
+    """
+    return _stacked(shape, [32, 32, POOL, 64, 64, POOL], [512, 256, 128])
+
+
+def vgg9(shape: Sequence[int]) -> Body:
+    """FedMA's VGG-9 (Wang et al. 2020), which NIID-Bench takes: six convolutions, three linear layers.
+
+    3 x 3 convolutions of 32, 64, 128, 128, 256 and 256, pooling after every second, hidden layers of 512.
+    Dropout of 0.05 on channels after the second pooling, of 0.1 before the first and the last linear layer.
+    """
+    plan: Plan = [32, 64, POOL, 128, 128, POOL, nn.Dropout2d(0.05), 256, 256, POOL]
+    return _stacked(shape, plan, [nn.Dropout(0.1), 512, 512, nn.Dropout(0.1)])
+
+
+def vgg11(shape: Sequence[int]) -> Body:
+    """EFL's "simplified version" of VGG-11 (Ma et al. 2021, Sec. 5.2).
+
+    The paper does not say what is simplified. Sattler et al. (2020), whose words it repeats, take smaller
+    widths and leave out BatchNorm and dropout: 865,482 parameters on CIFAR-10. So does this: 3 x 3
+    convolutions of 32, 64, and 128 six times, hidden layers of 128 and 128. Larger images than 32 x 32 are
+    averaged to one pixel at the end.
+    """
+    twice: Plan = [128, 128, POOL]
+    plan: Plan = [32, POOL, 64, POOL, *twice, *twice, *twice, nn.AdaptiveAvgPool2d(1)]
+    return _stacked(shape, plan, [128, 128])
+
+
+def alexnet(shape: Sequence[int]) -> Body:
+    """FedBN's AlexNet (Li et al. 2021): torchvision's layers with BatchNorm after each, no dropout."""
+    first: Plan = [(64, 11, 4, 2), nn.MaxPool2d(3, 2), (192, 5, 1, 2), nn.MaxPool2d(3, 2)]
+    last: Plan = [384, 256, 256, nn.MaxPool2d(3, 2), nn.AdaptiveAvgPool2d(6)]
+    return _stacked(shape, [*first, *last], [4096, 4096], norm=True)
+
+
+def digits_convnet(shape: Sequence[int]) -> Body:
+    """FedBN's six layers for digits (Li et al. 2021), all but the last with BatchNorm.
+
+    5 x 5 convolutions of 64, 64 and 128, pooling after the first two, hidden layers of 2048 and 512.
+    """
+    return _stacked(shape, [64, POOL, 64, POOL, 128], [2048, 512], kernel=5, norm=True)
+
+
+def _stacked(
+    shape: Sequence[int],
+    plan: Plan,
+    hidden: Iterable[int | nn.Module],
+    kernel: int = 3,
+    norm: bool = False,
+    bias: bool = True,
+) -> Body:
+    """Return convolutions and hidden layers of these widths, each with a ReLU, with BatchNorm if `norm`.
+
+    Convolutions whose width alone is given are padded so that they keep the sides.
+    """
+    layers: list[nn.Module] = []
+    features = shape[0]
+
+    def add(layer: nn.Module, normalised: nn.Module) -> None:
+        layers.extend([layer, normalised, nn.ReLU()] if norm else [layer, nn.ReLU()])
+
+    for step in plan:
+        if isinstance(step, nn.Module):
+            layers.append(step)
+        elif isinstance(step, str):
+            layers.append(nn.MaxPool2d(2))
+        else:
+            whole = step if isinstance(step, tuple) else (step, kernel, 1, kernel // 2)
+            width, size, stride, padding = whole
+            convolution = nn.Conv2d(features, width, size, stride, padding, bias=bias)
+            add(convolution, nn.BatchNorm2d(width))
+            features = width
+    layers.append(nn.Flatten())
+    with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
+        features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
+    nn.Sequential(*layers).train()
+    for layer in hidden:
+        if isinstance(layer, nn.Module):
+            layers.append(layer)
+        else:
+            add(nn.Linear(features, layer, bias=bias), nn.BatchNorm1d(layer))
+            features = layer
+    return Body(layers, features)
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions with BatchNorm, and the input added to their output.
+
+    Where the width grows, every second pixel of the input is added, with zeros for the new channels: He et
+    al.'s shortcut without parameters (option A).
+    """
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.grown = after - before
+        stride = 2 if self.grown else 1
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.grown:
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.grown // 2, self.grown // 2))
+        return F.relu(out + x)
+
+
+def resnet8(shape: Sequence[int]) -> Body:
+    """He et al.'s ResNet for CIFAR with one block in each of three stages: 8 layers."""
+    return _cifar_resnet(shape, 1)
+
+
+def resnet20(shape: Sequence[int]) -> Body:
+    """He et al. (2016), Sec. 4.2, for CIFAR: three blocks in each stage, 0.27 million parameters."""
+    return _cifar_resnet(shape, 3)
+
+
+def _cifar_resnet(shape: Sequence[int], blocks: int) -> Body:
+    layers: list[nn.Module] = [
+        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    before = 16
+    for width in (16, 32, 64):
+        for _ in range(blocks):
+            layers.append(Block(before, width))
+            before = width
+    for layer in [m for top in layers for m in top.modules()]:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
+    return Body([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 64)
+
+
+def resnet18_gn(shape: Sequence[int]) -> Body:
+    """torchvision's ResNet-18 with GroupNorm of 32 groups in place of BatchNorm (Hsieh et al. 2020)."""
+    return _resnet("resnet18", shape, partial(nn.GroupNorm, 32))
+
+
+def resnet50(shape: Sequence[int]) -> Body:
+    """torchvision's ResNet-50, with BatchNorm."""
+    return _resnet("resnet50", shape, nn.BatchNorm2d)
+
+
+def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
+    net = getattr(needed("torchvision.models", "torchvision", "this model"), name)(
+        num_classes=1, norm_layer=norm
+    )
+    features = net.fc.in_features
+    net.fc = nn.Identity()
+    if min(shape[1:]) < SMALL:
+        net.conv1 = nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    elif shape[0] != 3:
+        net.conv1 = nn.Conv2d(shape[0], 64, 7, 2, padding=3, bias=False)
+    nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return Body([net], features)
+
+
+def mobilenetv2_gn(shape: Sequence[int]) -> Body:
+    """torchvision's MobileNetV2 with GroupNorm of 8 groups and no dropout, as in the Field Guide's code."""
+    groups = partial(nn.GroupNorm, 8)
+    net = needed("torchvision.models", "torchvision", "this model").mobilenet_v2(
+        num_classes=1, norm_layer=groups, dropout=0.0
+    )
+    first = net.features[0][0]
+    if shape[0] != 3 or min(shape[1:]) < SMALL:
+        stride = 1 if min(shape[1:]) < SMALL else 2
+        net.features[0][0] = nn.Conv2d(shape[0], first.out_channels, 3, stride, 1, bias=False)
+        nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
+    return Body([net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()], net.last_channel)
+
+
+class Last(nn.Module):
+    """Two LSTM layers over embedded integers; the second one's output at the last position."""
+
+    def __init__(self, embedding: nn.Embedding, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.lstm = nn.LSTM(embedding.embedding_dim, width, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``(n, width)`` from integers ``(n, length)``."""
+        out: torch.Tensor = self.lstm(self.embedding(x.long()))[0][:, -1]
+        return out
+
+
+def char_lstm(vocabulary: int) -> Body:
+    """McMahan et al. (2017), Sec. 3, as in LEAF: embedding of 8, two layers of 256, the next character.
+
+    819,920 parameters with LEAF's 80 characters. (Keras has one bias where torch has two: 2,048 fewer.)
+    """
+    return Body([Last(nn.Embedding(vocabulary, 8))], 256)
+
+
+def sentiment_lstm(vocabulary: int, vectors: torch.Tensor | None = None) -> Body:
+    """rFedAvg's for Sent140 (Wang et al. 2023, Sec. VI): two layers of 256 and a linear one of 256.
+
+    The paper's word vectors are pretrained: `vectors`, float32 ``(vocabulary, length)``, which stay fixed.
+    Without them, vectors of GloVe's length, 300, are trained from random ones: a departure.
+    """
+    embedding = nn.Embedding(vocabulary, 300)
+    if vectors is not None:
+        embedding = nn.Embedding.from_pretrained(vectors)  # type: ignore[no-untyped-call]
+    return Body([Last(embedding), nn.Linear(256, 256), nn.ReLU()], 256)
+
+
+class Quadratic(nn.Module):
+    """A point x in `dimension` dimensions, 0 at first; of rows (a, b) it returns a · x - b, ``(n, 1)``."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(dimension))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows[:, :-1] @ self.x - rows[:, -1])[:, None]
