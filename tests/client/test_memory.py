@@ -20,12 +20,12 @@ from flwr_regs import (
     Term,
     client_app,
 )
-from flwr_regs.abilities import Personalises, Probes, TakesBack
+from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.memory import Folder, begin, end, label, latest
 from flwr_regs.testing.problem import RepeatingGrid
 from flwr_regs.wire import keys
-from tests.conftest import budgeted, close, make_clients, make_model, remembered, run
+from tests.conftest import budgeted, close, make_clients, make_model, remembered
 
 Arrays = dict[str, Any]
 
@@ -289,36 +289,6 @@ DROPPED = [{}, {1: 1}, {1: 2}, {}]  # client 1 is incomplete, and dropped, in ro
 
 
 @dataclass(frozen=True)
-class Mine(Term, Personalises):
-    """A client's own model is its last local one."""
-
-    name: ClassVar[str] = "mine"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return delta, {}, {n: ctx.start[n] + d for n, d in delta.items()}
-
-    def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        return {n: ctx.client.get(n, p) for n, p in params.items()}
-
-
-def test_evaluation_sees_what_is_pending_and_changes_nothing() -> None:
-    data = make_clients()
-    strategy = RegStrategy([Mine()], seed=3)
-    run(strategy, RegClient, rounds=1, clients=data, terms=[Mine])
-    measured = strategy.history[0]["evaluate"]["clients"]
-    for pid, batches in enumerate(data):
-        local = RegStrategy([], seed=3, fraction_evaluate=0.0, min_train_nodes=1)
-        local.min_available_nodes = 1
-        end = run(local, RegClient, rounds=1, clients=[batches], terms=[])
-        model = make_model()
-        model.load_state_dict({n: torch.from_numpy(a) for n, a in end.items()})
-        x, y = (torch.cat(each) for each in zip(*batches, strict=True))
-        loss = torch.nn.functional.cross_entropy(model(x), y).item()
-        assert measured[pid]["personal-loss"] == pytest.approx(loss, abs=1e-12)
-        assert abs(measured[pid]["loss"] - loss) > 1e-6
-
-
-@dataclass(frozen=True)
 class Asked(Term, Probes):
     """Keeps what its probe measured until the round ends, and from then on if the round was used."""
 
@@ -359,7 +329,7 @@ class ReturnAll(Count, TakesBack):
         return {n: 2 * half for n, half in after.items()}
 
 
-KINDS = [Count, CountAlways, ReturnAll, Mine, Asked, AskedAlways]
+KINDS = [Count, CountAlways, ReturnAll, Asked, AskedAlways]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)

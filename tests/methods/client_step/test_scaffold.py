@@ -11,7 +11,7 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.testing import spies
-from flwr_regs.testing.problem import start_weights, train
+from flwr_regs.testing.problem import app_of, start_weights, train
 from tests.conftest import close, make_clients, make_model
 
 
@@ -50,3 +50,9 @@ def test_c_is_the_clients_own_mean_where_updates_are_rounded(beside: Any) -> Non
     for n in start_weights():
         mean = sum(call.result.client["scaffold"][n].numpy() for call in calls[-4:]) / 4
         np.testing.assert_allclose(c[f"c.{n}"], mean, rtol=0, atol=1e-6)
+
+
+def test_a_second_start_with_the_same_clients_begins_at_nothing() -> None:
+    grid = fr.InProcessGrid(app_of(fr.SCAFFOLDClient, make_clients()), 4)
+    once, again = (train(fr.SCAFFOLD(seed=3), fr.SCAFFOLDClient, grid=grid)[-1] for _ in "12")
+    close(again, once, 0.0)
