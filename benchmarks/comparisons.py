@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import lzma
 import io
 import json
+import lzma
 import re
 import shlex
 import sys
