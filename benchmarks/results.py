@@ -1,7 +1,7 @@
 """The pages of docs/results/: a benchmark's raw runs as one file, and the page that is made of them alone.
 
 ``python -m benchmarks.results keep FOLDER NAME`` packs what ``flwr-regs bench CARD`` wrote into FOLDER as
-``docs/results/NAME.tar.gz``: a folder of results again, without models and with totals of rounds alone.
+``docs/results/NAME.tar.xz``: a folder of results again, without models and with totals of rounds alone.
 ``... report`` writes ``docs/results/NAME.md`` of each, and its picture of ranks.
 """
 

@@ -54,7 +54,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pages.mkdir()
     monkeypatch.setattr(results, "PAGES", pages)
     monkeypatch.setattr(results, "PICTURES", tmp_path / "pictures")
-    comparisons.keep(folder, pages / "mine.tar.gz")
+    comparisons.keep(folder, pages / "mine.tar.xz")
     shutil.rmtree(folder)
     comparisons.unpacked.cache_clear()
     return pages
