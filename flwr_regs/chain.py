@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from flwr_regs.abilities import (
     ABILITIES,
@@ -95,7 +95,15 @@ class Chain(
         left: tuple[Term, ...] = ()
         for t in self.overriding("correct"):
             more = {"gradient_at": gradient_after(left, ctx)} if left else {}
-            grads = t.correct(grads, params, own_context(ctx, t, **more))
+            made: Any = t.correct(grads, params, own_context(ctx, t, **more))
+            if not isinstance(made, Mapping) or not grads.keys() <= made.keys():
+                wrong = f"returned a value of type {type(made).__name__}"
+                if isinstance(made, Mapping):
+                    wrong = f"lacks {sorted(grads.keys() - made.keys())}"
+                raise TypeError(
+                    f"{type(t).__name__}.correct must return a gradient for every parameter; it {wrong}"
+                )
+            grads = cast(Arrays, made)
             left = (*left, t)
         return grads
 

@@ -100,7 +100,12 @@ def load(
     shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
     tensors = {n: torch.tensor(a) for n, a in arrays.items()}  # arrays that came are read-only
     given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
-    check_arrays(given, shared, "the global model")
+    try:
+        check_arrays(given, shared, "the global model")
+    except ProtocolError as error:
+        raise ProtocolError(
+            f"{error}; give the state_dict of the model that the clients build"
+        ) from None
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
         raise ProtocolError(OTHER_FROZEN)
     tied = tied_names(model, private, every)

@@ -267,7 +267,7 @@ class LocalTraining:
                 self._check_labels(output, targets)  # a GPU's own error says nothing, and stays
             base = self._task.loss(output, targets)
         except Exception as error:
-            if help_ := remedies.remedy(error, output, targets):
+            if help_ := remedies.remedy(error, inputs, output, targets, model):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
         return self._objective(base, inputs, targets, output, watched)

@@ -60,7 +60,7 @@ def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
     Raises
     ------
     ValueError
-        The sentence names the part, and says what was expected and where. Also where a method stands twice.
+        The sentence names the part, and says what was expected and where. Also if a method appears twice.
     """
     methods = {}
     for start, one in pieces(text, ",;"):
@@ -68,7 +68,7 @@ def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
             parts = tuple(_part(part, start + at, text) for at, part in pieces(one, "+"))
             if text_of(parts) in methods:
                 raise ValueError(
-                    f"'{text_of(parts)}' stands twice in {text!r}: name each method once"
+                    f"'{text_of(parts)}' appears twice in {text!r}: name each method once"
                 )
             methods[text_of(parts)] = parts
     if not methods:

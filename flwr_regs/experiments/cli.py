@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_farewell()
         return 130
+    except SystemExit as end:
+        if end.code == 143:  # SIGTERM
+            say_farewell()
+        raise
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -118,5 +122,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inches(text: str) -> tuple[float, float]:
     """Return the width and height of ``3.3x2.5``."""
-    width, height = map(float, text.split("x"))
+    try:
+        width, height = map(float, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size: write 3.3x2.5") from None
     return width, height

@@ -296,7 +296,7 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
     """Say where the results so far are, and how to go on, if this is interrupted."""
     name = shlex.quote(str(folder))
     on_farewell(
-        f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
+        f"\nflwr-regs: interrupted; the rounds that have ended, if any, are in {folder}\n"
         f"its tables and pictures are not made: flwr-regs plot {name}\n"
         f"go on with: flwr-regs {command} --resume {name}"
     )

@@ -22,6 +22,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
+from flwr_regs.methods.registry import METHODS
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -35,6 +36,7 @@ OF_STRATEGIES = (
 """The settings that a strategy takes by the same name."""
 HALVED = 6
 """Of so many points or more, the worse ones do not train for all rounds."""
+SERVER_LR = "a method with a server learning rate, such as FedAdam"
 HELD_OUT = 0.2
 """The share of each client's data that tuning measures on, unless held-out-share says otherwise."""
 
@@ -239,8 +241,10 @@ class Experiment:
         labelled: dict[str, Row] = {}
         for short, row in zip(untuned, rows, strict=True):
             label = short if untuned.count(short) == 1 else text_of(row.calls)
+            if label in labelled and labelled[label].settings != row.settings:
+                label = row.name
             if labelled.setdefault(label, row) is not row:
-                raise ValueError(f"'{label}' stands here twice: name each method once")
+                raise ValueError(f"'{label}' appears here twice: name each method once")
         return labelled
 
     def spaces_of(self, row: Row) -> list[Space]:
@@ -359,6 +363,9 @@ class Experiment:
         if not self.smoke:
             refuse_dead(self.ends, but="test-on-clients")
         check_words(self.ends)
+        first = replace(self, seeds=self.seeds[:1])
+        for panel in self.panels:
+            refuse_same(first.tests(panel), only_check=True)
         for run in self.ends if data else ():
             assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
@@ -375,14 +382,7 @@ class Experiment:
         tests = replace(self, seeds=self.seeds[:1]).tests(panel)
         methods = {run.method: run.calls for run in tests}
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
-        known: list[tuple[Any, ...]] = []
-        for run in tests:
-            strategy = made[run.method]
-            options, settings = replace(strategy.options, seed=0), replace(run.settings, methods="")
-            known.append((strategy.method_name, options, settings))
-            if tests[first := known.index(known[-1])] is not run:
-                both = f"'{tests[first].label}' and '{run.label}'"
-                raise ValueError(f"{both} are the same: leave one out")
+        refuse_same(tests)
         asked = [
             r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
         ]
@@ -437,6 +437,14 @@ def check_words(runs: Sequence[Run]) -> None:
                 settings.model,
                 two_examples(settings.dataset, settings.data_dir)[0],
             )
+        for call in run.calls if settings.dp_clip_norm else ():
+            row = METHODS.get(call.target)
+            if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):
+                raise ValueError(
+                    f"dp-clip-norm does not go with {row.name}, whose clients send more than a clipped "
+                    "update or weigh unequally: leave one of the two out (`flwr-regs list methods` marks "
+                    "what goes, under DP)"
+                )
         references = [call for call in run.calls if ":" in call.target]
         for call in references:
             with strategies.named(str(call)):
@@ -444,6 +452,25 @@ def check_words(runs: Sequence[Run]) -> None:
         with suppress(NameError):  # only torch can tell
             if not references:
                 run.strategy(only_check=True)
+
+
+def refuse_same(runs: Sequence[Run], only_check: bool = False) -> None:
+    """Raise ValueError if two runs train the same under two labels.
+
+    With `only_check`, neither torch nor a user's own code is loaded: what needs them passes.
+    """
+    known: list[tuple[Any, ...]] = []
+    for run in runs:
+        settings, strategy = replace(run.settings, methods=""), None
+        if not only_check or not any(":" in call.target for call in run.calls):
+            with suppress(NameError):  # only torch can tell
+                strategy = strategies.build(run.calls, settings.code_dir, only_check)
+        if strategy is None:
+            known.append((run.label,))
+            continue
+        known.append((strategy.method_name, replace(strategy.options, seed=0), settings))
+        if (other := runs[known.index(known[-1])]) is not run:
+            raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")
 
 
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
@@ -456,10 +483,14 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
         owners = [need.partition("=")[0] for need in of.needs.split(" or ")]
         if having and but not in owners and not any(run.meets(of.needs) for run in having):
             config = having[0].settings.config
-            values = " and ".join(f"{owner}={as_word(config[owner])}" for owner in owners)
+            values = " and ".join(
+                f"with {owner}={word}" if (word := as_word(config[owner])) else f"without {owner}"
+                for owner in owners
+            )
+            needed = of.needs.replace(",", " or ").replace("methods=server_lr_schedule", SERVER_LR)
             raise ValueError(
-                f"setting '{name}' needs {of.needs.replace(',', ' or ')}; it does nothing with {values}: "
-                "leave it out"
+                f"setting '{name}' needs {needed}; it has no effect "
+                f"{values.replace(' and with ', ' and ')}; remove it"
             )
 
 

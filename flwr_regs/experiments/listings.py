@@ -14,7 +14,7 @@ from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.cards.choices import levels
 from flwr_regs.experiments.data import catalogue as data
-from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.report.metrics import METRICS
 from flwr_regs.experiments.report.terminal import columns
@@ -58,7 +58,11 @@ def protocols(args: argparse.Namespace) -> str:
     if wrong := [name for name in given if name != "data-dir"]:
         raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
     folder = given.get("data-dir", "")
-    return card(card_files.load(args.name), folder, args.name) if args.name else cards(folder)
+    if not args.name:
+        return cards(folder)
+    one = card_files.load(args.name)
+    refuse_dead(one.ends, but="test-on-clients")
+    return card(one, folder, args.name)
 
 
 def methods() -> str:

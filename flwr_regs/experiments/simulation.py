@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report.results import Results, provenance
@@ -77,6 +78,8 @@ def simulate(
     >>> result.table()["n"].tolist()
     [2, 2]
     """
+    if not isinstance(seeds, Iterable):
+        raise TypeError(f"seeds must be several, such as (1, 2, 3) or [{seeds}], not {seeds!r}")
     seeds = [*map(_plain, seeds)]
     if not seeds or len({*seeds}) < len(seeds):
         raise ValueError(f"seeds must differ, and at least one, such as (1, 2, 3), not {seeds}")
@@ -121,4 +124,7 @@ def _plain(value: Any) -> Any:
 
 def _named(thing: Any) -> str:
     """Return a thing's name in settings."""
+    if isinstance(thing, flwr_regs.RegStrategy):
+        kind = type(thing).__name__
+        raise ValueError(f"give the class {kind}, or the text '{kind}(...)', not an instance")
     return thing if isinstance(thing, str) else offer(thing)

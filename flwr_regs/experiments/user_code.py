@@ -150,8 +150,8 @@ def _module(name: str, folder: str) -> ModuleType:
 def _file(path: Path) -> ModuleType:
     """Return the module of a file, given by its resolved path."""
     if not path.is_file():
-        others = [other.name for other in path.parent.glob("*.py")]
-        raise ValueError(f"there is no file '{path}'{nearest(path.name, others)}")
+        hint = nearest(path.stem, [other.stem for other in path.parent.glob("*.py")])
+        raise ValueError(f"there is no file '{path}'" + hint.replace("'?", ".py'?"))
     for module in list(sys.modules.values()):  # loaded before, or the script that runs
         if getattr(module, "__dict__", {}).get("__file__") == str(path):
             return module

@@ -40,8 +40,8 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
     seeds = args.seeds or ("" if card else SEEDS.get(args.command, ""))
     every_word = [*args.settings, *(word for case in cases.values() for word in case)]
     if (seeds or card) and any(word.startswith("seed=") for word in every_word):
-        beside = f"--seeds ({seeds}): leave it out" if seeds else "a card's seeds: give --seeds"
-        raise ValueError(f"'seed' does not count beside {beside}")
+        given_by = f"--seeds ({seeds}): remove it" if seeds else "a card's seeds: give --seeds"
+        raise ValueError(f"'seed' is ignored with {given_by}")
     given = settings_of(args)
     out = str(given.pop("out", ""))
     changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
@@ -173,6 +173,8 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"'{text}' is not of the form key=value")
+        if name in given:
+            raise ValueError(f"'{name}' is given twice: give it once")
         given[name] = read(name, value)
     Settings.of(given)
     return _absolute(given)

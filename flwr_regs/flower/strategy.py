@@ -151,11 +151,21 @@ class RegStrategy(Driven):
         settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
         settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
         shares = " and ".join(
-            f"{getattr(o, f'fraction_{what}'):.0%} {what} (at least {getattr(o, f'min_{what}_nodes')})"
-            for what in ("train", "evaluate")
+            f"{share:.0%} of the clients {verb} (at least {least})"
+            if share
+            else f"no client {verb}s"
+            for verb, share, least in (
+                ("train", o.fraction_train, o.min_train_nodes),
+                ("evaluate", o.fraction_evaluate, o.min_evaluate_nodes),
+            )
         )
         log(INFO, "%s %s, seed %d", self.method_name, settings, o.seed)
-        log(INFO, "of at least %d clients, %s", o.min_available_nodes, shares)
+        log(
+            INFO,
+            "in each round %s; training begins with %d clients or more",
+            shares,
+            o.min_available_nodes,
+        )
 
     def start(
         self,
@@ -191,6 +201,8 @@ class RegStrategy(Driven):
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
+        if num_rounds < 1:
+            raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         result = TrainingResult()

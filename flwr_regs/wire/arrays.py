@@ -215,11 +215,14 @@ def check_finite(
         for name, a in arrays.items():
             if _within(a, largest):
                 continue
+            hint = "; try a smaller learning rate" * (largest < np.inf)
             constant = a == base[name] if base and name in base else np.False_
             if not (constant | np.isfinite(a)).all():
-                raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity")
+                raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity{hint}")
             if not (constant | (np.abs(a.astype(np.float64)) <= largest)).all():
-                raise ProtocolError(f"{what}: array '{name}' holds values beyond ±{largest:g}")
+                raise ProtocolError(
+                    f"{what}: array '{name}' holds values beyond ±{largest:g}{hint}"
+                )
 
 
 def all_finite(a: np.ndarray) -> bool:

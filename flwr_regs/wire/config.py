@@ -61,8 +61,9 @@ NUMBERS = {
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean '…'?"`` with the most similar of `known`, or "" if none is similar.
 
-    Case, hyphens and underscores do not count. Similar are also initials (``lr`` for ``learning-rate``),
-    and a name that holds all words of `name` (``dirichlet-alpha`` for ``alpha``).
+    Case, hyphens and underscores do not count. Similar are also swapped letters (``rl`` for ``lr``),
+    initials (``lr`` for ``learning-rate``), and a name that holds all words of `name` (``dirichlet-alpha``
+    for ``alpha``).
     """
 
     def words(text: str) -> list[str]:
@@ -76,10 +77,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return ""
     plain = {"-".join(parts): k for k, parts in others.items()}
     near = [plain[p] for p in difflib.get_close_matches("-".join(given), plain, n=1)]
+    swapped = [k for k in others if sorted(k.lower()) == sorted(name.lower())]
     short = [k for k, parts in others.items() if name.lower() == initials(parts)]
     short += [k for k in others if k.lower() == initials(given)]
     longer = [k for k, parts in others.items() if set(given) <= set(parts)]
-    similar = [*short, *near, *longer]
+    similar = [*swapped, *short, *near, *longer]
     return f"; did you mean '{similar[0]}'?" if similar else ""
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_regs import FedFOR, Term, simulate
+from flwr_regs import FedAvg, FedFOR, Term, simulate
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import results_of
@@ -88,6 +88,8 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
         ({"seeds": ()}, "seeds"),
         ({"seed": 3}, r"simulate takes seeds=\(1, 2, 3\), not seed"),
         ({"seeds": (1, 1)}, "seeds must differ"),
+        ({"seeds": 3}, r"seeds must be several, such as \(1, 2, 3\)"),
+        ({"methods": [FedAvg()]}, "give the class FedAvg, .*not an instance"),
         ({"dataset": lambda: 7}, "expected"),
         (
             {"dataset": lambda: 7, "workers": 2},
@@ -96,7 +98,7 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_trains(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         simulate(**{"seeds": (1,), **QUICK, **given})
 
 

@@ -238,6 +238,8 @@ STEPS = {"lr": 0.1, "local-epochs": 1}
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(fr.FedAvg(), Untouchable(app_of(), 3), config=ConfigRecord(config))
+    with pytest.raises(ValueError, match="num_rounds must be at least 1, not 0"):
+        fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), 0)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from flwr_regs.client.train.batches import Pairs, batch_size, tensors
 
 
-def remedy(error: Exception, output: Any, targets: Any) -> str:
+def remedy(error: Exception, inputs: Any, output: Any, targets: Any, model: nn.Module) -> str:
     """Return what helps against an error of a forward pass (`output` is None) or a loss; "" if unknown."""
+    if output is None and isinstance(inputs, Tensor):
+        first = next(model.parameters(), None)
+        if "shapes cannot be multiplied" in str(error):
+            shape = tuple(inputs.shape[1:])
+            return f"an example has the shape {shape}, which does not fit a layer of the model"
+        if "dtype" in str(error) and first is not None and inputs.dtype is not first.dtype:
+            return (
+                f"the inputs are {inputs.dtype}, expected {first.dtype}: give x.to({first.dtype})"
+            )
     if "more than 1 value per channel" in str(error):
         return (
             "a batch holds one example, and BatchNorm needs two in training: give the loader "
@@ -23,6 +32,8 @@ def remedy(error: Exception, output: Any, targets: Any) -> str:
     shape = tuple(targets.shape)
     if targets.ndim == output.ndim and targets.shape[1:] == (1,) * (targets.ndim - 1):
         return f"the labels have the shape {shape}, expected ({shape[0]},): give y.squeeze(1)"
+    if targets.shape == output.shape and not targets.is_floating_point():
+        return f"the labels are one-hot integers of the shape {shape}: give y.argmax(1)"
     if targets.dtype is not torch.int64 and targets.ndim < output.ndim:
         return f"the labels are {targets.dtype}, expected torch.int64: give y.long()"
     return wrong_label(output, targets)

@@ -68,7 +68,7 @@ def with_methods(card: Experiment, text: str) -> Experiment:
         for label, calls in methods.items():
             meant = [r for r in card.rows if label in (r.name, text_of(r.calls))]
             if any(r in rows for r in meant or [Row(label, calls)]):
-                raise ValueError(f"'{label}' stands twice in {text!r}: name each method once")
+                raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
             rows += meant or [Row(label, calls)]
     spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
     panels = tuple(panel for panel in card.panels if any(map(panel.has, rows)))
