@@ -217,7 +217,7 @@ def page(name: str) -> str:
         f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
         f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
         f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
-        f"`tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
+        f"`tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
         "## Which method to trust where",
         trust(bench),
         f"Differences to `{first.baseline}` in points, in the order of the ranks; **decided** differences "
@@ -228,7 +228,7 @@ def page(name: str) -> str:
         states = ", ".join(f"{name} ({state})" for name, state in bench.unfinished.items())
         parts += [
             f"**Not finished, and in no table**: {states}. The raw runs hold what there is. This goes "
-            f"on: `tar -xzf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs bench "
+            f"on: `tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs bench "
             "--resume FOLDER --runner stacked --workers 2 data-dir=DIR`.",
         ]
     if bench.experiment.departures:
