@@ -1,7 +1,7 @@
 """The comparisons that the documents show: kept results, tables, pictures, and whether they still hold.
 
 ``python -m benchmarks.comparisons keep FOLDER NAME`` keeps what ``flwr-regs bench`` wrote into FOLDER as
-``docs/studies/NAME.tar.gz``, without models, and with totals of rounds alone. ``... report`` writes tables
+``docs/studies/NAME.tar.xz``, without models, and with totals of rounds alone. ``... report`` writes tables
 into the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may
 name methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again
 and compares; data sets that are no part of a package need ``--data-dir``.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gzip
 import io
 import json
+import lzma
 import re
 import shlex
 import sys
@@ -41,7 +41,7 @@ from flwr_regs.experiments.settings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
-ARCHIVE = ".tar.gz"
+ARCHIVE = ".tar.xz"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
@@ -92,7 +92,7 @@ def pack(texts: dict[str, str], target: Path) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(text.encode())
             archive.addfile(info, io.BytesIO(text.encode()))
-    target.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
+    target.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def studies() -> list[str]:

@@ -1,7 +1,7 @@
 """The pages of docs/results/: a benchmark's raw runs as one file, and the page that is made of them alone.
 
 ``python -m benchmarks.results keep FOLDER NAME`` packs what ``flwr-regs bench CARD`` wrote into FOLDER as
-``docs/results/NAME.tar.gz``: a folder of results again, without models and with totals of rounds alone.
+``docs/results/NAME.tar.xz``: a folder of results again, without models and with totals of rounds alone.
 ``... report`` writes ``docs/results/NAME.md`` of each, and its picture of ranks.
 """
 
@@ -320,7 +320,7 @@ def claims_page() -> str:
         "# The papers' claims\n\nEach claim is a comparison of two rows of a protocol card "
         "([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. *Holds*: the method is ahead, "
         "paired by seed, and Holm's adjusted p-value over the claims that ran is below 0.05. *Does not "
-        "hold*: it is behind, as surely. *Not decided here*: these seeds do not tell. *Not run*: no raw "
+        "hold*: it is significantly behind. *Not decided here*: these seeds do not tell. *Not run*: no raw "
         "runs are kept; most of these cards need a GPU. A card that is not at its paper's setting is "
         "marked. `python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the "
         "raw runs beside it."

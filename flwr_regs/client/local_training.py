@@ -341,7 +341,7 @@ class LocalTraining:
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
-            raise RuntimeError(f"{why}: use optimizer()")
+            raise RuntimeError(f"{why}: create it with loop.optimizer(...)")
         self._go_back()
         for p in self._params.values():
             if p.grad is None:

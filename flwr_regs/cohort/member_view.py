@@ -332,6 +332,8 @@ class Kernels(TorchFunctionMode):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
     """Return a cross-entropy; the usual one in fewer operations than torch's under vmap."""
+    if not targets.is_floating_point() and targets.dtype not in (torch.int64, torch.uint8):
+        raise CannotStack(f"its labels are {targets.dtype}, which torch refuses outside of vmap")
     usual = {k for k, v in how.items() if v is not None} <= {
         "ignore_index",
         "reduction",

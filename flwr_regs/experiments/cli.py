@@ -71,7 +71,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def _main(argv: Sequence[str]) -> int:
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     on_farewell("flwr-regs: interrupted")
     try:
         with ending_in_time():
@@ -91,6 +91,8 @@ def _main(argv: Sequence[str]) -> int:
     except RuntimeError as error:
         print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # of who calls `main`
 
 
 def _parser() -> argparse.ArgumentParser:

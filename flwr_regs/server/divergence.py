@@ -4,21 +4,25 @@ Before the model moves, the guard looks for a client whose reply does not belong
 
 - its update, its upload or an array of it, the same of its reply in the first exchange, or its change of a
   buffer is over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`; and over
-  10 times as long as the median of the first round, so that an honest client with new data may teach a
-  model that has converged. A client that took more steps than the median may send an update as many times
-  as long, up to `max_scale`;
+  10 times as long as the medians of the first and of the last five rounds, so that an honest client with
+  new data may teach a model that has converged. A client that took more steps than the median may send an
+  update as many times as long, up to `max_scale`;
 - zeros do not count for the median. Where fewer than three clients send others, the median of the last
   five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
   its own length;
 - a variance of BatchNorm is negative;
-- the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
-  last five: the fewest clients that have over half of ``Σ |ω_k| ‖Δ_k‖`` are behind it.
+- the mean ``Σ ω_k Δ_k``, or the step that the terms make of it (a momentum, an adaptive rate, a user's
+  `update`), is over 1,000 times as long as the median of the last five, and over 10 times as long as the
+  first. The clients behind it are those without whom it is not, found by making the step of some of them;
+  and, now that one is wanted, those whose updates are over 10 times their cohort's median.
 
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
-model or a server slot. Two signs have no single client behind them, and are warned of:
+model or a server slot. If the mean or the step is as long whoever is left out, the training itself
+diverges: the round fails, and all is as before it; with fewer than five steps before, that is only warned
+of, since nobody knows yet how long a step is. Two signs are always only warned of:
 
-- the global step is over 1,000 times the median of the last five, or, for the second time among six steps,
-  over 10 times;
+- the global step is over 10 times the median of the last five, for the second time among six steps; or over
+  1,000 times where that is no reason to refuse it;
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
@@ -27,15 +31,15 @@ is long only if it is so in units of the learning rate too (a schedule may start
 first: near convergence, where the steps are next to nothing, ten times as much is no harm. Zeros are passed
 over.
 
-Under `privacy`, and with another aggregator than `Mean`, single clients are not compared: clipping and
-noise, or the aggregator, bound what each can do. A negative variance is none the less.
+Under `privacy`, and with another aggregator than `Mean`, single clients are not compared, and no step is
+refused: clipping and noise, or the aggregator, bound what each can do. A negative variance always is.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
 from typing import Any
@@ -44,10 +48,10 @@ import numpy as np
 
 from flwr_regs.abilities import Checks, Steps
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.aggregators import Mean
+from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
 from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import usable
-from flwr_regs.server.failures import UnusableReplies
+from flwr_regs.server.failures import UnusableReplies, culprits
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.snapshots import Snapshots
@@ -59,7 +63,7 @@ LOG = logging.getLogger("flwr")
 LAST = 5
 ENOUGH = 3
 """Clients with something else than zeros, so that their median counts."""
-STEP, MEAN = "step", "clients' mean"
+STEP, MEAN = "global step", "clients' mean"
 Length = tuple[float, float]
 """Of what was measured, and of the same in units of the learning rate."""
 Lengths = tuple[Length, ...]
@@ -67,6 +71,10 @@ Lengths = tuple[Length, ...]
 FAR, STEPS, LOSS = 1000.0, 10.0, 3.0
 """How many times the median of the cohort or of the last steps, of the last steps twice, and the first
 round's loss, are too much."""
+
+
+class Diverges(Exception):
+    """The clients' mean, or the global step, is far too long."""
 
 
 class DivergenceGuard(Snapshots):
@@ -79,7 +87,7 @@ class DivergenceGuard(Snapshots):
         The training's name in warnings.
     """
 
-    kept = ("lengths", "usual", "count", "long", "first_loss", "warned")
+    kept = ("lengths", "usual", "count", "long", "first_loss", "warned", "let_in")
 
     def __init__(self, options: Options, method: str) -> None:
         self._options, self._method = options, method
@@ -90,6 +98,10 @@ class DivergenceGuard(Snapshots):
         self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
         self.warned = False
+        self.far: list[
+            int
+        ] = []  # the clients whose updates are over 10 times their cohort's median
+        self.let_in = 0  # the round of the last step that is long, and of no single client
 
     def check_uploads(
         self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
@@ -125,38 +137,81 @@ class DivergenceGuard(Snapshots):
             wrong |= {pid: where for pid, bad in zip(pids, negative, strict=True) if bad}
         self._leave_out(this_round, wrong)
 
-    def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
-        """Return the weighted sums of the updates; raise UnusableReplies as above."""
-        base, replies = updates.base, updates.replies
+    def mean(
+        self, this_round: Round, updates: Updates, compares: bool = True
+    ) -> dict[str, np.ndarray]:
+        """Return the weighted sums of the updates.
+
+        Raises UnusableReplies for clients that are too far from the others, if it `compares` them, and
+        Diverges.
+        """
+        base = updates.base
         squares: dict[str, dict[int, float]] = {}
         means = mean_delta(updates, squares)
-        of_all = {p: sum(squares[n][p] for n in updates.trained) for p in replies}
-        steps = {p: reply.steps[0] for p, reply in replies.items() if reply.steps is not None}
+        if compares:
+            of_all = {p: sum(squares[n][p] for n in updates.trained) for p in updates.replies}
+            usual = median_low([s for s in of_all.values() if s > 0] or [0.0])
+            self.far = [p for p, square in of_all.items() if square > STEPS**2 * usual]
+            wrong = self._beyond(this_round, "update", of_all, self._bounds(this_round))
+            for name in base.keys() & updates.fixed:
+                if base[name].dtype.kind == "f":
+                    given = math.sqrt(square_sum(base[name]))
+                    what = f"change of '{name}'"
+                    wrong |= self._beyond(this_round, what, squares[name], given=given)
+            self._leave_out(this_round, wrong)
+        square = sum(square_sum(means[n]) for n in updates.trained)
+        self.limit(this_round, MEAN, square, updates.replies)
+        return means
+
+    def _bounds(self, this_round: Round) -> dict[int, float]:
+        """Return how many times as long as usual each client's update may be: it may take more steps."""
+        steps = {p: reply.steps[0] for p, reply in this_round.used.items() if reply.steps}
         usual = max(median_low(steps.values()), 1) if steps else 1
         most = self._options.max_scale
-        times = {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in replies}
-        wrong = self._beyond(this_round, "update", of_all, times)
-        for name in base.keys() & updates.fixed:
-            if base[name].dtype.kind == "f":
-                given = math.sqrt(square_sum(base[name]))
-                wrong |= self._beyond(this_round, f"change of '{name}'", squares[name], given=given)
-        self._leave_out(this_round, wrong)
-        length = math.sqrt(sum(square_sum(means[n]) for n in updates.trained))
-        mean = self.usual[MEAN] = length, length / (this_round.lr or 1.0)
-        shares = {p: abs(updates.scaled[p]) * math.sqrt(of_all[p]) for p in replies}
-        behind, left = [], sum(shares.values()) / 2
-        for pid in sorted(shares, key=shares.__getitem__, reverse=True):
-            if left >= 0:
-                behind.append(pid)
-                left -= shares[pid]
-        before = self.lengths.get(MEAN, ())
-        if is_long([*before, mean], max(times[p] for p in behind)) and length > _ordinary(before):
-            text = (
-                f"with its update, the clients' mean is {length:.3g} long, over {FAR:g} times the "
-                f"median of the last {LAST} ({_usual(before):.3g})"
+        return {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in this_round.used}
+
+    def limit(self, this_round: Round, what: str, square: float, pids: Iterable[int]) -> None:
+        """Raise Diverges if the mean or the step that these clients make is too long."""
+        length = math.sqrt(square)
+        last, before = (length, length / (this_round.lr or 1.0)), self.lengths.get(what, ())
+        if what == MEAN:
+            self.usual[what] = last
+        bounds = self._bounds(this_round)
+        bound = max(bounds[p] for p in pids)
+        if not self._compares or self.let_in == this_round.number:
+            return
+        if is_long([*before, last], bound) and length > STEPS * before[0][0]:
+            raise Diverges(
+                f"the {what} is {length:.3g} long, over {bound:g} times the median of the last {LAST} "
+                f"({_usual(before):.3g})"
             )
-            self._leave_out(this_round, dict.fromkeys(behind, text))
-        return means
+
+    def behind(
+        self, this_round: Round, text: str, again: Callable[[Collection[int]], None]
+    ) -> dict[int, str]:
+        """Return which clients to leave out, and why, because the mean or the step is too long.
+
+        None if it is let in, with a warning. `again` makes the step of some clients, and raises Diverges if
+        that is too long. Raises RoundFailed if no client is behind it, and at every sign if told so.
+        """
+        excludes = self._options.on_divergence == "exclude"
+        passing = UnusableReplies, RoundFailed, TooFewVectors
+        found = {*self.far, *culprits(this_round.used, again, text, passing)}
+        wrong = dict.fromkeys(sorted(found), f"with its reply, {text}")
+        if wrong and excludes:
+            _note_event(this_round, _named(wrong))
+            return wrong
+        likely = f"try a smaller {self._likely(this_round)}"
+        text = _named(wrong) or f"it diverges: {text}, whoever is left out; {likely}"
+        if excludes and self.count >= LAST:
+            text = f"round {this_round.number} of {self._method}: {text}"
+            _note_event(this_round, text)
+            raise RoundFailed(
+                f"{text}; on_divergence='warn' lets it in (`strategy.arrays` is the model before it)"
+            )
+        self._tell(this_round, f": {text}")
+        self.let_in = this_round.number
+        return {}
 
     def _beyond(
         self,
@@ -192,11 +247,14 @@ class DivergenceGuard(Snapshots):
     def watch(self, this_round: Round, square: float) -> None:
         """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
 
+        Raises Diverges for one that is refused.
+
         The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
         the clients' losses are not read: they get no noise, and the end of a training would tell of them.
 
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
+        self.limit(this_round, STEP, square, this_round.used)
         loss = None if self._options.privacy is not None else _usual_loss(this_round)
         sign = self.look(math.sqrt(square), this_round.lr, loss)
         self.lengths = {**self.lengths} | {
@@ -204,7 +262,7 @@ class DivergenceGuard(Snapshots):
         }
         self.usual = {}
         if sign:
-            likely = ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
+            likely = self._likely(this_round)
             self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
 
     def look(self, length: float, lr: float | None, loss: float | None) -> str:
@@ -246,11 +304,14 @@ class DivergenceGuard(Snapshots):
             )
         return ""
 
+    def _likely(self, this_round: Round) -> str:
+        return ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
+
     def _leave_out(self, this_round: Round, wrong: Mapping[int, str]) -> None:
         """Raise UnusableReplies for these clients, with the reasons; only warn, or stop, if told so."""
         if not wrong:
             return
-        text = "; ".join(f"client {pid}: {why}" for pid, why in sorted(wrong.items()))
+        text = _named(wrong)
         if self._options.on_divergence != "exclude":
             self._tell(this_round, f": {text}")
             return
@@ -270,6 +331,10 @@ class DivergenceGuard(Snapshots):
                 f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
             )
         LOG.warning("%s", text)
+
+
+def _named(wrong: Mapping[int, str]) -> str:
+    return "; ".join(f"client {pid}: {why}" for pid, why in sorted(wrong.items()))
 
 
 def _note_event(this_round: Round, text: str) -> None:
@@ -293,8 +358,8 @@ def noted(lengths: Lengths, last: Length) -> Lengths:
 
 
 def _ordinary(before: Lengths) -> float:
-    """Return a length that is ordinary before a model converges."""
-    return STEPS * before[0][0] if before else 0.0
+    """Return a length that is ordinary before a model converges, or after a schedule began low."""
+    return STEPS * max((length for length, _ in before), default=0.0)
 
 
 def _usual(before: Lengths) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +45,31 @@ SERVER_HOOKS = (
 )
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A round's step, before the model moves by it.
+
+    Attributes
+    ----------
+    server : Slot
+        The terms' server slots after it.
+    step, code : NDArrays, bytes or None
+        The step, empty where nothing needs it; its code, if the method has one.
+    moved, square : list of str, float
+        The arrays that it changes; its squared length over the trained ones.
+    model, given : NDArrays
+        ``w_{t+1}``, in full and as the clients get it.
+    """
+
+    server: Slot
+    step: NDArrays
+    code: bytes | None
+    moved: list[str]
+    square: float
+    model: NDArrays
+    given: NDArrays
 
 
 class GlobalModel(Snapshots):
@@ -200,21 +226,19 @@ class GlobalModel(Snapshots):
         self.model = model
         return True
 
-    def advance(
+    def stepped(
         self,
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         scaled: Mapping[int, float],
         mean: MeanOfUpdates = mean_delta,
-        watch: Callable[[float], None] | None = None,
         robust: RobustMeans | None = None,
-    ) -> None:
-        """Average the replies, let the terms make the step, and move by it.
+    ) -> Step:
+        """Average the replies and let the terms make the step of them. Nothing changes.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies (default: their
         weighted sums); a private one clips and adds noise before any term sees the mean. `robust`, if there
-        is one, is in place of `mean`, and of all sums of uploads. `watch` gets the squared length of the
-        step of the trained arrays before the model moves.
+        is one, is in place of `mean`, and of all sums of uploads.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -223,8 +247,7 @@ class GlobalModel(Snapshots):
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision; also what `watch` and `robust` raise. Nothing
-        has changed then.
+        finite or beyond the range of the wire's precision; also what `mean` and `robust` raise.
         """
         if robust is not None:
             check_reached(self._term, replies)
@@ -242,14 +265,15 @@ class GlobalModel(Snapshots):
         moved = [n for n, s in step.items() if s.any()]
         if not self._keeps_step:
             step = {}  # before another model is made
-        as_given = self._as_given(new)
-        if watch is not None:
-            watch(square)
-        if code is not None:
-            self._keep_code(ctx.round, code)
-        self.changed |= dict.fromkeys(moved, ctx.round)
-        self.server, self.step = server, step if self._keeps_step else None
-        self.model, self._rounded = new, (new, as_given)
+        return Step(server, step, code, moved, square, new, self._as_given(new))
+
+    def move(self, made: Step, ctx: ServerContext) -> None:
+        """Move by a step that was made for the round of `ctx`."""
+        if made.code is not None:
+            self._keep_code(ctx.round, made.code)
+        self.changed |= dict.fromkeys(made.moved, ctx.round)
+        self.server, self.step = made.server, made.step if self._keeps_step else None
+        self.model, self._rounded = made.model, (made.model, made.given)
         self.previous_lr = ctx.lr
 
     def _released(

@@ -91,12 +91,13 @@ class Options:
     on_divergence : {"exclude", "warn", "stop"}
         What happens at a sign of divergence (:mod:`flwr_regs.server.divergence`). ``"exclude"``: a client
         whose update, upload, buffer or first exchange is over 1,000 times as long as its cohort's median
-        (of one or two clients: as the last rounds'), or that makes up most of a mean over 1,000 times the
-        median of the last five, or that sends a negative variance, is left out and named, and the step is
-        made again. Signs without such a client (a step
-        over 10 times the median of the last five, twice; the clients' median loss over 3 times the first
-        round's) give one warning. ``"warn"``: one warning of the first sign of either kind. ``"stop"``:
-        :class:`RoundFailed` at each, before the model moves. The history's ``"divergence"`` has the text.
+        (of one or two clients: as the last rounds'), or that is behind a mean or a global step over 1,000
+        times the median of the last five, or that sends a negative variance, is left out and named, and
+        the step is made again. A mean or step that is as long whoever is left out raises
+        :class:`RoundFailed`, after five steps or more. Other signs (a step over 10 times the median, twice;
+        the clients' median loss over 3 times the first round's) give one warning. ``"warn"``: one warning
+        of the first sign of any kind. ``"stop"``: :class:`RoundFailed` at each, before the model moves.
+        The history's ``"divergence"`` has the text.
     min_replies : int
         A round with fewer usable replies raises :class:`TooFewReplies`, a :class:`RoundFailed`.
     retries : int

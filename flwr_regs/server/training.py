@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,26 +13,29 @@ from uuid import uuid4
 from flwr_regs.abilities import Compresses, Probes
 from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
 from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
+from flwr_regs.server.aggregate.updates import MeanOfUpdates
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
     WithheldStats,
     aggregation_weights,
     bounded_shares,
+    restricted,
     update_weights,
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
-from flwr_regs.server.divergence import DivergenceGuard
+from flwr_regs.server.divergence import STEP, DivergenceGuard, Diverges
 from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import UnusableReplies, name_failures
-from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.global_model import GlobalModel, Step
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext
@@ -333,8 +336,6 @@ class Training:
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         means = self._guard if self.options.privacy is None else self._privacy
-        mean, watch = partial(means.mean, this_round), partial(self._guard.watch, this_round)
-        weigher = StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
         where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
@@ -345,16 +346,17 @@ class Training:
                     this_round, {p: r.uploads for p, r in this_round.used.items()}
                 )
                 self._guard.check_variances(this_round, self.model.given)
-                given = update_weights(weigher, this_round.used, context)
-                scaled = bounded_shares(given, self.options.max_weight)
-                self.model.advance(this_round.used, context, scaled, mean, watch, robust)
+                mean = partial(means.mean, this_round)
+                step, given, scaled = self._step(this_round.used, context, mean, robust)
+                self._guard.watch(this_round, step.square)
+                self.model.move(step, context)
                 self._note_bounds(this_round, robust, context.weights, given, scaled)
                 return
             except UnusableReplies as error:  # go on without these clients
-                why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
-                this_round.failures |= why
-                this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
-                LOG.warning("\t> %s", name_failures(why))
+                wrong = error.why
+            except Diverges as error:
+                again = partial(self._again, this_round, context)
+                wrong = self._guard.behind(this_round, str(error), again)
             except TooFewVectors as error:
                 raise TooFewReplies(f"{where}: {error}") from error
             except AggregatorFailed as error:
@@ -365,6 +367,32 @@ class Training:
                     f"{where} diverged: {error}; `strategy.arrays` is the model before it; try a smaller "
                     "learning rate"
                 ) from error
+            why = {p: shown(f"the reply of client {p}: {y}") for p, y in wrong.items()}
+            this_round.failures |= why
+            this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
+            if why:
+                LOG.warning("\t> %s", name_failures(why))
+
+    def _step(
+        self,
+        used: Mapping[int, Reply],
+        context: ServerContext,
+        mean: MeanOfUpdates,
+        robust: RobustMeans | None = None,
+    ) -> tuple[Step, Mapping[int, float], Mapping[int, float]]:
+        """Return the step of these replies, and their ``ω_k`` before and after they were bounded."""
+        scale = self.options.incomplete == "scale"
+        weigher = StepScaling() if scale else self.options.term.weigher
+        given = update_weights(weigher, used, context)
+        scaled = bounded_shares(given, self.options.max_weight)
+        return self.model.stepped(used, context, scaled, mean, robust), given, scaled
+
+    def _again(self, this_round: Round, context: ServerContext, pids: Collection[int]) -> None:
+        """Make the step of some of the clients, which no one sees; raise Diverges if it is too long."""
+        some = {p: this_round.used[p] for p in pids}
+        mean = partial(self._guard.mean, this_round, compares=False)
+        step, *_ = self._step(some, restricted(context, pids), mean)
+        self._guard.limit(this_round, STEP, step.square, some)
 
     def _context(self, this_round: Round, robust: RobustMeans | None) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""

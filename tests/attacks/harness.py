@@ -1,8 +1,8 @@
-"""One client among ten lies: a training in one process, and its accuracy beside the honest one's."""
+"""Some of ten clients lie: a training in one process, and its accuracy beside the honest one's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,17 +13,21 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from flwr_regs import InProcessGrid
+from flwr_regs import InProcessGrid, StackedGrid
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.methods.registry import METHODS
+from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.testing.problem import Batch, app_of
 from flwr_regs.wire import keys
+from flwr_regs.wire.records import parcel_of, reply_of
 
 CLIENTS, LIAR, ROUNDS = 10, 3, 6
 CLASSES, INPUTS, BATCH, BATCHES = 10, 16, 16, 6
 LENGTH: dict[str, Any] = {"lr": 0.3, "local-steps": 9}
 HUGE = 1e14
+LIED = ("train", keys.PROBE)
+"""The kinds of messages whose replies may be lies."""
 SETTINGS: dict[str, str] = {
     # strengths that train well here, in place of the registry's examples
     "EFL": "EFL(lam=0.01, fisher_samples=30)",
@@ -69,15 +73,15 @@ class Reply:
 
     Attributes
     ----------
-    kind, number : str, int
-        The message type, and the round.
-    sent, content : RecordDict
-        The message, and the honest reply.
+    pid, kind, number : int, str, int
+        Who replies, to which message type, and the round.
+    content : RecordDict
+        The honest reply.
     """
 
+    pid: int
     kind: str
     number: int
-    sent: RecordDict
     content: RecordDict
 
     def change(self, record: str, name: str, function: Callable[[np.ndarray], Any]) -> None:
@@ -99,22 +103,47 @@ Lie = Callable[[Reply], None]
 
 
 class Lying(InProcessGrid):
-    """A grid on which one client's replies are changed on their way."""
+    """A grid on which some clients' replies, Flower's messages, are changed on their way."""
 
-    def __init__(self, app: Any, lie: Lie, clients: int) -> None:
+    def __init__(self, app: Any, lie: Lie, clients: int, liars: Sequence[int]) -> None:
         super().__init__(app, clients)
-        self.lie = lie
+        self.lie, self.liars = lie, liars
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message, i in zip(messages, ids, strict=True):
             kind, reply = message.metadata.message_type, self._replies[i]
-            liar = message.metadata.dst_node_id == 1000 + LIAR % len(self._contexts)
-            if liar and kind in ("train", keys.PROBE) and not reply.has_error():
+            pid = message.metadata.dst_node_id - 1000
+            if pid in self.liars and kind in LIED and not reply.has_error():
                 number = int(message.content["config"]["server-round"])
-                self.lie(Reply(kind, number, message.content, reply.content))
+                self.lie(Reply(pid, kind, number, reply.content))
         return ids
+
+
+class LyingStack(StackedGrid):
+    """The same without messages: of clients that train as one."""
+
+    def __init__(self, app: Any, lie: Lie, clients: int, liars: Sequence[int]) -> None:
+        super().__init__(app, clients)
+        self.lie, self.liars = lie, liars
+
+    def network(self, method: str, terms: Sequence[Any]) -> Any:
+        network: Any = super().network(method, terms)
+        honest = network.ask
+
+        def ask(request: Request, timeout: float | None = None) -> Replies:
+            replies = honest(request, timeout)
+            liars = [pid for pid in self.liars if pid in replies.came and request.kind in LIED]
+            for pid in liars:
+                content = reply_of(replies.came[pid])
+                number = int(request.parcels[pid].config["server-round"])
+                self.lie(Reply(pid, request.kind, number, content))
+                replies.came[pid] = parcel_of(content)
+            return replies
+
+        network.ask = ask
+        return network
 
 
 def nothing(reply: Reply) -> None:
@@ -132,7 +161,7 @@ class Outcome:
     def history(self) -> list[dict[str, Any]]:
         return list(self.strategy.history)
 
-    def named(self, pid: int = LIAR) -> list[int]:
+    def named(self, pid: int) -> list[int]:
         """The rounds in which a client has no usable reply."""
         return [e["round"] for e in self.history if pid in e["failures"]]
 
@@ -151,18 +180,21 @@ def play(
     rounds: int = ROUNDS,
     length: Mapping[str, Any] = LENGTH,
     resume: Path | None = None,
+    liars: Sequence[int] = (LIAR,),
+    stacked: bool = False,
     **settings: Any,
 ) -> Outcome:
-    """Train a method of the registry, or a call of one; the liar's labels may be flipped."""
+    """Train a method of the registry, or a call of one; the liars' labels may be flipped."""
     torch.manual_seed(0)
+    liars = [k % clients for k in liars]
     call = SETTINGS.get(method) or (METHODS[method].example if method in METHODS else method)
     (calls,) = parse_methods(call).values()
     strategy: Any = build(calls, **{"seed": 2, "fraction_evaluate": 0.0, **settings})
-    data = [batches(k, flipped and k == LIAR) for k in range(clients)]
+    data = [batches(k, flipped and k in liars) for k in range(clients)]
     model = make_model(batch_norm)
     app = app_of(client_class(strategy), data, lambda: make_model(batch_norm))
     strategy.start(
-        grid=Lying(app, lie, clients),
+        grid=(LyingStack if stacked else Lying)(app, lie, clients, liars),
         initial_arrays=ArrayRecord(model.state_dict()),
         num_rounds=rounds,
         train_config=ConfigRecord(dict(length)),

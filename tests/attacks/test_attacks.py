@@ -1,4 +1,4 @@
-"""Sixty attacks: who lies how, with which methods, and what must hold.
+"""Attacks: who lies how, with which methods, and what must hold.
 
 A row is a lie, the methods that it is told to, and the settings under which it costs the training next to
 nothing. ``-m full`` plays every row with every method that it concerns, and invents more.
@@ -6,6 +6,7 @@ nothing. ``-m full`` plays every row with every method that it concerns, and inv
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
@@ -62,24 +63,78 @@ def entry(key: str, value: Any) -> Lie:
     return lie
 
 
-def twice(reply: Reply) -> None:
-    """Each array also under the name that ``torch.compile`` gives it."""
-    arrays = reply.content.array_records["arrays"]
-    for name in list(arrays):
-        arrays[f"_orig_mod.{name}"] = arrays[name]
+def twice(prefix: str, times: float = 1.0) -> Lie:
+    """Each array also under the name that ``torch.compile``, or a wrapper of torch's, gives it."""
+
+    def lie(reply: Reply) -> None:
+        arrays = reply.content.array_records.get("arrays", {})
+        for name in list(arrays):
+            arrays[f"{prefix}{name}"] = Array(times * arrays[name].numpy())
+
+    return lie
 
 
-def again() -> Lie:
-    """The first reply, sent in each round."""
-    first: dict[str, Any] = {}
+def instead(make: Callable[[np.ndarray, int], Any], record: str = "arrays") -> Lie:
+    """Other arrays, of any shape and dtype, in place of what is sent: of (array, round)."""
+
+    def lie(reply: Reply) -> None:
+        for name in list(reply.content.array_records):
+            arrays = reply.content.array_records[name]
+            for key in list(arrays) if name.endswith(record) else []:
+                arrays[key] = Array(np.asarray(make(arrays[key].numpy(), reply.number)))
+
+    return lie
+
+
+def beside(record: str) -> Lie:
+    """One array more, four times as large each round."""
+
+    def lie(reply: Reply) -> None:
+        more = {"more": Array(np.ones(100 * 4**reply.number, np.float32))}
+        reply.content[record] = ArrayRecord({**reply.content.get(record, {}), **more})
+
+    return lie
+
+
+def copies(reply: Reply) -> dict[str, Any]:
+    return {key: record.copy() for key, record in reply.content.items()}
+
+
+def again(*kinds: str, renamed: bool = False) -> Lie:
+    """The first reply to messages of these kinds, in each round; `renamed`, as a reply of that round."""
+    first: dict[str, dict[str, Any]] = {}
 
     def lie(reply: Reply) -> None:
         if reply.number == 1:
-            first.update({key: record.copy() for key, record in reply.content.items()})
-        for key, record in first.items():
-            reply.content[key] = record
+            first[reply.kind] = copies(reply)
+        if reply.kind in kinds:
+            config = reply.content["config"]
+            for key, record in first[reply.kind].items():
+                reply.content[key] = config if renamed and key == "config" else record.copy()
 
     return lie
+
+
+def only(kind: str, lie: Lie) -> Lie:
+    return lambda reply: lie(reply) if reply.kind == kind else None
+
+
+def many_metrics(number: int, length: int) -> Lie:
+    """Names that nobody else reports, other ones each round."""
+    return lambda reply: reply.say(
+        **{f"{reply.number}_{i}".ljust(length, "x"): float(i) for i in range(number)}
+    )
+
+
+def cut(reply: Reply) -> None:
+    """Half of a coded update."""
+    (code,) = reply.content.config_records["config"][keys.STEPS_KEY]
+    entry(keys.STEPS_KEY, [code[: len(code) // 2]])(reply)
+
+
+def cancelling(reply: Reply) -> None:
+    """Two long updates that are nothing together."""
+    values(lambda a: a + (20.0 if reply.pid == LIAR else -20.0), 4)(reply)
 
 
 @dataclass(frozen=True)
@@ -99,6 +154,8 @@ class Attack:
         What the history's ``"divergence"`` says of the liar.
     settings : dict
         Of the training.
+    liars : tuple of int
+        Who lies, by partition id.
     """
 
     lie: Lie
@@ -107,6 +164,7 @@ class Attack:
     cost: float = LEAST
     event: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    liars: tuple[int, ...] = (LIAR,)
 
 
 FLIPPED = {"flipped": True}
@@ -117,6 +175,11 @@ FAR = "over 1000 times its cohort's median"
 PAST = "the median of the last 5 rounds"
 NORM = {"batch_norm": True}
 PAIR = {"clients": 2}
+SHORT = {"rounds": 2}
+STACK = {"stacked": True}
+PRIVATE = {"privacy": fr.CentralDP(1.0, 0.0), "weighting": "uniform"}
+MINORITY = (1, 3, 4, 8)
+CODED = "EFL(lam=0.01, density_up=0.3)"
 
 ATTACKS: dict[str, Attack] = {
     # what a client says of itself
@@ -250,14 +313,165 @@ ATTACKS: dict[str, Attack] = {
     "other buffers than the others'": Attack(
         entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6
     ),
-    "each parameter under two names": Attack(twice, ("FedAvg", "EFL"), 6),
+    "each parameter under two names": Attack(twice("_orig_mod."), ("FedAvg", "EFL"), 6),
+    "a second value under another name": Attack(twice("_orig_mod.", 5.0), ("FedAvg", "Mime"), 6),
+    "a wrapper's names beside the plain ones": Attack(twice("module."), named=2, settings=SHORT),
     "a reply of another training": Attack(entry(keys.START_KEY, "x"), ("FedAvg", "Mime"), 6),
     "a reply of no round": Attack(entry(keys.ROUND_KEY, -1), ("FedAvg", "Mime"), 6),
     "another method": Attack(entry(keys.METHOD_KEY, "FedProx"), ("FedAvg", "EFL"), 6),
-    "the reply of round 1 again": Attack(again(), ("FedAvg", "EFL"), 5),
+    "the reply of round 1 again": Attack(again("train"), ("FedAvg", "EFL"), 5),
+    "the model of round 1 again, as a new one": Attack(
+        again("train", renamed=True), ("FedAvg", "SCAFFOLD"), 0
+    ),
+    "the probe of round 1 again": Attack(again(keys.PROBE), ("Mime", "RFedAvgPlus"), 5),
     "other frozen parameters": Attack(entry(keys.FROZEN_DIGEST_KEY, "x"), ("FedAvg",), 6),
+    "a layer's name of a megabyte": Attack(
+        entry(keys.LAYER_KEY, "x" * 10**6), ("FedAvg",), 0, 0.0, settings=SHORT
+    ),
+    # how much of it
+    "arrays that grow": Attack(
+        instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype)), ("FedAvg", "EFL"), 6
+    ),
+    "an array more, that grows": Attack(beside("arrays"), ("FedAvg", "SCAFFOLD"), 6),
+    "uploads that grow": Attack(
+        instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype), ".upload"),
+        ("EFL", "MimeLite", "SCAFFOLD(option=1)", "FedCurv", "RFedAvg", "Mime", "FedAdamW"),
+        6,
+    ),
+    "an array more in an upload": Attack(beside("elastic.upload"), ("EFL",), 6),
+    "an upload that nobody asked for": Attack(beside("elastic.upload"), ("FedAvg", "SCAFFOLD"), 6),
+    "1,200 metrics": Attack(many_metrics(1200, 1), named=2, settings=SHORT),
+    "metrics of other names each round": Attack(many_metrics(900, 500), cost=0.0, named=0),
+    "1,200 entries of a config": Attack(
+        lambda r: r.content["config"].update({f"{i}": i for i in range(1200)}),
+        named=2,
+        settings=SHORT,
+    ),
+    # of another kind
+    "float64 in place of float32": Attack(
+        instead(lambda a, t: a.astype(np.float64)), ("FedAvg",), 2, settings=SHORT
+    ),
+    "integers in place of numbers": Attack(
+        instead(lambda a, t: (1000 * a).astype(np.int64)), ("FedAvg",), 2, settings=SHORT
+    ),
+    "each array turned round": Attack(instead(lambda a, t: a.T), ("FedAvg",), 2, settings=SHORT),
+    "no arrays": Attack(lambda r: r.content.pop("arrays") and None, named=2, settings=SHORT),
+    "no metrics": Attack(lambda r: r.content.pop("metrics") and None, named=2, settings=SHORT),
+    "a code where there is none": Attack(
+        entry(keys.STEPS_KEY, [b"STC"]), ("FedAvg", "SCAFFOLD"), 2, settings=SHORT
+    ),
+    "half of a code": Attack(cut, (CODED,), 6),
+    "a code of nothing": Attack(entry(keys.STEPS_KEY, [b""]), (CODED,), 6),
+    "it has lost its model, again and again": Attack(
+        entry(keys.MEMORY_KEY, [keys.LOST_MODEL]), ("FedAvg", "FedADC(downlink='delta')"), 6
+    ),
+    "it has lost its state each round": Attack(
+        entry(keys.MEMORY_KEY, [keys.LOST_STATE]), ("SCAFFOLD", "FedDyn"), 0
+    ),
+    # nothing but numbers about itself
+    "no number in any metric": Attack(
+        claims(train_loss=float("nan"), examples_processed=float("inf"), lr=float("nan")),
+        ("FedAvg", "EFL"),
+        0,
+        0.0,
+    ),
+    "lists for numbers": Attack(claims(train_loss=[0.1] * 2000), ("FedAvg", "Mime"), 0, 0.0),
+    "fewer steps than it took": Attack(claims(local_steps=1), ("FedAvg", "FedProx"), 0, 0.0),
+    "no work": Attack(values(lambda a: 0 * a, record=".upload"), ("SCAFFOLD(option=1)", "EFL"), 0),
+    # in the first exchange
+    "NaN in a probe": Attack(
+        only(keys.PROBE, values(lambda a: a * np.nan, record=".upload")), PROBING, 6
+    ),
+    "a probe of another shape": Attack(
+        only(keys.PROBE, instead(lambda a, t: a[..., :1], ".upload")), PROBING, 6
+    ),
+    "a probe of nothing": Attack(
+        only(keys.PROBE, lambda r: r.content.update({"mime.upload": ArrayRecord()})),
+        ("Mime",),
+        6,
+    ),
+    "a probe of many examples, bounded": Attack(
+        only(keys.PROBE, claims(num_examples=10**15)), PROBING, 0, 0.1, settings=BOUNDED
+    ),
+    "an honest probe, and a huge update": Attack(
+        only("train", values(lambda a: a + HUGE, 3)), PROBING, 1, event=FAR
+    ),
+    # several that agree
+    "a minority's huge updates": Attack(
+        values(lambda a: a + HUGE, 2), ("FedDyn", *EVERY), 1, event=FAR, liars=MINORITY
+    ),
+    "a minority's huge uploads": Attack(
+        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload", liars=MINORITY
+    ),
+    "a minority's huge probes": Attack(
+        values(lambda a: 0 * a - HUGE, 2, ".upload"),
+        PROBING,
+        1,
+        event="first exchange",
+        liars=MINORITY,
+    ),
+    "a minority's negative variances": Attack(
+        buffer("running_var", -1.0), ("FedAvg",), 6, event="negative", settings=NORM, liars=MINORITY
+    ),
+    "a minority that names other buffers": Attack(
+        entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6, liars=MINORITY
+    ),
+    "a minority of 1 step of 9, bounded": Attack(
+        claims(local_steps=1),
+        ("FedAvg", "EFL"),
+        0,
+        settings=SCALE | {"max_weight": 0.1},
+        liars=MINORITY,
+    ),
+    "two with many examples, bounded": Attack(
+        claims(num_examples=10**15),
+        ("FedAvg", "FedProx"),
+        0,
+        0.15,
+        settings=FLIPPED | {"max_weight": 0.1},
+        liars=(3, 7),
+    ),
+    "two that cancel each other": Attack(
+        cancelling, ("FedExP",), 1, event="the global step is", liars=(3, 7)
+    ),
+    # where updates are clipped
+    "a huge update where it is clipped": Attack(
+        values(lambda a: a + HUGE), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE
+    ),
+    "many examples where all weigh alike": Attack(
+        claims(num_examples=10**15), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE | FLIPPED
+    ),
+    "an infinite update where it is clipped": Attack(
+        values(lambda a: a * np.inf, 2), ("FedAvg",), 1, settings=PRIVATE
+    ),
+    # in a stack, without messages
+    "a huge update in a stack": Attack(
+        values(lambda a: a + HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR, settings=STACK
+    ),
+    "a huge upload in a stack": Attack(
+        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload", settings=STACK
+    ),
+    "a huge probe in a stack": Attack(
+        values(lambda a: 0 * a + HUGE, 2, ".upload"),
+        PROBING,
+        1,
+        event="first exchange",
+        settings=STACK,
+    ),
+    "infinite updates in a stack": Attack(
+        values(lambda a: a * np.inf), ("FedAvg", "FedDyn"), 6, settings=STACK
+    ),
+    "the reply of round 1 again, in a stack": Attack(
+        again("train"), ("FedAvg", "EFL"), 5, settings=STACK
+    ),
+    "1 step of 9 in a stack, bounded": Attack(
+        claims(local_steps=1), ("FedAvg",), 0, settings=BOUNDED | SCALE | STACK
+    ),
+    "a negative variance in a stack": Attack(
+        buffer("running_var", -100.0), ("FedAvg",), 6, event="negative", settings=NORM | STACK
+    ),
 }
-CELLS = [(name, m, i > 1) for name, a in ATTACKS.items() for i, m in enumerate(a.methods)]
+CELLS = [(name, m, i > 0) for name, a in ATTACKS.items() for i, m in enumerate(a.methods)]
 
 
 @pytest.mark.parametrize(
@@ -269,16 +483,30 @@ CELLS = [(name, m, i > 1) for name, a in ATTACKS.items() for i, m in enumerate(a
 )
 def test_a_lie_costs_next_to_nothing(name: str, method: str) -> None:
     attack = ATTACKS[name]
-    got = play(method, attack.lie, **attack.settings)
+    got = play(method, attack.lie, liars=attack.liars, **attack.settings)
     plain = {k: v for k, v in attack.settings.items() if k != "flipped"}
-    liar = LIAR % plain.get("clients", CLIENTS)
+    liars = {k % plain.get("clients", CLIENTS) for k in attack.liars}
     assert got.accuracy >= honest(method, **plain) - attack.cost - 1e-9
+    assert all(len(got.named(k)) == attack.named for k in liars if attack.named >= 0)
+    for e in got.history:
+        assert set(e["failures"]) <= liars
+        assert all(map(math.isfinite, e["train_metrics"].values()))
+        assert len(repr(e)) < 20_000  # whatever it sends
     if attack.named >= 0:
-        assert len(got.named(liar)) == attack.named
-    assert all(set(e["failures"]) <= {liar} for e in got.history)
-    told = got.events()
-    assert all(f"client {liar}: " in text and attack.event in text for text in told.values())
-    assert len(told) == (attack.named if attack.event else 0)
+        told = got.events()
+        assert all(f"client {k}: " in text for text in told.values() for k in liars)
+        assert all(attack.event in text for text in told.values())
+        assert len(told) == (attack.named if attack.event else 0)
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "SCAFFOLD", "Mime"])
+def test_the_replies_of_another_run_are_not_used(method: str) -> None:
+    """Though all is the same but the training: the same seed, rounds and clients."""
+    sent: dict[Any, dict[str, Any]] = {}
+    play(method, lambda r: sent.update({(r.kind, r.number): copies(r)}), rounds=2)
+    got = play(method, lambda r: r.content.update(sent[r.kind, r.number]), rounds=2)
+    assert got.named(LIAR) == [1, 2]
+    assert all("belongs to training" in e["failures"][LIAR] for e in got.history)
 
 
 def test_who_has_most_of_the_weight_is_named_once() -> None:

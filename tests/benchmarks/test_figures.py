@@ -30,18 +30,21 @@ def test_a_benchmark_runs_at_its_smallest(words: Sequence[str]) -> None:
     command = [sys.executable, f"benchmarks/{script}", *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("\n| ") > 2
+    assert run.stdout.count("\n| ") > 1
 
 
 @pytest.mark.parametrize("study", ["fedfor-alpha", "implicit-step"])
 def test_a_study_of_steps_and_strengths(study: str) -> None:
-    """Two runs, the cheapest ones of different methods or arguments; MNIST may be in ``$DATA_DIR``."""
+    """Two runs, the cheapest ones of different methods or arguments; MNIST may be in ``$DATA_DIR``.
+
+    None of the tuning: at its largest rates, another rounding moves the accuracy by 10 points.
+    """
     data_dir = os.environ.get("DATA_DIR", "")
     there = ("digits", "mnist") if data_dir else ("digits",)
     lines = common.read_lines(ROOT / f"docs/studies/{study}.jsonl.gz")
     cheapest: dict[str, dict[str, object]] = {}
     for line in sorted(lines, key=lambda x: x["seconds"]):
-        if line["setting"]["data"] in there and not line["diverged"]:
+        if line["setting"]["data"] in there and not (line["diverged"] or line["tuning"]):
             cheapest.setdefault(f"{line['method']} {line['arguments']}", line)
     if not cheapest:
         pytest.skip("all of its runs need MNIST: set DATA_DIR to the folder that has MNIST/raw")

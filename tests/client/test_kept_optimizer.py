@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
 from flwr_regs.client.memory import decode, encode
@@ -20,7 +19,7 @@ from flwr_regs.testing.problem import (
     app_of,
     train,
 )
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import close, descend, make_clients, make_model
 from tests.flower.clients.test_own_loop import own_app
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
@@ -38,10 +37,7 @@ def long_run(make: Any, rounds: int, fresh: bool) -> dict[str, Any]:
     for _ in range(rounds):
         if fresh:
             optimizer = make(model.parameters(), lr=0.02)
-        for x, y in data * 2:
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
+        descend(model, optimizer, data * 2)
     return {n: v.numpy() for n, v in model.state_dict().items()}
 
 
@@ -79,30 +75,23 @@ def test_the_state_is_client_state(grid: Any) -> None:
 @pytest.mark.parametrize("name", ["Adam", "Rprop", "ASGD"])
 def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
     """With two groups, in another order than the model's parameters; through the bytes that are kept."""
-    dtype = torch.bfloat16 if name == "AdamW" else torch.float64
 
     def fresh(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = reversed(list(model.parameters()))
         kind = getattr(torch.optim, name)
         return kind([{"params": others}, {"params": [first]}], lr=0.05)  # type: ignore[no-any-return]
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for x, y in make_clients()[1]:
-            optimizer.zero_grad()
-            cross_entropy(model(x.to(dtype)), y).backward()
-            optimizer.step()
-
-    model = make_model(dtype)
+    model = make_model()
     optimizer = fresh(model)
-    steps(model, optimizer)
+    descend(model, optimizer, make_clients()[1])
     state = state_of(optimizer, dict(model.named_parameters()))
     kept = decode(encode({"optimizer": state}))
-    again = make_model(dtype)
+    again = make_model()
     again.load_state_dict(model.state_dict())
     restored = fresh(again)
     load_state(restored, dict(again.named_parameters()), kept.get("optimizer", {}))
-    steps(model, optimizer)
-    steps(again, restored)
+    descend(model, optimizer, make_clients()[1])
+    descend(again, restored, make_clients()[1])
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
 

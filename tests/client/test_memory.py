@@ -20,12 +20,12 @@ from flwr_regs import (
     Term,
     client_app,
 )
-from flwr_regs.abilities import Personalises, Probes, TakesBack
+from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.memory import Folder, begin, end, label, latest
 from flwr_regs.testing.problem import RepeatingGrid
 from flwr_regs.wire import keys
-from tests.conftest import budgeted, close, make_clients, make_model, remembered, run
+from tests.conftest import budgeted, close, make_clients, make_model, remembered
 
 Arrays = dict[str, Any]
 
@@ -69,6 +69,16 @@ def stated(course: Course) -> dict[str, list[float]]:
     }
 
 
+def told(number: int, start: str = "a") -> dict[str, Any]:
+    """The config of a client's round."""
+    return {
+        keys.ROUND_KEY: number,
+        keys.START_KEY: start,
+        keys.CLIENT_KEY: 0,
+        keys.METHOD_KEY: "m",
+    }
+
+
 class Crash(BaseException):
     """The client's process dies."""
 
@@ -82,8 +92,7 @@ class Client:
 
     def train(self, number: int, course: Course, ident: float, crash: int = 0) -> Any:
         """Train a round; return what it began with. The process may die before its disk is written."""
-        config: dict[str, Any] = {keys.ROUND_KEY: number, keys.START_KEY: self.start}
-        config |= {keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+        config = told(number, self.start)
         if course:
             used = max([n for n, _, u in course if u], default=0)
             config[keys.SNAPSHOTS_KEY] = [used, course[-1][0]]
@@ -216,7 +225,7 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
-    config = {keys.ROUND_KEY: 1, keys.START_KEY: "a", keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+    config = told(1)
     folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
     home = tmp_path / "partition-0" / "a"
     home.mkdir(parents=True)
@@ -238,12 +247,7 @@ def test_an_evaluation_sees_a_round_that_only_the_disk_has(tmp_path: Path) -> No
     """The process died when it had written what it kept, and before the node had it."""
     node: Any = {}
     for number in (1, 2):
-        config = {
-            keys.ROUND_KEY: number,
-            keys.START_KEY: "a",
-            keys.CLIENT_KEY: 0,
-            keys.METHOD_KEY: "m",
-        }
+        config = told(number)
         folder, before = Folder(tmp_path, config), node
         node = end(before, config, {"if-used": {"n": torch.full((1,), number)}}, None, "m")
         assert folder.write(node, config)
@@ -289,36 +293,6 @@ DROPPED = [{}, {1: 1}, {1: 2}, {}]  # client 1 is incomplete, and dropped, in ro
 
 
 @dataclass(frozen=True)
-class Mine(Term, Personalises):
-    """A client's own model is its last local one."""
-
-    name: ClassVar[str] = "mine"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return delta, {}, {n: ctx.start[n] + d for n, d in delta.items()}
-
-    def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        return {n: ctx.client.get(n, p) for n, p in params.items()}
-
-
-def test_evaluation_sees_what_is_pending_and_changes_nothing() -> None:
-    data = make_clients()
-    strategy = RegStrategy([Mine()], seed=3)
-    run(strategy, RegClient, rounds=1, clients=data, terms=[Mine])
-    measured = strategy.history[0]["evaluate"]["clients"]
-    for pid, batches in enumerate(data):
-        local = RegStrategy([], seed=3, fraction_evaluate=0.0, min_train_nodes=1)
-        local.min_available_nodes = 1
-        end = run(local, RegClient, rounds=1, clients=[batches], terms=[])
-        model = make_model()
-        model.load_state_dict({n: torch.from_numpy(a) for n, a in end.items()})
-        x, y = (torch.cat(each) for each in zip(*batches, strict=True))
-        loss = torch.nn.functional.cross_entropy(model(x), y).item()
-        assert measured[pid]["personal-loss"] == pytest.approx(loss, abs=1e-12)
-        assert abs(measured[pid]["loss"] - loss) > 1e-6
-
-
-@dataclass(frozen=True)
 class Asked(Term, Probes):
     """Keeps what its probe measured until the round ends, and from then on if the round was used."""
 
@@ -359,7 +333,7 @@ class ReturnAll(Count, TakesBack):
         return {n: 2 * half for n, half in after.items()}
 
 
-KINDS = [Count, CountAlways, ReturnAll, Mine, Asked, AskedAlways]
+KINDS = [Count, CountAlways, ReturnAll, Asked, AskedAlways]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)

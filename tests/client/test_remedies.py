@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 from flwr_regs.chain import Chain
 from flwr_regs.client.local_training import local_round
+from flwr_regs.testing.problem import train
 
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
 LOST = X.clone()
@@ -52,14 +53,8 @@ def net() -> nn.Module:
 def test_an_error_of_torch_says_what_helps(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local_round(net(), Chain(()), data, lr=0.1, epochs=1, device="cpu")
-    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, device="cpu")), 2)
     with pytest.raises(fr.RoundFailed, match=message):
-        fr.FedAvg(seed=0).start(
-            grid=grid,
-            initial_arrays=net().state_dict(),
-            num_rounds=1,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
+        train(fr.FedAvg(seed=0), fr.FedAvgClient, rounds=1, clients=[data, data], model=net)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -70,15 +65,10 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 def test_a_state_dict_is_a_model_and_a_module_is_none() -> None:
     data = loader(X, Y, 3)
-    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data)), 2)
-    start: Any = {
-        "grid": grid,
-        "num_rounds": 1,
-        "train_config": ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    }
-    result = fr.FedAvg(seed=0, fraction_evaluate=0).start(
-        initial_arrays=net().state_dict(), **start
-    )
+    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, data)), 2)
+    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
+    start: Any = {"grid": grid, "num_rounds": 1, "train_config": config}
+    result = fr.FedAvg(seed=0).start(initial_arrays=net().state_dict(), **start)
     assert [*result.arrays] == [*net().state_dict()]
     with pytest.raises(TypeError, match=r"not a Sequential; give model\.state_dict\(\)"):
-        fr.FedAvg(seed=0, fraction_evaluate=0).start(initial_arrays=net(), **start)
+        fr.FedAvg(seed=0).start(initial_arrays=net(), **start)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.cohort.stacks import Stacks
+from tests import conftest
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
 
 
@@ -68,14 +68,17 @@ KINDS: dict[str, Any] = {
 def trained(grid: Any, method: str = "SCAFFOLD", **settings: Any) -> dict[str, np.ndarray]:
     """Return the model after two rounds."""
     strategy = getattr(fr, method)(seed=3, **settings)
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(perceptron().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
+    model = run(strategy, grid)
     assert not strategy.history[-1]["failures"]
-    return {n: a.numpy() for n, a in result.arrays.items()}
+    return model
+
+
+def run(
+    strategy: Any, grid: Any, rounds: int = 2, model: Any = perceptron, train: Any = None
+) -> dict[str, np.ndarray]:
+    """Return the model after some rounds."""
+    how = {"lr": 0.1, "train": train or {"local-epochs": 1}}
+    return conftest.run(strategy, fr.RegClient, rounds=rounds, model=model, grid=grid, **how)
 
 
 def clients_of(train: Any, **more: Any) -> fr.Clients:
@@ -157,14 +160,11 @@ def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid
             model(), loader(int(context.node_config["partition-id"])), device="cpu"
         )
 
-    def run(grid: Any) -> Any:
-        strategy = fr.FedBN(seed=3, fraction_evaluate=0.0, fraction_train=0.4)
-        config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
-        start = ArrayRecord(model().state_dict())
-        result = strategy.start(grid, start, 4, train_config=config)
-        return {n: a.numpy() for n, a in result.arrays.items()}
-
-    close(run(grid(clients)), run(fr.InProcessGrid(fr.client_app(client_fn), 5)))
+    ends = [
+        run(fr.FedBN(seed=3, fraction_evaluate=0.0, fraction_train=0.4), places, 4, model)
+        for places in (grid(clients), fr.InProcessGrid(fr.client_app(client_fn), 5))
+    ]
+    close(*ends)
 
 
 @pytest.mark.parametrize("method", ["SCAFFOLD", "EFL"])
@@ -190,19 +190,17 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
 def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
 
-    def run(drop: float, compile: bool) -> dict[str, np.ndarray]:
+    def end(drop: float, compile: bool) -> dict[str, np.ndarray]:
         model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
         clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
         grid = fr.StackedGrid(clients, compile=compile)
-        start = ArrayRecord(model.state_dict())
         strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-        length = ConfigRecord({"lr": 0.1, "local-steps": 3, **config})
-        result = strategy.start(grid, start, 2, train_config=length)
+        got = run(strategy, grid, model=lambda: model, train={"local-steps": 3, **config})
         assert not grid.fallbacks
-        return {n: a.numpy() for n, a in result.arrays.items()}
+        return got
 
-    close(run(0.0, True), run(0.0, False))
-    first, again = run(0.5, True), run(0.5, True)
+    close(end(0.0, True), end(0.0, False))
+    first, again = end(0.5, True), end(0.5, True)
     assert all(np.array_equal(first[n], a) for n, a in again.items())
 
 
@@ -211,14 +209,9 @@ def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_s
         k = int(context.node_config["partition-id"])
         return fr.FedAvgClient(perceptron(), loader(k), device="cpu")
 
-    def run(grid: Any) -> None:
-        strategy = fr.FedAvg(seed=3, cohorts="class-covering", fraction_evaluate=0.0)
-        config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
-        strategy.start(grid, ArrayRecord(perceptron().state_dict()), 1, train_config=config)
-
-    run(fr.StackedGrid(clients_of(KINDS["functions"])))
+    trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedAvg", cohorts="class-covering")
     with pytest.raises(RuntimeError, match="does not share its label counts"):
-        run(fr.StackedGrid(fr.client_app(client_fn), 5))
+        trained(fr.StackedGrid(fr.client_app(client_fn), 5), "FedAvg", cohorts="class-covering")
 
 
 def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
@@ -233,9 +226,7 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
 
     counts: list[int] = []
     grid = fr.StackedGrid(clients_of(KINDS["functions"]))
-    strategy = Mine(seed=3)
-    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
-    strategy.start(grid, ArrayRecord(perceptron().state_dict()), 1, train_config=config)
+    run(Mine(seed=3), grid, rounds=1)
     assert counts == [5]
     assert sum(grid.fallbacks.values()) == 5
 
@@ -272,10 +263,7 @@ def test_what_is_wrong_is_refused_by_name(case: str) -> None:
 def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     clients = fr.Clients(perceptron, [pair, lambda k: (X[:0], Y[:0])], device="cpu")
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, min_replies=1)
-    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
-    strategy.start(
-        fr.StackedGrid(clients), ArrayRecord(perceptron().state_dict()), 1, train_config=config
-    )
+    run(strategy, fr.StackedGrid(clients), rounds=1)
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
@@ -300,10 +288,7 @@ def test_clients_evaluate_in_a_stack_as_one_by_one(
         model = perceptron(nn.BatchNorm1d(8))
         clients = fr.Clients(model, sets, sets, batch_size=8, device="cpu")
         strategy = getattr(fr, method)(seed=3)
-        start = ArrayRecord(model.state_dict())
-        strategy.start(
-            kind(clients), start, 2, train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1})
-        )
+        run(strategy, kind(clients), model=lambda: model)
         return [entry["evaluate"] for entry in strategy.history]
 
     expected, actual = history(fr.InProcessGrid), history(fr.StackedGrid)

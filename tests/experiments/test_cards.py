@@ -218,6 +218,7 @@ def test_every_model_of_every_panel_suits_its_methods(name: str) -> None:
         checked.add(key)
 
 
+@pytest.mark.timeout(900)  # some have large models
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_card_starts(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("flwr_regs.experiments.data.sources.data_files.DOWNLOADS", "nowhere")

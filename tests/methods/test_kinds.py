@@ -21,7 +21,8 @@ import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, Term
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
-from tests.conftest import make_clients, make_model
+from tests.conftest import make_clients, make_model, run
+from tests.flower.clients.test_own_loop import plain_loop
 from tests.sampling import sampled
 
 Data = list[Any]
@@ -272,55 +273,39 @@ class OneStep(Term, Personalises):
 
 
 def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
-    app, loaded = fr.RegClientApp(), dict[tuple[int, str], Any]()
+    data, app = make_clients(), fr.RegClientApp()
+    equal: list[bool] = []
 
     @app.train()
-    def one(message: Any, context: Any) -> Any:
-        own_data = make_clients()[context.node_config["partition-id"]]
-        model = make_model()
-        loop = fr.ClientRound(message, [OneStep], model, own_data, device="cpu")
-        optimizer = loop.optimizer(torch.optim.SGD)
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            base = cross_entropy(output, targets)
-            loop.loss(base, inputs, targets, output).backward()
-            loop.correct()
-            optimizer.step()
+    def fit(message: Message, context: Any) -> Message:
+        batches = data[context.node_config["partition-id"]]
+        loop = fr.ClientRound(message, [OneStep], model := make_model(), batches, device="cpu")
+        plain_loop(loop, model, torch.optim.SGD)
         return loop.reply()
 
     @app.evaluate()
-    def evaluate(message: Any, context: Any) -> Any:
-        pid = context.node_config["partition-id"]
-        data = make_clients()[pid]
-        scores = returns(lambda logits: {"scores": logits})
-        kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-            "global": (make_model(), data, {"personal": False}),
-            "pairs": (make_model(), data, {}),
-            "other": (
-                scores(),
-                as_dicts("img", "digit")(data),
-                {"target_key": "digit", "output_fn": lambda output: output["scores"]},
-            ),
-        }
-        for kind, (model, batches, settings) in kinds.items():
-            own = {"personal": True, "train_data": batches, "device": "cpu", **settings}
-            fr.load_model(message, [OneStep], model, **own)
-            loaded[pid, kind] = {n: v.numpy().copy() for n, v in model.state_dict().items()}
-        own["target_key"] = None
+    def evaluate(message: Message, context: Any) -> Message:
+        batches = data[context.node_config["partition-id"]]
+        named: dict[str, Any] = {"train_data": as_dicts("img", "digit")(batches), "device": "cpu"}
+        named |= {"personal": True, "output_fn": lambda output: output["scores"]}
+        plain, other = make_model(), returns(lambda logits: {"scores": logits})()
+        fr.load_model(message, [OneStep], plain, personal=True, train_data=batches, device="cpu")
+        fr.load_model(message, [OneStep], other, target_key="digit", **named)
+        own, shared = plain.state_dict(), make_model()
+        fr.load_model(message, [OneStep], shared, personal=False)
+        for name, array in other.state_dict().items():
+            equal.extend(
+                [
+                    torch.equal(own[name], array),
+                    not torch.equal(own[name], shared.state_dict()[name]),
+                ]
+            )
         with pytest.raises(ValueError, match="digit"):
-            fr.load_model(message, [OneStep], model, **own)
+            fr.load_model(message, [OneStep], other, **named)
         metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
-    fr.RegStrategy([OneStep()], seed=1).start(
-        InProcessGrid(app, 4),
-        ArrayRecord(make_model().state_dict()),
-        num_rounds=1,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 1}),
-    )
-    assert len(loaded) == 12
-    for pid in range(4):
-        for name, array in loaded[pid, "pairs"].items():
-            np.testing.assert_array_equal(loaded[pid, "other"][name], array, err_msg=name)
-            assert not np.array_equal(loaded[pid, "global"][name], array)
+    strategy = fr.RegStrategy([OneStep()], seed=1)
+    run(strategy, fr.RegClient, rounds=1, grid=InProcessGrid(app, 4))
+    assert equal == [True] * 2 * 4 * 4
+    assert not strategy.history[0]["evaluate"]["failures"]

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 from flwr_regs import (
     METHODS,
     FedAvg,
     FedAvgClient,
-    InProcessGrid,
-    RegClient,
-    RegStrategy,
-    client_app,
 )
-from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.testing import LAWS, Law, Method
-from flwr_regs.testing.problem import SerialisingGrid
-from tests.conftest import close, make_clients, make_model, run
+from tests.conftest import close, run
 from tests.laws import CASES
 from tests.methods.early_stops import FORGETS, ROUNDS, equals_the_oracle
 from tests.sampling import sampled
@@ -89,68 +81,19 @@ def test_some_clients_stop_early_and_one_forgets(case: Method, how: str) -> None
 def test_two_runs_give_equal_bits() -> None:
     """In float32, with a shuffling loader and dropout, and whatever the process's random state."""
 
+    inputs = torch.arange(80, dtype=torch.float32).reshape(20, 4) / 80
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(20) % 3)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+
     def once(noise: int) -> dict[str, np.ndarray]:
-        torch.manual_seed(noise)
-        data = torch.utils.data.TensorDataset(
-            torch.arange(80, dtype=torch.float32).reshape(20, 4) / 80, torch.arange(20) % 3
-        )
-
-        def client_fn(context: Any) -> Any:
+        def model() -> nn.Module:
             torch.manual_seed(1)
-            model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-            loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+            made = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
             torch.rand(noise)
-            return FedAvgClient(model, loader, device="cpu")
+            return made
 
-        app = client_app(client_fn)
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         strategy = FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
-        result = strategy.start(
-            grid=InProcessGrid(app, 4),
-            initial_arrays=ArrayRecord(model.state_dict()),
-            num_rounds=3,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
-        return {k: a.numpy() for k, a in result.arrays.items()}
+        return run(strategy, FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
 
     first = once(1)
     close(first, once(2), 0.0)
-
-
-@dataclass(frozen=True)
-class Tally(Term):
-    """Keeps a count on each client and uploads it; the server adds the uploads up."""
-
-    name: ClassVar[str] = "tally"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        count = ctx.client.get("count", torch.zeros(())) + 1
-        return delta, {"count": count}, {"count": count}
-
-    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
-        return {pid: u["count"] for pid, u in uploads.items()}, delta
-
-
-@pytest.mark.parametrize("kind", [InProcessGrid, SerialisingGrid])
-def test_client_state_and_uploads_go_all_the_way(kind: Any) -> None:
-    """Through client_app and Context.state: each client counts the rounds it was in."""
-    data = make_clients(5)
-
-    def client_fn(context: Any) -> Any:
-        own_data = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), own_data, device="cpu", terms=[Tally])
-
-    grid = kind(client_app(client_fn), 5)
-    settings = {"seed": 4, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
-    strategy = RegStrategy([Tally()], **settings)
-    run(strategy, RegClient, rounds=6, clients=data, grid=grid)
-    cohorts = [e["cohort"] for e in strategy.history]
-    want = {pid: sum(pid in c for c in cohorts) for pid in cohorts[-1]}
-    got = {pid: float(c) for pid, c in strategy.training.model.server["tally"].items()}
-    assert got == want
-    assert max(want.values()) > 1
-    # another start in the same run begins at nothing
-    again = RegStrategy([Tally()], **settings)
-    run(again, RegClient, rounds=1, clients=data, grid=grid)
-    assert {float(c) for c in again.training.model.server["tally"].values()} == {1.0}

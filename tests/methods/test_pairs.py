@@ -185,23 +185,6 @@ def test_no_one_alters_the_step_after_its_owner_made_it(owner: Term) -> None:
     close(got, owner.update(owner.init(params), halves, {}, ctx)[1], 0.0)
 
 
-@dataclass(frozen=True)
-class Measure(Term):
-    """Looks at the update."""
-
-    name: ClassVar[str] = "measure"
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {}, dict(delta)
-
-
-def test_no_one_takes_the_shift_for_the_clients_update() -> None:
-    momentum = fr.EmbeddedMomentum(0.5, 0.5)
-    with pytest.raises(ValueError, match=r"\['measure'\] finish .* put them behind 'fedadc'"):
-        chain([Measure(), momentum])
-    assert [t.name for t in chain([momentum, Measure()]).terms] == ["fedadc", "measure"]
-
-
 def test_a_chain_among_terms_counts_as_its_own_terms() -> None:
     """Its flags would else be those of no term: no owner, no features."""
     inner = chain([fr.Proximal(1.0), fr.SlowMomentum(0.5)])

@@ -9,6 +9,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array
 from torch import nn
 
 import flwr_regs as fr
@@ -27,10 +28,11 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
-from tests.conftest import ROOT
+from flwr_regs.testing.problem import app_of, train
+from tests.conftest import ROOT, run
 
 ROWS = list(fr.METHODS.values())
-PACKAGE = ROOT / "flwr_regs"
+PACKAGE, EPOCH = ROOT / "flwr_regs", {"local-epochs": 1}
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
@@ -99,10 +101,8 @@ def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
     code = (
         "import sys, flwr_regs; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "[]"
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert said.strip() == "[]"
 
 
 # what a row says, measured
@@ -132,14 +132,8 @@ def measured(name: str, downlink: str | None = None) -> tuple[dict[str, Any], Ma
     client = client_class(strategy)
     g = torch.Generator().manual_seed(1)
     data = [(torch.randn(6, 400, generator=g), torch.tensor([0, 1, 0, 1, 1, 0]))]
-    app = fr.client_app(lambda _: client(Net(), data, data, device="cpu"))
-    grid = fr.InProcessGrid(app, 2)
-    strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(Net().state_dict()),
-        num_rounds=3,
-        train_config=ConfigRecord({"lr": 0.01, "local-steps": 1}),
-    )
+    grid = fr.InProcessGrid(app_of(client, [data, data], Net), 2)
+    train(strategy, client, rounds=3, model=Net, lr=0.01, length={"local-steps": 1}, grid=grid)
     state = grid._contexts[1000].state
     return strategy.history[-1], {k: v for k, v in state.items() if len(v)}
 
@@ -228,21 +222,12 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
         * n
         for n in (1, 2, 3, 4)
     ]
-    client = client_class(strategy)
-
-    def client_fn(context: Any) -> Any:
-        own_data = data[context.node_config["partition-id"]]
-        return client(Net().double(), own_data, own_data, device="cpu")
-
+    client, model = client_class(strategy), Net().double()
+    places = grid(app_of(client, data, lambda: deepcopy(model)), 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chain, "check", check)
-        strategy.start(
-            grid=grid(fr.client_app(client_fn), 4),
-            initial_arrays=ArrayRecord(Net().double().state_dict()),
-            num_rounds=2,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
-    return {n: a.numpy() for n, a in strategy.arrays.items()}, bool(held)
+        got = run(strategy, client, rounds=2, model=lambda: model, lr=0.1, train=EPOCH, grid=places)
+    return got, bool(held)
 
 
 @rows
@@ -267,14 +252,8 @@ def test_a_cohort_runs_as_one_if_a_row_says_so(name: str) -> None:
     strategy = example(fr.METHODS[name])
     data = [[(torch.zeros(4, 400), torch.arange(4) % 2)] * 2] * 2
     client = client_class(strategy)
-    app = fr.client_app(lambda c: client(Net(), data[0], data[0], device="cpu"))
-    grid = fr.StackedGrid(app, 2)
-    strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(Net().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
+    grid = fr.StackedGrid(app_of(client, data, Net), 2)
+    train(strategy, client, rounds=2, model=Net, lr=0.1, length=EPOCH, grid=grid)
     assert fr.METHODS[name].stacks == (not grid.fallbacks)
 
 

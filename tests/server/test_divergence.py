@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
+from flwr_regs.experiments.report.run_records import diverged
 from flwr_regs.server.aggregate.updates import Updates
-from flwr_regs.server.divergence import DivergenceGuard, suspects
+from flwr_regs.server.divergence import DivergenceGuard, Diverges, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.options import Options
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed
-from flwr_regs.wire.parcel import Parcel
+from flwr_regs.server.training import Training
+from flwr_regs.term import Arrays, Slot, Term
+from flwr_regs.wire.parcel import Parcel, Record
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
@@ -109,20 +114,29 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
     for number, lengths in enumerate(rounds, start=1):
         this_round, wrong = Round(number, lr=1.0), dict[int, str]()
         steps_of = dict(enumerate(steps or [9] * len(lengths)))
-        while len(wrong) < len(lengths):
+
+        def updates(pids: Any, lengths: Any = lengths, steps_of: Any = steps_of) -> Updates:
+            most = max(steps_of.values())
             replies = {
-                k: Reply(
-                    {}, {}, {}, 1.0, {name: np.array([x])}, (steps_of[k], max(steps_of.values()))
-                )
-                for k, x in enumerate(lengths)
-                if k not in wrong
+                k: Reply({}, {}, {}, 1.0, {name: np.array([lengths[k]])}, (steps_of[k], most))
+                for k in pids
             }
             p = dict.fromkeys(replies, 1 / len(replies))
+            return Updates(base, replies, p, p, fixed)
+
+        def again(pids: Any, this_round: Round = this_round, updates: Any = updates) -> None:
+            guard.mean(this_round, updates(pids), compares=False)
+
+        while len(wrong) < len(lengths):
+            came = updates([k for k in range(len(lengths)) if k not in wrong])
+            this_round.used = dict(came.replies)
             try:
-                guard.mean(this_round, Updates(base, replies, p, p, fixed))
+                guard.mean(this_round, came)
                 break
             except UnusableReplies as error:
                 wrong |= error.why
+            except Diverges as error:
+                wrong |= guard.behind(this_round, str(error), again)
         guard.watch(this_round, 1.0)
         out.append(sorted(wrong))
     return out
@@ -146,6 +160,7 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
         ([[1] * 9, [1e-6] * 8 + [9]], [[], []]),  # a client with new data, once the others have converged
         ([[1] * 9, [1e-6] * 8 + [11]], [[], [8]]),
         ([[1, 1], [1e-6] * 2, [1e-6, 9]], [[], [], []]),
+        ([[1e-6] * 9, [1] * 9, [1e-6] * 8 + [9]], [[], [], []]),  # a schedule that began low
     ],
 )  # fmt: skip
 def test_a_long_update_is_left_out(
@@ -237,3 +252,136 @@ def test_a_loss_that_is_no_number_is_passed_over() -> None:
         run(one.round(1, {"lr": 0.1, "local-steps": 3}, network), network)
         with pytest.raises(RoundFailed, match="training loss") if stopped else nullcontext():
             run(one.round(2, {"lr": 0.1, "local-steps": 3}, network), network)
+
+
+@dataclass(frozen=True)
+class Stretched(Term):
+    """A server's step that is long though the clients' mean is not: `stretch` of (round, mean) times it."""
+
+    name: ClassVar[str] = "stretched"
+    server_only: ClassVar[bool] = True
+    stretch: Callable[[int, float], float] = field(repr=False)
+
+    def init(self, params: Arrays) -> Slot:
+        return {"rounds": np.zeros(())}
+
+    def update(self, server: Slot, delta: Any, uploads: Any, ctx: Any) -> tuple[Slot, Any]:
+        times = self.stretch(ctx.round, float(np.linalg.norm(delta["w"])))
+        return {"rounds": server["rounds"] + 1}, {"w": times * delta["w"]}
+
+
+LIE = 100.0
+"""How many times too far the liar goes: no update is over 1,000 times the others'."""
+
+
+def telling(moves: Callable[[int, int], float]) -> NumpyNetwork:
+    """Five clients with equal weights, that move by ``moves(round, client)``."""
+    plain = quadratic([1.0] * 5, [0.0] * 5)
+
+    def client(k: int, request: Request, parcel: Parcel) -> Any:
+        reply = plain(k, request, parcel)
+        if request.kind != "train" or not isinstance(reply, Parcel):
+            return reply
+        w = np.asarray(parcel.records["arrays"]["w"]) + moves(parcel.config["server-round"], k)
+        metrics = {**reply.metrics, "num-examples": 1}
+        return replace(reply, records={"arrays": Record({"w": w})}, metrics=metrics)
+
+    return NumpyNetwork(5, client)
+
+
+def stretched(
+    stretch: Callable[[int, float], float],
+    moves: Callable[[int, int], float],
+    rounds: int,
+    lr: Callable[[int], float] = lambda t: 0.1,
+    **settings: Any,
+) -> Training:
+    one, network = training([Stretched(stretch)], **settings), telling(moves)
+    for t in range(1, rounds + 1):
+        run(one.round(t, {"lr": lr(t), "local-steps": 1}, network), network)
+    return one
+
+
+def cubed(t: int, mean: float) -> float:
+    return mean**2
+
+
+@pytest.mark.parametrize("at", [2, 6, 20])
+def test_a_long_step_is_made_again_without_the_client_behind_it(at: int) -> None:
+    """Though its update is no longer than may be: the training is as if it had not replied."""
+    lying = stretched(cubed, lambda t, k: LIE if (t, k) == (at, 3) else 1.0, 20)
+    away = stretched(cubed, lambda t, k: 1.0, 20)
+    np.testing.assert_array_equal(lying.model.model["w"], away.model.model["w"])
+    np.testing.assert_equal(lying.model.server, away.model.server)
+    entry = lying.history[at - 1]
+    assert entry["replies"] == [0, 1, 2, 4]
+    why = entry["failures"][3]
+    assert re.search(r"with its reply, the global step is .* over 1000 times .* \(2\.83\)", why)
+    assert [e["round"] for e in lying.history if "divergence" in e] == [at]
+    assert entry["divergence"].startswith("client 3: with its reply, the global step is")
+
+
+def test_of_liars_that_agree_each_is_found() -> None:
+    lying = stretched(cubed, lambda t, k: LIE if t == 7 and k in (1, 3) else 1.0, 8)
+    assert lying.history[6]["replies"] == [0, 2, 4]
+    assert set(lying.history[6]["failures"]) == {1, 3}
+
+
+def test_a_long_mean_of_half_the_clients_is_made_again_without_them() -> None:
+    lying = stretched(lambda t, m: 1.0, lambda t, k: 1e5 if t == 7 and k > 1 else 1.0, 8)
+    assert lying.history[6]["replies"] == [0, 1]
+    assert "with its reply, the clients' mean is" in lying.history[6]["divergence"]
+
+
+def test_a_step_that_is_long_whoever_is_left_out_fails_the_round() -> None:
+    """And leaves all as it was; without five steps before, it is only warned of."""
+    once = {4: 1e4, 8: 1e5}
+    one, network = training([Stretched(lambda t, m: once.get(t, 1.0))]), telling(lambda t, k: 1.0)
+    config = {"lr": 0.1, "local-steps": 1}
+    for t in range(1, 8):
+        run(one.round(t, config, network), network)
+    text = one.history[3]["divergence"]
+    assert text.startswith("round 4 of FedAvg: it diverges: the global step is")
+    assert text.endswith("whoever is left out; try a smaller lr (0.1)")
+    assert one.history[3]["replies"] == [0, 1, 2, 3, 4]
+    before = one.snapshot()
+    with pytest.raises(RoundFailed, match=r"round 8 .*diverges.*'warn' lets it in") as failed:
+        run(one.round(8, config, network), network)
+    assert not isinstance(failed.value, fr.TooFewReplies)  # another attempt would diverge too
+    assert diverged(str(failed.value), one.history)  # so a table counts the seed
+    np.testing.assert_equal(one.snapshot(), before)
+    assert one.history[7]["divergence"] in one.history[7]["failed"]
+    run(one.round(9, config, network), network)
+    np.testing.assert_allclose(one.model.model["w"], 7 + 1e4)
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["one client", "all"])
+def test_a_long_step_under_the_other_two_settings(behind: bool) -> None:
+    at = 7
+    stretch = cubed if behind else lambda t, m: 1e5 if t == at else 1.0
+    moves = lambda t, k: LIE if behind and (t, k) == (at, 3) else 1.0  # noqa: E731
+    one = stretched(stretch, moves, 8, on_divergence="warn")
+    (told,) = [e for e in one.history if "divergence" in e]
+    assert told["round"] == at
+    assert told["replies"] == [0, 1, 2, 3, 4]
+    assert ("client 3: with its reply" if behind else "whoever is left out") in told["divergence"]
+    assert one.model.model["w"][0] > 5e3
+    with pytest.raises(RoundFailed, match=r"the global step .*on_divergence='stop'"):
+        stretched(stretch, moves, 8, on_divergence="stop")
+
+
+@pytest.mark.parametrize(
+    ("stretch", "moves", "lr"),
+    [
+        (lambda t, m: 0.0 if t < 4 else 1.0, lambda t, k: 1.0, None),  # no steps at first
+        (lambda t, m: 1.0 if t % 3 == 0 else 0.0, lambda t, k: 9.0**t, None),  # every third round
+        (lambda t, m: 1.0, lambda t, k: 1e-6 if t == 1 else 1.0, None),  # a warm-up of a client's own
+        (lambda t, m: 1.0, lambda t, k: 1e-5 ** (t % 2), lambda t: 0.1 * 1e-5 ** (t % 2)),  # a schedule
+        (lambda t, m: 1.0, lambda t, k: 1e-3 ** (t - 1) if t < 9 else 5.0, None),  # new data
+        (lambda t, m: 1.0, lambda t, k: 0.5**t if t < 9 or k else 1.0, None),  # of one client
+        (lambda t, m: 1 / (1e-9 + m), lambda t, k: 1e-3 ** (t - 1), None),  # an adaptive server
+    ],
+)  # fmt: skip
+def test_honest_clients_are_not_left_out(stretch: Any, moves: Any, lr: Any) -> None:
+    one = stretched(stretch, moves, 14, *([lr] if lr else []))
+    assert [e["failures"] for e in one.history] == [{}] * 14

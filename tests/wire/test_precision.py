@@ -17,7 +17,7 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
-from tests.conftest import Batch, close
+from tests.conftest import Batch, close, descend
 from tests.methods.test_models import (
     METHODS,
     Counting,
@@ -80,10 +80,7 @@ def by_hand(rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> dic
             model = PLAIN.model()
             model.load_state_dict(given)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for x, y in batches * 2:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+            descend(model, optimizer, batches * 2)
             for n, v in model.state_dict().items():
                 moved[n] += size / sum(sizes) * (rounded(v).double() - given[n].double())
         state = {n: w + moved[n].to(w.dtype) for n, w in state.items()}
@@ -109,7 +106,7 @@ def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
     end = {**given, "w": given["w"] + np.float32(0.125), "var": np.float32([2.0**-20])}
     replies = {0: Reply(end, {}, {}, 1.0)}
     ctx = replace(state.context(1, 0.1, 1), weights={0: 1.0})
-    state.advance(replies, ctx, {0: 1.0})
+    state.move(state.stepped(replies, ctx, {0: 1.0}), ctx)
     assert 0 <= state.model["var"] < 1e-6
     assert state.model["frozen"] == np.float32(0.7)
     assert state.model["w"] == np.float32(0.7) + np.float32(0.125)

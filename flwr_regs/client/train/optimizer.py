@@ -66,7 +66,7 @@ class ClientOptimizer:
         elif self._carrying:
             self.missing = f"{[t.name for t in self._carrying]} keep or send its state"
         elif any(t.acts("client_optimizer") for t in term.terms):
-            self.missing = "the method has a say in the client's optimiser"
+            self.missing = "the method configures the client's optimiser"
 
     def made(self, make: OptimizerFn | None) -> torch.optim.Optimizer:
         """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""

@@ -6,6 +6,7 @@ As those of `plots`, the pictures are matplotlib figures without pyplot's state.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,13 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
     changed = {name: value for name, value in settings.changed.items() if name not in PLACES}
     card = CARD.format(
         title=title,
+        name=json.dumps(title),
         dataset=settings.dataset,
         hash=clients.hash,
         clients=len(clients.parts),
         examples=sum(map(len, clients.parts)),
         version=__version__,
-        words=" ".join(f"{name}={value}" for name, value in changed.items()),
+        words=shlex.join(f"{name}={value}" for name, value in changed.items()),
     )
     (folder / "clients.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -265,7 +265,9 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             axes.plot((across, across), (first, last), gid="group", **bar)
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.5, f"critical difference {ranks.critical:.2f}", gid="label")
-        axes.set_yticks(rows, [drawing.wrap(name, 1.9) for name in names], parse_math=False)
+        short = [name.partition("(")[0] for name in names]
+        shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
+        axes.set_yticks(rows, [drawing.wrap(name, 1.9) for name in shown], parse_math=False)
         axes.set_ylim(len(names) - 0.4, -2.6)
         axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))

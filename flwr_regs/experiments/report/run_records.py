@@ -24,7 +24,7 @@ HEAD = ("label", "method", "seed", "job", "clients", "settings", "left")
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
-NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
+NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge|over [0-9]+ times the")
 """What the server says of a reply, a step or a round that has left the numbers."""
 
 

@@ -151,50 +151,6 @@ def test_the_gradient_is_the_oracles_and_with_batch_norm_torchs() -> None:
     assert kit.accuracy(w | buffers, x, y) == right.mean()
 
 
-def sized(n: int) -> Task:
-    """The task with n examples on each client."""
-    return replace(TASK, clients=tuple((x[:n], y[:n]) for x, y in (TASK.clients[3],) * 5))
-
-
-SAME: dict[str, tuple[str, Task]] = {
-    "full batches: none is left out": ("drop-last", sized(12)),
-    "full batches: none runs on": ("run-on", sized(12)),
-    "equal clients: no weights, FedAvg": ("uniform", sized(9)),
-    "equal clients: no weights, SCAFFOLD": ("by-examples", sized(9)),
-    "an epoch of one batch": ("one-batch", sized(4)),
-    "one epoch": ("one-epoch-steps", replace(TASK, epochs=1)),
-    "no momentum: nothing is outside of it": ("outside-momentum", TASK),
-    "all take part: the cohort is everyone": ("c-of-cohort", ALL),
-    "mu 0": ("twice-mu", replace(TASK, mu=0.0)),
-}
-
-
-@pytest.mark.parametrize("law", SAME)
-def test_a_behaviour_shows_only_where_it_can(law: str) -> None:
-    name, task = SAME[law]
-    method = {"uniform": "FedAvg", "twice-mu": "FedProx"}.get(name, "SCAFFOLD")
-    assert apart(federate(task, method, [name]).models, federate(task, method).models) < 1e-12
-    other = replace(TASK, momentum=0.5) if name == "outside-momentum" else TASK
-    assert apart(federate(other, method, [name]).models, federate(other, method).models) > 0.01
-
-
-def test_without_a_penalty_it_is_fedavg_and_twice_mu_is_twice_mu() -> None:
-    found = federate(TASK, "FedProx", ["no-penalty"])
-    assert apart(found.models, federate(TASK, "FedAvg").models) == 0
-    twice = federate(replace(TASK, mu=2 * TASK.mu), "FedProx")
-    assert apart(federate(TASK, "FedProx", ["twice-mu"]).models, twice.models) < 1e-13
-
-
-def test_own_buffers_are_the_first_clients_and_the_parameters_fedavgs() -> None:
-    task = replace(TASK, parameters=kit.initial(4, 5, 3, 1, batch_norm=True), cohorts=((2, 0, 4),))
-    paper, other = (federate(task, "FedAvg", b).models[0] for b in ([], ["own-buffers"]))
-    trained = [name for name in paper if name not in kit.BUFFERS]
-    assert apart([paper], [other], trained) == 0
-    first = federate(replace(task, cohorts=((2,),)), "FedAvg").models[0]
-    assert all(np.array_equal(other[name], first[name]) for name in kit.BUFFERS)
-    assert all(abs(other[name] - paper[name]).max() > 0.01 for name in kit.BUFFERS)
-
-
 def test_a_behaviour_that_a_method_cannot_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"FedAvg cannot have the behaviours \['wrong-sign'\]"):
         federate(TASK, "FedAvg", ["wrong-sign"])

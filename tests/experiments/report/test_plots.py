@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -280,13 +282,16 @@ def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["partition=classes", "seed=3"]
+    kind = 'fds:DirichletPartitioner(alpha=0.5, partition_by="label")'
+    words = [f"partition={kind}", "seed=3"]
     assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
-    clients = client_data_of(Settings.of({"partition": "classes", "seed": 3}))
+    clients = client_data_of(Settings.of({"partition": kind, "seed": 3}))
     made = tmp_path / f"partition-{clients.hash}"
     lines = [json.loads(line) for line in (made / "clients.jsonl").read_text().splitlines()]
     assert lines == [{"client": k, "train": rows.tolist()} for k, rows in enumerate(clients.parts)]
     card = (made / "README.md").read_text()
-    assert f"plot partition methods=FedAvg {' '.join(words)} --export" in card
+    (command,) = re.findall("`flwr-regs (.*)`", card)
+    assert shlex.split(command) == ["plot", "partition", "methods=FedAvg", *words, "--export"]
     head = yaml.safe_load(card.split("---")[1])
+    assert kind in head["pretty_name"]
     assert head["configs"][0]["data_files"] == "clients.jsonl"

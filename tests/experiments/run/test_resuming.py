@@ -110,8 +110,9 @@ def test_a_killed_run_goes_on_in_the_middle_to_the_bit() -> None:
 
 
 def test_a_checkpoint_without_its_record_is_not_used() -> None:
-    out = Path("out").resolve()
+    out, handler = Path("out").resolve(), signal.getsignal(signal.SIGTERM)
     assert main(["run", *WORDS, "rounds=3", f"out={out}"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is handler
     path = records.record_path(out, METHOD, 7)
     before = load_file(out / f"{path.stem}.safetensors")
     (out / "checkpoints" / path.stem / "round-000002").mkdir(parents=True)
@@ -138,6 +139,7 @@ class Slow(torch.nn.Linear):
 
 
 @linux
+@pytest.mark.timeout(900)  # on a busy machine, Ray's processes take minutes to import torch
 @pytest.mark.parametrize(
     ("options", "training", "number"),
     [
@@ -159,7 +161,7 @@ def test_a_signal_ends_a_command_whatever_it_computes(
     with started(*line, "--seeds", "1,2") as process:
         assert until(begun), Path("log").read_text()
         Path("slow").touch()
-        assert until(Path("begun").exists), Path("log").read_text()
+        assert until(Path("begun").exists, 400), Path("log").read_text()
         time.sleep(1)  # the call is under way
         # a terminal's Ctrl-C reaches the whole group
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)

@@ -223,7 +223,7 @@ def too_long(round_: ClientRound, model: nn.Module, make: Any) -> None:
         (FedADCClient, without("correct"), "has moved, but correct.. was never called"),
         (FedADCClient, without("loss", "correct"), "has moved, but correct.. was never called"),
         (FedADCClient, without("its result"), "backward.. did not go through what loss.. returned"),
-        (FedADCClient, without("optimizer"), "has a say in the client's optimiser"),
+        (FedADCClient, without("optimizer"), "configures the client's optimiser"),
         (FedADCClient, too_long, "8 local steps, but the round asked for 4"),
         (FedFORClient, plain_loop, "a loop of FedFORClient .* the strategy runs 'FedADC'"),
         ([FirstOrder], plain_loop, "a loop of terms .first-order.* the strategy runs 'FedADC'"),
@@ -242,7 +242,7 @@ def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Meth
     strategy = case.strategy(**case.settings, seed=3)
     grid = InProcessGrid(own_app(case.client, without("optimizer")), 4)
     if any(t.acts("client_optimizer") for t in case.terms):
-        with pytest.raises(RoundFailed, match="has a say in the client's optimiser"):
+        with pytest.raises(RoundFailed, match="configures the client's optimiser"):
             run(strategy, case.client, rounds=2, grid=grid)
         return
     got = run(strategy, case.client, rounds=2, grid=grid)

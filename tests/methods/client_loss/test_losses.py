@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Term
+from flwr_regs.term import Arrays, ClientContext, Term
 from tests.conftest import close, make_clients, make_model
 
 # the teachers
@@ -212,21 +212,6 @@ def test_a_zero_vector_has_no_direction() -> None:
     assert not grad[[0, 2]].any()
 
 
-def test_the_true_class_takes_no_part() -> None:
-    z = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    y, own = torch.tensor([0, 4, 2, 2]), torch.tensor([9.0, -9.0, 50.0, 0.0])
-    losses, grads = [], []
-    for shift in (0.0, own[:, None] * F.one_hot(y, 5)):
-        leaf = (z + shift).requires_grad_()
-        ctx = batch(leaf, y, start_output=2 * z.flip(0) + shift)
-        losses.append(fr.NotTrueDistillation(2.0, 3.0).loss(ZERO, {}, ctx))
-        grads += torch.autograd.grad(losses[-1], leaf)
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*grads)
-    assert not grads[0][torch.arange(4), y].any()
-    assert grads[0].abs().max() > 1e-2
-
-
 COUNTS = torch.tensor([16, 0, 81, 0])
 
 
@@ -271,6 +256,7 @@ def test_a_label_that_the_count_has_not_seen_is_not_absent(term: Term) -> None:
 
 
 CLASSES: dict[str, Term] = {
+    "self-distillation": fr.SelfDistillation(0.5, 1.0),
     "FedNTD": fr.NotTrueDistillation(),
     "FedLC": fr.LogitCalibration(1.0),
     "FedRS": fr.RestrictedSoftmax(),
@@ -278,6 +264,7 @@ CLASSES: dict[str, Term] = {
 }
 KINDS: list[tuple[tuple[int, ...], Any, str]] = [
     ((4, 1), torch.zeros(4, 1), r"float32 \(4, 1\) and torch.float32 \(4, 1\)"),
+    ((4, 1), torch.zeros(4).long(), r"float32 \(4, 1\) and torch.int64 \(4,\)"),
     ((4, 2), torch.zeros(4), r"float32 \(4, 2\) and torch.float32 \(4,\)"),
     ((4,), torch.zeros(4), r"\(4,\) and"),
     ((4, 3, 7), torch.zeros(4, 7).long(), r"\(4, 3, 7\) and torch.int64 \(4, 7\)"),
@@ -296,14 +283,11 @@ def test_targets_that_are_no_class_labels_are_refused(name: str, kind: int) -> N
         CLASSES[name].loss(ZERO, {}, ctx)
 
 
-def test_fedgkds_teacher_is_the_mean_in_the_models_dtype() -> None:
-    term, slot = fr.PastModels(0.2, 3), dict[str, Any]()
-    for t, (value, mean) in enumerate([(1.0, None), (2.0, 1.5), (4.0, 7 / 3), (9.0, 5.0)], start=1):
-        ctx = ServerContext(t, 0.1, {"a": np.full(2, value, np.float32)})
-        sent = term.broadcast(slot, ctx)
-        assert sent == {} if mean is None else sent["a"].tolist() == [np.float32(mean)] * 2
-        assert mean is None or sent["a"].dtype == np.float32
-        slot, _ = term.update(slot, {}, {}, ctx)
+def test_a_label_without_an_output_is_named() -> None:
+    z = torch.zeros(3, 2)
+    ctx = batch(z, torch.zeros(3).long(), start_output=z, label_counts=torch.ones(3))
+    with pytest.raises(ValueError, match="labels up to 2, the model 2 outputs"):
+        fr.SelfDistillation(0.5, 1.0).loss(ZERO, {}, ctx)
 
 
 def test_changed_logits_stand_left_of_what_weighs_the_loss() -> None:

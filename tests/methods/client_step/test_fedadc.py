@@ -13,9 +13,9 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
-from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
+from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 
 HEAVY: dict[str, Any] = {"clients": make_clients(4, torch.float32)}
@@ -28,48 +28,17 @@ def heavy() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-def test_slowmo_is_fedadc_with_all_the_momentum_on_the_server() -> None:
-    a = train(fr.FedADC(beta_local=0.0, beta_global=0.7, seed=1), fr.FedADCClient)
-    b = train(fr.SlowMo(beta=0.7, seed=1), fr.SlowMoClient)
-    close(a[-1], b[-1], 1e-12)
-
-
 # Distillation
-
-
-def distilled(output: Any, teacher: Any, targets: Any, counts: list[int], base: Any = 0.0) -> Any:
-    ctx = ClientContext(
-        start={},
-        lr=0.1,
-        num_steps=1,
-        output=output,
-        start_output=teacher,
-        targets=targets,
-        label_counts=torch.tensor(counts),
-    )
-    return fr.SelfDistillation(0.5, 1.0).loss(base, {}, ctx)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((3,), "needs logits"),
-        ((3, 1), "needs logits"),
-        ((3, 3, 3), "needs logits"),
-        ((3, 2), "labels up to 2, the model 2 outputs"),
-    ],
-)
-def test_distillation_wants_class_logits(shape: tuple[int, ...], message: str) -> None:
-    targets = torch.zeros((3, 3) if len(shape) == 3 else 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=message):
-        distilled(torch.zeros(shape), torch.zeros(shape), targets, [1, 1, 1])
 
 
 def test_distillation_stays_finite_in_half_precision_and_with_a_sure_teacher() -> None:
     sure = torch.tensor([[40.0, 0.0, 0.0], [0.0, 40.0, 0.0]], dtype=torch.float16)
     output = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True)
     base = torch.zeros((), dtype=torch.float16)
-    assert torch.isfinite(distilled(output, sure, torch.tensor([2, 2]), [0, 0, 70_000], base))
+    ctx = batch(
+        output, torch.tensor([2, 2]), start_output=sure, label_counts=torch.tensor([0, 0, 70_000])
+    )
+    assert torch.isfinite(fr.SelfDistillation(0.5, 1.0).loss(base, {}, ctx))
 
 
 # Class-covering cohorts
@@ -164,9 +133,9 @@ def test_a_straggler_carries_the_same_momentum_under_a_step_and_a_time_budget(
         """A batch takes a second."""
 
         def __iter__(self) -> Any:
-            for batch in super().__iter__():
+            for pair in super().__iter__():
                 seconds[0] += 1.0
-                yield batch
+                yield pair
 
     def trained(incomplete: str, **budget: Any) -> dict[str, np.ndarray]:
         strategy = fr.FedADC(0.7, **how, seed=3, incomplete=incomplete, fraction_evaluate=0.0)

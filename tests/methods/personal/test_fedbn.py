@@ -14,7 +14,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import close, make_clients, make_model, remembered
+from tests.conftest import close, descend, make_clients, make_model, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 MODEL, DATA = partial(make_model, batch_norm=True), make_clients(3)
@@ -43,10 +43,7 @@ def by_hand(rounds: int) -> tuple[dict[str, Any], list[nn.Module]]:
         for m, batches in zip(models, DATA, strict=True):
             m.load_state_dict(shared, strict=False)
             opt = torch.optim.SGD(m.parameters(), lr=0.2)
-            for x, y in batches * 2:
-                opt.zero_grad()
-                nn.functional.cross_entropy(m(x), y).backward()
-                opt.step()
+            descend(m, opt, batches * 2)
         ends = [m.state_dict() for m in models]
         shared = {k: sum(p * e[k] for p, e in zip(shares, ends, strict=True)) for k in shared}
     return shared, models

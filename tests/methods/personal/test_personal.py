@@ -22,7 +22,7 @@ from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
-from flwr_regs.testing.problem import app_of, start_weights, train
+from flwr_regs.testing.problem import app_of, train
 from tests.conftest import close, make_clients, make_model, to_numpy
 from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
@@ -290,15 +290,6 @@ def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(strategy.history[-1]["evaluate"]["clients"]) == 3
     with pytest.raises(ValueError, match="clients of this method keep no entries of the model"):
         fr.load_private(tmp_path, 0)
-
-
-def test_fedbabus_output_layer_is_held_still() -> None:
-    strategy = fr.FedBABU(seed=2, fraction_evaluate=0.0)
-    decaying = {"local-epochs": 1, "momentum": 0.9, "weight-decay": 0.1}
-    start = start_weights()
-    for w in train(strategy, fr.FedBABUClient, rounds=3, length=decaying):
-        for n, a in w.items():
-            assert np.array_equal(a, start[n]) == n.startswith("2.")
 
 
 # FedAMP's clouds

@@ -12,56 +12,66 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext
-from flwr_regs.testing.problem import (
-    app_of,
-    start_weights,
-)
+from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.oracles.server_step.fedacg import fedacg
+from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
 
-CLIENTS = make_clients(4)
-OFF = {"seed": 3, "fraction_evaluate": 0.0}
+CLIENTS = make_clients(5)
 
 
-def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> None:
-    calls: list[tuple[int, dict[str, np.ndarray]]] = []
+@pytest.mark.parametrize(
+    ("name", "settings", "oracle", "filled"),
+    [
+        ("FedExP", {"eps": 1e-3}, fedexp, "averages"),
+        ("FedACG", {"lam": 0.7, "mu": 0.3}, fedacg, "iterates"),
+        ("FedAvg", {}, fedavg, ""),
+    ],
+)
+def test_the_history_has_the_metrics_of_the_model_that_a_paper_reports(
+    name: str, settings: dict[str, Any], oracle: Any, filled: str
+) -> None:
+    """Beside those of the model that the next round begins with: the mean of the last two, or w."""
+    tested: list[dict[str, np.ndarray]] = []
 
     def test(number: int, arrays: ArrayRecord) -> MetricRecord:
-        calls.append((number, from_record(arrays)))
-        return MetricRecord({"sum": float(sum(a.sum() for a in calls[-1][1].values()))})
+        tested.append(from_record(arrays))
+        return MetricRecord({"sum": float(sum(a.sum() for a in tested[-1].values()))})
 
-    def trained(strategy: Any, client: Any) -> Any:
-        calls.clear()
-        return strategy.start(
-            fr.InProcessGrid(app_of(client, CLIENTS), 4),
-            ArrayRecord(make_model().state_dict()), 4,
-            train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}), evaluate_fn=test,
-        )  # fmt: skip
+    some = {"seed": 3, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
+    strategy = getattr(fr, name)(**settings, **some)
+    strategy.start(
+        fr.InProcessGrid(app_of(getattr(fr, f"{name}Client"), CLIENTS), 5),
+        ArrayRecord(make_model().state_dict()),
+        num_rounds=4,
+        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}),
+        evaluate_fn=test,
+    )
+    reported: list[Any] = []
+    own = {**settings, filled: reported} if filled else settings
+    cohorts = [entry["cohort"] for entry in strategy.history]
+    plan = (start_weights(), to_numpy(CLIENTS), 4, lambda t: 0.2, 2)
+    models = oracle(*plan, cohorts=cohorts, **own)
+    told = [entry.get("averaged_metrics", {}) for entry in strategy.history]
+    if not filled:
+        assert len(tested) == 5
+        assert told == [{}] * 4
+        return
+    for t, model in enumerate(reported):
+        close(tested[2 * t + 1], models[t], 1e-10)
+        close(tested[2 * t + 2], model, 1e-10)
+        assert told[t]["sum"] == pytest.approx(sum(a.sum() for a in model.values()))
 
-    strategy = fr.FedExP(1e-3, **OFF)
-    result = trained(strategy, fr.FedExPClient)
-    means: list[Any] = []
+
+def test_the_step_size_is_kept_with_the_servers_state() -> None:
     steps: list[float] = []
-    models = fedexp(
-        start_weights(), to_numpy(CLIENTS), 4, lambda t: 0.2, 2, eps=1e-3, averages=means,
-        server_steps=steps,
-    )  # fmt: skip
-    assert [n for n, _ in calls] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
-    for t in range(4):
-        close(calls[2 * t + 1][1], models[t], 1e-10)
-        close(calls[2 * t + 2][1], means[t], 1e-10)
-        entry = strategy.history[t]
-        assert entry["averaged_metrics"]["sum"] == pytest.approx(
-            sum(a.sum() for a in means[t].values())
-        )
-        assert entry["server_metrics"]["sum"] == result.evaluate_metrics_serverapp[t + 1]["sum"]
+    strategy = fr.FedExP(1e-3, seed=3, fraction_evaluate=0.0)
+    train(strategy, fr.FedExPClient, clients=CLIENTS)
+    fedexp(*(start_weights(), to_numpy(CLIENTS), 4, lambda t: 0.2, 2), eps=1e-3, server_steps=steps)
     assert max(steps) > 1.01
     assert strategy.training.model.server["fedexp"]["server-lr"] == pytest.approx(steps[-1])
-
-    trained(plain := fr.FedAvg(**OFF), fr.FedAvgClient)
-    assert [n for n, _ in calls] == [0, 1, 2, 3, 4]
-    assert not any("averaged_metrics" in e for e in plain.history)
 
 
 def test_the_mean_of_two_models_keeps_dtypes_and_whole_numbers() -> None:

@@ -8,66 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
-from flwr.serverapp import strategy as flower
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import train
 from tests.conftest import close, make_clients, make_model
-from tests.flower.clients.test_plain_clients import Plain
 
 EPOCH = {"local-epochs": 1}
-
-
-def by_flower(strategy: Any) -> dict[str, np.ndarray]:
-    """Four rounds of a plain NumPyClient, so that Flower's strategies can drive the same clients."""
-    app = fr.client_app(lambda c: Plain(c.node_config["partition-id"], torch.float64))
-    result = strategy.start(
-        grid=fr.InProcessGrid(app, 4),
-        initial_arrays=ArrayRecord(make_model().state_dict()),
-        num_rounds=4,
-        train_config=ConfigRecord({"lr": 0.2, **EPOCH}),
-    )
-    return {n: a.numpy() for n, a in result.arrays.items()}
 
 
 def ours(strategy: Any, **more: Any) -> dict[str, np.ndarray]:
     """The same with our strategy and its client."""
     client = getattr(fr, f"{type(strategy).__name__}Client")
     return train(strategy, client, length=EPOCH, **more)[-1]
-
-
-MOMENTS = {"beta_1": 0.8, "beta_2": 0.9, "tau": 0.01}
-FLOWERS: dict[str, tuple[Any, Any]] = {
-    "FedAvgM": (
-        fr.FedAvgM(server_lr=0.7, momentum=0.6),
-        partial(flower.FedAvgM, server_learning_rate=0.7, server_momentum=0.6),
-    ),
-    "FedAdagrad": (
-        fr.FedAdagrad(server_lr=0.05, tau=0.01, initial_v=0.0),
-        partial(flower.FedAdagrad, eta=0.05, tau=0.01),
-    ),
-    "FedYogi": (
-        fr.FedYogi(server_lr=0.05, initial_v=0.0, **MOMENTS),
-        partial(flower.FedYogi, eta=0.05, **MOMENTS),
-    ),
-    "FedAdam": (
-        # Flower scales η by √(1 − β₂^{t+1}) / (1 − β₁^{t+1}); Reddi et al. do not correct
-        fr.FedAdam(
-            server_lr=0.05,
-            server_lr_schedule=lambda t: (1 - 0.9 ** (t + 1)) ** 0.5 / (1 - 0.8 ** (t + 1)),
-            initial_v=0.0,
-            **MOMENTS,
-        ),
-        partial(flower.FedAdam, eta=0.05, **MOMENTS),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FLOWERS)
-def test_it_is_flowers_which_starts_at_zero(name: str) -> None:
-    strategy, theirs = FLOWERS[name]
-    close(ours(strategy), by_flower(theirs(fraction_evaluate=0.0)), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +71,15 @@ def test_half_precision_models_are_stepped_in_single(build: Any) -> None:
     )
     assert half["0.weight"].dtype == np.float16
     close({n: a.astype(np.float32) for n, a in half.items()}, single, 5e-3)
+
+
+def test_a_schedule_multiplies_an_adaptive_servers_learning_rate() -> None:
+    rounds: list[int] = []
+
+    def half(number: int) -> float:
+        rounds.append(number)
+        return 0.5
+
+    scheduled = ours(fr.FedYogi(server_lr=0.1, server_lr_schedule=half, seed=1))
+    close(scheduled, ours(fr.FedYogi(server_lr=0.05, seed=1)), 1e-12)
+    assert [*dict.fromkeys(rounds)] == [1, 2, 3, 4]

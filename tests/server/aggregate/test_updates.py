@@ -161,7 +161,7 @@ class Same(Term):
 def advanced(terms: Any, base: Arrays, came: Mapping[int, Reply], **how: Any) -> GlobalModel:
     found = GlobalModel(chain(terms), base, **how)
     found.agree(found.fixed | {"f4 matrix", "f4 tied"}, {"f4 tied": "f4 long"})
-    found.advance(came, CONTEXT, SCALED)
+    found.move(found.stepped(came, CONTEXT, SCALED), CONTEXT)
     return found
 
 
@@ -209,5 +209,5 @@ def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     assert peak(lambda: mean_delta(Updates(base, came, weights, weights, []))) < 1.3 * size
     ctx = ServerContext(1, 0.1, weights=weights)
     for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
-        advance = partial(GlobalModel(chain([]), base).advance, came, ctx, weights, robust=robust)
-        assert peak(advance) < 2.3 * size
+        step = partial(GlobalModel(chain([]), base).stepped, came, ctx, weights, robust=robust)
+        assert peak(step) < 2.3 * size
