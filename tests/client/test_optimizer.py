@@ -99,7 +99,7 @@ def test_a_client_has_one_optimiser() -> None:
         with pytest.raises(RoundFailed, match=both):
             run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, **how)
         run(fedprox(), FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
-    unasked = r"the config sets \['momentum', 'weight-decay'\]: use optimizer\(\)"
+    unasked = r"the config sets \['momentum', 'weight-decay'\]: create it with loop.optimizer"
     with pytest.raises(RoundFailed, match=unasked):
         run(
             fedprox(),
