@@ -98,9 +98,8 @@ class DivergenceGuard(Snapshots):
         self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
         self.warned = False
-        self.far: list[
-            int
-        ] = []  # the clients whose updates are over 10 times their cohort's median
+        # the clients whose updates are over 10 times their cohort's median
+        self.far: list[int] = []
         self.let_in = 0  # the round of the last step that is long, and of no single client
 
     def check_uploads(
