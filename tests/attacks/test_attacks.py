@@ -591,6 +591,7 @@ GUESSES = st.lists(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("method", ["FedAvg", "EFL", "Mime", "QFedAvg(q=0.5)", "FedNova", "FedDyn"])
 def test_no_lie_ends_the_run_or_costs_another_client_its_reply(method: str) -> None:
     """Another seed each time; it is printed with the lie if one is found."""

@@ -61,7 +61,7 @@ class DynamicRegulariser(Term, Steps, Folds):
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         return {
-            n: g - ctx.client.get(n, 0.0) + self.alpha * (params[n] - ctx.start[n])
+            n: (params[n] - ctx.start[n]).mul_(self.alpha).add_(g).sub_(ctx.client.get(n, 0.0))
             for n, g in grads.items()
         }
 

@@ -88,7 +88,7 @@ class FirstOrder(LastStep):
                 g = ctx.broadcast[n]  # (w_{t−1} − w_t)/η, below Eq. 5
                 # Eq. 7's step function, 0 or 1: a comparison takes several times as long under vmap
                 h = (g * (params[n] - ctx.start[n])).sign_().relu_()
-                grad = grad + h.mul_(g).mul_(alpha)
+                grad = h.mul_(g * alpha).add_(grad)
             out[n] = grad
         return out
 

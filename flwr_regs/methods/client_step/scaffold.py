@@ -104,7 +104,8 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
         return ctx.broadcast.get(name, 0.0) - ctx.client.get(name, 0.0)
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        return {n: g + self._correction(n, ctx) for n, g in grads.items()}  # line 11
+        c, c_k = ctx.broadcast, ctx.client
+        return {n: (g - c_k.get(n, 0.0)).add_(c.get(n, 0.0)) for n, g in grads.items()}  # line 11
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         if self.option == 1:

@@ -66,8 +66,8 @@ class FisherSums(Term, Folds, Checks):
         strength, out = self.times * self.lam, {}
         for n, g in grads.items():
             u, v = self.sums(n, ctx)
-            pull = strength * (u * params[n] - v)  # EFL: the derivative of Eq. 3
-            out[n] = g + pull.to(g.dtype)
+            pull = (u * params[n]).sub_(v).mul_(strength)  # EFL: the derivative of Eq. 3
+            out[n] = pull.to(g.dtype).add_(g)
             if self.implicit:
                 wide = u.to(torch.promote_types(u.dtype, g.dtype))
                 out[n] = (out[n] / (1 + ctx.lr * strength * wide)).to(g.dtype)

@@ -30,7 +30,7 @@ def check_arrays(upload: Slot, expected: Mapping[str, tuple[str, tuple[int, ...]
         raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
     for key, (kind, shape) in expected.items():
         a = upload[key]
-        fits = a.dtype.kind == "f" if kind == "floats" else a.dtype.name == kind
+        fits = a.dtype.kind == "f" if kind == "floats" else a.dtype == kind
         if not fits or a.shape != shape:
             raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected {kind} {shape}")
 

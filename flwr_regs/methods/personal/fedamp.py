@@ -116,7 +116,7 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         u, pull = ctx.broadcast or ctx.start, self.lam / self.alpha
-        return {n: g + pull * (params[n] - u[n]) for n, g in grads.items()}
+        return {n: (params[n] - u[n]).mul_(pull).add_(g) for n, g in grads.items()}
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {}, {n: ctx.start[n] + d for n, d in delta.items()}

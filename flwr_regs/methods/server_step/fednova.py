@@ -104,7 +104,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.mu:
             return grads
-        return {n: g + self.mu * (params[n] - ctx.start[n]) for n, g in grads.items()}
+        return {n: (params[n] - ctx.start[n]).mul_(self.mu).add_(g) for n, g in grads.items()}
 
     def normaliser(self, steps: int, lr: float) -> float:
         """Return ``a_k``, what the gradients of `steps` local steps weigh together in the update."""
