@@ -63,7 +63,9 @@ class Proximal(Term):
                 self.name,
                 ctx,
             )
-        out = {n: (params[n] - ctx.start[n]).mul_(self.mu).add_(g) for n, g in grads.items()}  # ∇h_k
+        out = {}
+        for n, g in grads.items():
+            out[n] = (params[n] - ctx.start[n]).mul_(self.mu).add_(g)  # ∇h_k
         return {n: g / (1 + ctx.lr * self.mu) for n, g in out.items()} if self.implicit else out
 
 
