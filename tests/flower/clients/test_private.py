@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import client_app, load_private
 from flwr_regs.flower.compat import recorddict_to_proto
+from flwr_regs.flower.node import NodeState
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import files, keys
 from tests.conftest import close, make_clients, make_model, remembered, run
@@ -199,6 +200,16 @@ def test_a_message_that_reaches_for_a_nodes_state_is_refused(
     with pytest.raises(fr.RoundFailed, match=why):
         run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=1, model=model, grid=grid)
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("entry", [keys.START_KEY, keys.METHOD_KEY])
+def test_another_training_on_a_node_reads_nothing_of_the_first(entry: str) -> None:
+    """A SuperNode's context lives through a run, which may train more than once."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    first = {keys.METHOD_KEY: "SCAFFOLD", keys.START_KEY: "a1"}
+    NodeState(context, first).remember({"slots": b"c_k"})
+    assert NodeState(context, first).memory == {"slots": b"c_k"}
+    assert not NodeState(context, {**first, entry: "b2"}).memory
 
 
 def test_an_older_server_gets_no_pinned_entry() -> None:
