@@ -30,7 +30,7 @@ def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
 
 
 def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.5)
+    monkeypatch.setattr(progress, "PIPED", 0.5)
     told: list[str] = []
     with Heartbeat(told.append) as heartbeat:
         for done in range(4):  # each part is quick, the whole is not
@@ -48,7 +48,7 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
 def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.03)
+    monkeypatch.setattr(progress, "PIPED", 0.15)
     examples, outputs = ClientFactory.examples, ServerTest.outputs
 
     def slowly(self: ClientFactory, *args: Any) -> Any:
