@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,21 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
+
+
+def test_an_error_of_all_clients_is_said_once_with_what_helps_first(caplog: Any) -> None:
+    """Neither by the stack, as torch says it, nor by a line for each client."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    wide = [(np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1]) for k in range(5)]
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+    with pytest.raises(fr.RoundFailed) as failed:
+        run(strategy, fr.StackedGrid(clients_of(wide)))
+    text = "\n".join([*(r.getMessage() for r in caplog.records), str(failed.value)])
+    remedy, raw = "which does not fit a layer of the model", "shapes cannot be multiplied"
+    assert text.index(remedy) < text.index(raw)
+    assert (text.count(remedy), text.count(raw)) == (1, 1)
+    assert "Expected size" not in text  # as the stack has it
+    assert "5 clients (partitions 0-4) failed: ValueError: an example has the shape" in text
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])
