@@ -206,6 +206,8 @@ class RegStrategy(Driven):
             raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
+        if isinstance(grid, InProcessGrid):
+            grid.check(self.options.fraction_evaluate > 0)
         result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:
