@@ -19,6 +19,7 @@ import shlex
 import sys
 import tarfile
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -198,13 +199,13 @@ def table(name: str, only: str = "") -> str:
         lines.append([*cells, tuned or "–", *epsilon])
     text = [f"| {' | '.join(line)} |" for line in lines]
     seeds = ", ".join(map(str, found.seeds))
-    text += [
-        "",
+    below = (
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
         "differences are paired by seed, and decided if Holm's adjusted p-value is below 0.05. Tuned: the "
         f"best of {experiment.trials} trials on held-out data. Trained on {made['platform']}, torch "
-        f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures.",
-    ]
+        f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures."
+    )
+    text += ["", textwrap.fill(below, 120)]
     shown = Results([run for run in found.runs if run.label in wanted])
     text += [f"\n**{warning}**" for warning in warnings(shown.runs)]
     return "\n".join(text)

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import isfunction
 from typing import Any, ClassVar, cast
 
 from flwr_regs.abilities import (
@@ -33,7 +34,7 @@ from flwr_regs.abilities import (
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed
 
 LOG = logging.getLogger("flwr")
-_WARNED_OF: set[type[Term]] = set()
+_CHECKED: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
@@ -323,23 +324,33 @@ def layers_of(terms: Iterable[Term]) -> list[str]:
     return sorted(n.removeprefix(OUTPUT_OF) for n in needs)
 
 
-def _warn_of_no_hook(kind: type[Term]) -> None:
-    """Log, once for a class, that it overrides no hook: a misspelt one would go unseen."""
-    if kind in _WARNED_OF:
+def _check_hooks(kind: type[Term]) -> None:
+    """Raise TypeError for a term that does nothing but for a misspelt hook; warn once of a likely one.
+
+    Where a term has other hooks, or an ability, its method of such a name may be a helper.
+    """
+    if kind in _CHECKED:
         return
-    _WARNED_OF.add(kind)
-    if kind is Term or any(getattr(kind, hook) is not getattr(Term, hook) for hook in HOOKS):
-        return
-    if issubclass(kind, ABILITIES):
-        return
+    known = {name for of in (Term, *ABILITIES) for name in dir(of)}
     hooks = [*HOOKS, *(name for ability in ABILITIES for name in ability.__abstractmethods__)]
-    defined = [n for c in kind.__mro__ if c not in Term.__mro__ for n in vars(c)]
-    near = [(n, m) for n in defined for m in difflib.get_close_matches(n, hooks, 1, 0.75)]
-    LOG.warning(
-        "the term %s has no hook and no ability, so it changes nothing%s",
-        kind.__name__,
-        "".join(f"; did you mean '{m}' with '{n}'?" for n, m in near if n != m),
+    public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
+    near = {n: difflib.get_close_matches(n, hooks, 1, 0.75) for n in public if n not in known}
+    meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
+    acts = issubclass(kind, ABILITIES) or any(
+        getattr(kind, hook) is not getattr(Term, hook) for hook in HOOKS
     )
+    nothing = f"the term {kind.__name__} has no hook and no ability, so it changes nothing{meant}"
+    if meant and not acts:
+        raise TypeError(nothing)
+    _CHECKED.add(kind)
+    if meant:
+        LOG.warning(
+            "the term %s has a method that the package does not call%s (begin a helper's name with _)",
+            kind.__name__,
+            meant,
+        )
+    elif not acts and kind is not Term:
+        LOG.warning("%s", nothing)
 
 
 def own_context(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
@@ -404,7 +415,7 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"'{t.name}' has not checked its settings: {type(t).__name__}.__post_init__ must call "
                 "super().__post_init__()"
             )
-        _warn_of_no_hook(type(t))
+        _check_hooks(type(t))
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):

@@ -57,17 +57,19 @@ def test_an_error_below_torch_names_the_users_line() -> None:
     expected = f"test_errors.py, line {line}: return torch.nn.functional.cross_entropy(output, "
     assert expected in text
     assert text.count("test_errors.py") == 1  # once for three clients
-    assert "clients [0, 1, 2] failed: RuntimeError: " in text
+    assert "3 clients (partitions 0-2) failed: RuntimeError: " in text
     assert len(text.splitlines()) == 1
     assert set(strategy.history[-1]["failures"]) == {0, 1, 2}
 
 
 def test_many_failures_are_named_in_a_few_lines() -> None:
-    one = name_failures(dict.fromkeys(range(12), "no disk"))
-    assert one == "clients [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] and 2 more failed: no disk"
+    one = name_failures(dict.fromkeys([*range(12), 14, *range(20, 50, 2)], "no disk"))
+    some = "0-11, 14, 20, 22, 24, 26, 28, 30, 32, 34, …"
+    assert one == f"28 clients (partitions {some}) failed: no disk"
+    assert name_failures({3: "no disk"}) == "1 client (partition 3) failed: no disk"
     many = name_failures({k: f"disk {k // 2} is full" for k in range(100)})
     lines = many.splitlines()
-    assert lines[1] == "  clients [0, 1] failed: disk 0 is full"
+    assert lines[1] == "  2 clients (partitions 0-1) failed: disk 0 is full"
     assert lines[-1] == "  80 more clients failed with 40 other errors"
     assert len(lines) == 12
 

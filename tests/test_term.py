@@ -107,9 +107,26 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(
         def corect(self, grads: Any, params: Any, ctx: Any) -> Any:
             return grads
 
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match="changes nothing; did you mean 'correct' with 'corect'"
+        ):
+            RegStrategy([Typo()])
+
+    class Halves(Typo):
+        """The other half of the method is there: `corect` may be its helper."""
+
+        def loss(self, base: Any, params: Any, ctx: Any) -> Any:
+            return base
+
+        def _start(self) -> None: ...
+
+    class Nothing(Term):
+        name: ClassVar[str] = "nothing"
+
     caplog.set_level(logging.WARNING, logger="flwr")
     for _ in range(2):
-        RegStrategy([Typo()])
-    warnings = [r.getMessage() for r in caplog.records if "Typo" in r.getMessage()]
-    assert len(warnings) == 1
-    assert "changes nothing; did you mean 'correct' with 'corect'?" in warnings[0]
+        RegStrategy([Halves(), Nothing()])
+    first, second = (r.getMessage() for r in caplog.records)
+    assert "Halves has a method that the package does not call; did you mean 'correct'" in first
+    assert second == "the term Nothing has no hook and no ability, so it changes nothing"

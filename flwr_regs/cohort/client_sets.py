@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from torch.utils.data import (
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
-from flwr_regs.client.train.batches import Batches, check_batches
+from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.remedies import is_cross_entropy, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
 
@@ -70,6 +72,8 @@ class ClientSets:
         if not callable(model):
             raise TypeError(f"model must be an nn.Module or return one, not {type(model).__name__}")
         COUNT.check("Clients", "batch_size", batch_size)
+        if device != "auto":
+            resolve_device(device)  # raises
         self._given_model = model
         self._model: nn.Module | None = None
         self._initial: dict[str, Tensor] = {}
@@ -144,6 +148,36 @@ class ClientSets:
     def _set(self, sets: Sequence[Any], name: str, pid: int) -> Any:
         given = sets[pid]
         return _checked(given(pid), name, pid) if _is_function(given) else given
+
+    def check(self, evaluates: bool) -> None:
+        """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
+
+        And labels that are none of the model's classes, in sets that are tensors.
+        """
+        if evaluates and not self._test:
+            raise ValueError(
+                "the clients have no test sets to evaluate on: give Clients test_sets=, or set "
+                "fraction_evaluate=0 on the strategy"
+            )
+        if (output := self._output()) is None:
+            return
+        for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
+            for pid, given in enumerate(sets):
+                known = type(given) is TensorDataset
+                if known and (why := wrong_label(output, given.tensors[1])):
+                    raise ValueError(f"{name}: client {pid}: {why}")
+
+    def _output(self) -> Tensor | None:
+        """Return what the model makes of an example, if labels must fit that; None if that is not known."""
+        if type(self._train[0]) is not TensorDataset or not is_cross_entropy(self.task.loss_fn):
+            return None
+        try:
+            model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                output = self.task.output(model, self._train[0].tensors[0][:1])
+        except Exception:  # whatever a user's model raises: its clients say it better
+            return None
+        return output if isinstance(output, Tensor) else None
 
     def client(self, pid: int, identity: Identity) -> OneClient:
         """Return a client of a method."""

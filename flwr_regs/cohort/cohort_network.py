@@ -169,6 +169,8 @@ class CohortNetwork:
                 {**failures, **more.failures},
                 more.silent,
             )
+        if stacks and not failures:
+            stacks.tell()
         return Replies(
             {p: came[p] for p in request.parcels if p in came},
             {p: failures[p] for p in request.parcels if p in failures},

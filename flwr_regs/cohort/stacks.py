@@ -8,7 +8,7 @@ import math
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,6 +63,7 @@ class Stacks:
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
+        self._untold: list[str] = []
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
@@ -102,12 +103,25 @@ class Stacks:
         return any(k.refused for key, k in self._kinds.items() if key[0] == build)
 
     def note(self, error: Exception, clients: int = 1) -> None:
-        """Count clients that train by themselves, and log the reason once."""
-        why = str(error) if isinstance(error, CannotStack) else described(error)
+        """Count clients that train by themselves, and log the reason once: see also `tell`."""
+        ours = isinstance(error, CannotStack)
+        why = str(error) if ours else described(error)
         if why not in self.fallbacks and why != ALONE:
-            level = logging.WARNING if DIFFERS in why else logging.INFO
-            LOG.log(level, "StackedGrid: clients train one by one: %s", why)
+            self._untold.append(why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
+        if ours:
+            self.tell([why])
+
+    def tell(self, why: Collection[str] | None = None) -> None:
+        """Log these of the reasons that are not logged yet, by default all.
+
+        What torch or a hook raised waits until the clients have trained by themselves: if they fail then
+        too, their errors say it better, with what helps.
+        """
+        for reason in [r for r in self._untold if why is None or r in why]:
+            level = logging.WARNING if DIFFERS in reason else logging.INFO
+            LOG.log(level, "StackedGrid: clients train one by one: %s", reason)
+            self._untold.remove(reason)
 
     # who goes with whom
 

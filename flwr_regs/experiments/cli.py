@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flwr_regs.experiments.run.process_family import ending_in_time, on_farewell, say_farewell
 
@@ -23,6 +24,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the sentence, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` shows what there is)\n")
+
+
+def script() -> NoReturn:
+    """Run the command line as the installed command does: end the process with its exit status.
+
+    Where a signal has ended it, Python's own end is left out: to free all that torch has loaded takes
+    seconds on a busy machine.
+    """
+    try:
+        status: Any = main()
+    except SystemExit as end:
+        status = end.code
+    if status in (130, 143):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +89,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def _main(argv: Sequence[str]) -> int:
     args = parsed(argv)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     on_farewell("flwr-regs: interrupted")
     try:
         with ending_in_time():
@@ -92,7 +111,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
         return 1
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # of who calls `main`
+        for number, handler in before.items():  # of who calls `main`
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:

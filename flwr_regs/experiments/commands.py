@@ -58,8 +58,7 @@ def train(args: argparse.Namespace) -> int:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
     if args.dry_run:
-        for panel, place in places(experiment, args.resume or Path("nowhere")):
-            _dry_run(experiment, panel, place, args.workers)
+        _dry_run(experiment, args.resume or Path("nowhere"), args.workers)
         return 0
     folder = args.resume or words.out_folder(out)
     if experiment.metrics:
@@ -308,20 +307,24 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
 
 
-def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -> None:
-    """Say what a panel would run, or what is missing in its folder."""
-    from flwr_regs.experiments.run.estimate import estimate
+def _dry_run(experiment: Experiment, folder: Path, workers: int) -> None:
+    """Say what would run, or what is missing in a folder."""
+    from flwr_regs.experiments.run.estimate import Timed, estimate
 
-    if experiment.metrics:
-        print(f"{experiment.name}, {panel.name}:")
-    begun = (folder / card_files.FILE).is_file()
-    chosen = begun and "chosen" in card_files.of_folder(folder)[1]
-    lacking = [] if chosen else missing(experiment.trial_runs(panel), folder / "tuning")
-    lacking += missing(experiment.tests(panel), folder)
-    with Heartbeat(_say) as heartbeat:
-        heartbeat.at("timing a step and a test batch")
-        for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
-            _say(line)
+    known: dict[Any, Timed] = {}
+    for panel, place in places(experiment, folder):
+        name = f"{experiment.name}, {panel.name}" if experiment.metrics else ""
+        begun = (place / card_files.FILE).is_file()
+        chosen = begun and "chosen" in card_files.of_folder(place)[1]
+        lacking = [] if chosen else missing(experiment.trial_runs(panel), place / "tuning")
+        lacking += missing(experiment.tests(panel), place)
+        if not lacking:
+            _say(f"{name}{': ' * bool(name)}nothing is missing")
+            continue
+        with Heartbeat(_say) as heartbeat:
+            heartbeat.at("timing a step and a test batch")
+            for line in estimate(lacking, workers, known, name):
+                _say(line)
 
 
 def _report_card(experiment: Experiment, results: Sequence[Results], folder: Path) -> None:

@@ -7,7 +7,7 @@ Both are values. Text becomes an `Experiment` at an edge: words.py (the command 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -53,11 +53,14 @@ class Run:
         With its own seed; `methods` is its method alone.
     calls : tuple of Call
         The method, parsed.
+    stated : frozenset of str
+        The settings that somebody has given, also those that are the default then.
     """
 
     label: str
     settings: Settings
     calls: tuple[Call, ...] = field(compare=False)
+    stated: frozenset[str] = field(compare=False)
 
     @property
     def method(self) -> str:
@@ -213,7 +216,8 @@ class Experiment:
         """Return the comparison of the methods in settings, by default with the seed in them."""
         whole = Settings.of(settings)
         rows = tuple(Row(text, calls) for text, calls in parse_methods(whole.methods).items())
-        common = {k: v for k, v in whole.changed.items() if k not in ("methods", "seed")}
+        stated = (settings.keys() | whole.changed) - {"methods", "seed"}
+        common = {name: value for name, value in whole.config.items() if name in stated}
         return cls(common, rows, tuple(seeds) or (whole.seed,), **more)
 
     @property
@@ -321,11 +325,12 @@ class Experiment:
             else:
                 settings[key] = value
         settings |= {"methods": text_of(calls), "seed": seed}
-        whole = Settings.of(settings)
+        whole, stated = Settings.of(settings), frozenset(settings)
         if not trial:
-            return Run(label, whole, calls)
+            return Run(label, whole, calls, stated)
         shorter = f"; {trial} rounds" * (trial < whole.rounds)
-        return Run(f"{label} [{shown(point)}{shorter}]", replace(whole, rounds=trial), calls)
+        label += f" [{shown(point)}{shorter}]"
+        return Run(label, replace(whole, rounds=trial), calls, stated)
 
     @cached_property
     def ends(self) -> list[Run]:
@@ -402,20 +407,29 @@ class Experiment:
         return replace(self, panels=panels, rows=rows, tune=tune)
 
     def given(self, settings: Mapping[str, Any]) -> Experiment:
-        """Return the experiment with settings that win over all others; they are not tuned."""
+        """Return the experiment with settings that win over all others; they are not tuned.
 
-        def without(of: Any) -> Any:
-            kept = {key: value for key, value in of.settings.items() if key not in settings}
+        What else it states, and these settings, methods and panels leave without effect, is gone.
+        """
+        whole = replace(self._without(settings), settings={**self.settings, **settings})
+        idle = {name for name, _ in dead(whole.ends, but="test-on-clients")} - settings.keys()
+        return whole._without(idle)
+
+    def _without(self, names: Collection[str]) -> Experiment:
+        """Return the experiment that neither states nor tunes some settings."""
+
+        def rest(of: Any) -> Any:
+            kept = {key: value for key, value in of.settings.items() if key not in names}
             return replace(of, settings=kept)
 
         def free(spaces: Sequence[Space]) -> tuple[Space, ...]:
-            return tuple(space for space in spaces if space.key not in settings)
+            return tuple(space for space in spaces if space.key not in names)
 
         return replace(
             self,
-            settings={**self.settings, **settings},
-            rows=tuple(replace(without(row), tune=free(row.tune)) for row in self.rows),
-            panels=tuple(map(without, self.panels)),
+            settings=rest(self).settings,
+            rows=tuple(replace(rest(row), tune=free(row.tune)) for row in self.rows),
+            panels=tuple(map(rest, self.panels)),
             tune=free(self.tune),
         )
 
@@ -474,24 +488,33 @@ def refuse_same(runs: Sequence[Run], only_check: bool = False) -> None:
 
 
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
-    """Raise ValueError for a setting that does nothing in any of the runs that have it.
+    """Raise ValueError for a setting that is :func:`dead`."""
+    for name, run in dead(runs, but):
+        needs, config = SETTINGS[name].needs, run.settings.config
+        values = " and ".join(
+            f"with {owner}={word}" if (word := as_word(config[owner])) else f"without {owner}"
+            for owner in _owners(needs)
+        )
+        needed = needs.replace(",", " or ").replace("methods=server_lr_schedule", SERVER_LR)
+        raise ValueError(
+            f"setting '{name}' needs {needed}; it has no effect "
+            f"{values.replace(' and with ', ' and ')}; remove it"
+        )
+
+
+def dead(runs: Sequence[Run], but: str = "") -> Iterator[tuple[str, Run]]:
+    """Yield each setting that does nothing in any of the runs that state it, and the first of these.
 
     Those that need the setting `but` are left out.
     """
     for name, of in SETTINGS.items():
-        having = [run for run in runs if of.needs and name in run.settings.changed]
-        owners = [need.partition("=")[0] for need in of.needs.split(" or ")]
-        if having and but not in owners and not any(run.meets(of.needs) for run in having):
-            config = having[0].settings.config
-            values = " and ".join(
-                f"with {owner}={word}" if (word := as_word(config[owner])) else f"without {owner}"
-                for owner in owners
-            )
-            needed = of.needs.replace(",", " or ").replace("methods=server_lr_schedule", SERVER_LR)
-            raise ValueError(
-                f"setting '{name}' needs {needed}; it has no effect "
-                f"{values.replace(' and with ', ' and ')}; remove it"
-            )
+        having = [run for run in runs if of.needs and name in run.stated]
+        if having and but not in _owners(of.needs) and not any(r.meets(of.needs) for r in having):
+            yield name, having[0]
+
+
+def _owners(needs: str) -> list[str]:
+    return [need.partition("=")[0] for need in needs.split(" or ")]
 
 
 def _privacy(settings: Settings, only_check: bool) -> CentralDP:

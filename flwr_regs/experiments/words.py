@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr_regs.experiments.calls import literal, parse_methods, text_of, values, words
 from flwr_regs.experiments.cards import card_files, choices
-from flwr_regs.experiments.experiment import Experiment, Row, Run
+from flwr_regs.experiments.experiment import Experiment, Row, Run, refuse_dead
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import PLACES, Settings, read
 from flwr_regs.experiments.space import Space
@@ -68,12 +68,13 @@ def _of_card(
     folder = given["code-dir"] if _gives(args, "code-dir") else given.pop("code-dir")
     methods = str(given.pop("methods", "")) or args.methods
     card = choices.at(card_files.load(name), args.setting)
+    card = replace(card, settings={"code-dir": folder, **card.settings})
+    refuse_dead(card.ends, but="test-on-clients")  # below, what is not chosen leaves others idle
     if methods:
         card = choices.with_methods(card, methods)
     elif card.metrics and not args.smoke:  # the card of a run's folder has none
         card = choices.with_references(card)
-    card = replace(card.only(*choices.panels_of(card, args.panels)), **changed)
-    card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)
+    card = replace(card.only(*choices.panels_of(card, args.panels)), **changed).given(given)
     return choices.smoke(card, given) if args.smoke else card
 
 
@@ -152,8 +153,8 @@ def first_run(args: argparse.Namespace) -> tuple[Run, str]:
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the words ``key=value`` give, checked one by one, with absolute folders.
 
-    What they leave out is taken from ``[tool.flwr.app.config]`` in the pyproject.toml of ``--app``. Raises
-    ValueError that says what is wrong.
+    What they leave out is taken from ``[tool.flwr.app.config]`` in the pyproject.toml of ``--app``, which
+    lists defaults too: nobody has given these. Raises ValueError that says what is wrong.
     """
     given: dict[str, Any] = {}
     if args.app is not None:
@@ -161,7 +162,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         if not pyproject.is_file():
             raise ValueError(f"{args.app.resolve()} holds no pyproject.toml (see --app)")
         tool = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("tool", {})
-        given |= tool.get("flwr", {}).get("app", {}).get("config", {})
+        given = Settings.of(tool.get("flwr", {}).get("app", {}).get("config", {})).changed
     given = _absolute(given) | read_words(args.settings)
     return {"code-dir": os.getcwd(), **{k: v for k, v in given.items() if k != "code-dir" or v}}
 

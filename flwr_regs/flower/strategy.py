@@ -28,6 +28,7 @@ from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import Options
+from flwr_regs.server.refusals import Refused
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import ParameterError, Term
@@ -95,7 +96,7 @@ class RegStrategy(Driven):
         self._released: ArrayRecord | None = None  # the last aggregate_train's result
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let errors of hyper-parameters name the method that the user called, and not its terms."""
+        """Let errors of parameters and settings name the method that the user called, and not its terms."""
         super().__init_subclass__(**kwargs)
         if (make := vars(cls).get("__init__")) is None:
             return
@@ -104,7 +105,7 @@ class RegStrategy(Driven):
         def named(self: RegStrategy, *args: Any, **kwargs: Any) -> None:
             try:
                 make(self, *args, **kwargs)
-            except ParameterError as error:
+            except (ParameterError, Refused) as error:
                 raise error.of(type(self).__name__) from None
 
         cls.__init__ = named  # type: ignore[method-assign]
@@ -205,6 +206,8 @@ class RegStrategy(Driven):
             raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
+        if isinstance(grid, InProcessGrid):
+            grid.check(self.options.fraction_evaluate > 0)
         result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:

@@ -14,7 +14,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MOST_NAMED = 10
-"""Clients, and errors, that a message names; the history has all."""
+"""Ranges of clients, and errors, that a message names; the history has all."""
 
 
 class UnusableReplies(Exception):
@@ -129,15 +129,29 @@ def read_each(
     return values, failures
 
 
-def name_failures(failures: Mapping[int, str], who: str = "clients", what: str = "failed") -> str:
+def name_failures(
+    failures: Mapping[int, str], who: str = "client", ids: str = "partition", what: str = "failed"
+) -> str:
     """Name the failed clients with their errors: each error once, on its own line if there are several."""
     by_reason: dict[str, list[int]] = {}
     for pid, why in sorted(failures.items()):
         by_reason.setdefault(why, []).append(pid)
     groups = []
     for why, pids in list(by_reason.items())[:MOST_NAMED]:
-        more = f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else ""
-        groups.append(f"{who} {pids[:MOST_NAMED]}{more} {what}: {why}")
+        s = "s" * (len(pids) > 1)
+        groups.append(f"{len(pids)} {who}{s} ({ids}{s} {_ranges(pids)}) {what}: {why}")
     if rest := list(by_reason.values())[MOST_NAMED:]:
-        groups.append(f"{sum(map(len, rest))} more {who} {what} with {len(rest)} other errors")
+        groups.append(f"{sum(map(len, rest))} more {who}s {what} with {len(rest)} other errors")
     return groups[0] if len(groups) == 1 else "".join(f"\n  {group}" for group in groups)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return increasing numbers as a text: 0-2, 5, 7-9; at most `MOST_NAMED` ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    texts = [f"{low}-{high}" if low < high else f"{low}" for low, high in ranges[:MOST_NAMED]]
+    return ", ".join(texts) + ", …" * (len(ranges) > MOST_NAMED)

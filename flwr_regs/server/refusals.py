@@ -21,7 +21,29 @@ def check(options: Any) -> None:
     check_ranges(vars(options))
     for sentence, excluded in pairs(options).items():
         if excluded:
-            raise ValueError(sentence.format(**vars(options)))
+            behind = [t for t in options.term.terms if t is excluded or t.name in _listed(excluded)]
+            who = " and ".join(type(term).__name__ for term in behind)
+            raise Refused(sentence, {**vars(options), "who": who})
+
+
+def _listed(excluded: Any) -> Sequence[str]:
+    return excluded if isinstance(excluded, list) else ()
+
+
+class Refused(ValueError):
+    """Settings that exclude each other; the text names the terms behind that, or their method."""
+
+    def __init__(self, sentence: str, values: Mapping[str, Any]) -> None:
+        super().__init__(sentence, values)
+
+    def __str__(self) -> str:
+        sentence, values = self.args
+        return str(sentence.format(**values))
+
+    def of(self, owner: str) -> Refused:
+        """Return the same error of the method that the user has written."""
+        sentence, values = self.args
+        return Refused(sentence, {**values, "who": owner})
 
 
 def check_ranges(given: Mapping[str, Any]) -> None:
@@ -110,18 +132,22 @@ RANGES: list[Row] = [
 
 
 def pairs(o: Any) -> dict[str, Any]:
-    """Return sentences, which can name the settings' values, and whether what each refuses is there."""
+    """Return sentences, and whether what each refuses is there: then, if it has some, the terms behind it.
+
+    A sentence can name the settings' values, and ``{who}``: these terms.
+    """
     robust = not isinstance(o.aggregator, Mean)
     uncovered = {
-        "the clients of {term.uploading} send more than their update, without noise; leave it out (an "
-        "Elastic or Curvature with lam=0 sends nothing)": o.term.uploading,
+        "the clients of {who} send more than their update, without noise; leave privacy out, or take "
+        "FedAvg or another method that `flwr-regs list methods` marks under DP (an Elastic or "
+        "Curvature with lam=0 sends nothing more)": o.term.uploading,
         "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out": robust,
         "all clients weigh alike; leave max_weight={max_weight} out": o.max_weight is not None,
         "for class-covering cohorts the clients tell their label counts without noise, and such cohorts "
         "are no uniform sample; use cohorts='uniform'": o.cohorts == "class-covering",
         "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
         "weighting='uniform'": o.weighting != "uniform",
-        "'{term.weigher.name}' weighs clients unequally; the noise is for equal weights; leave it "
+        "{who} weighs clients unequally; the noise is for equal weights; leave one of the two "
         "out": o.term.weigher,
         "incomplete='scale' weighs clients unequally; use incomplete='average' or "
         "'drop'": o.incomplete == "scale",
@@ -137,14 +163,17 @@ def pairs(o: Any) -> dict[str, Any]:
         "leave one of the two out": o.wire_dtype and (o.term.coder("finish") or coded_down),
         "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
         "the rounded step": o.wire_dtype and o.downlink == "delta",
-        "overlap=True needs downlink='delta'": o.overlap and o.downlink != "delta",
+        "overlap=True sends clients the model ahead of their round, and then only the last step, as "
+        "downlink='delta' does; with downlink='{downlink}' each round sends the model: write "
+        "downlink='delta' too, such as FedFOR(downlink='delta'), or leave overlap out": o.overlap
+        and o.downlink != "delta",
         "overlap=True sends whole models ahead, which a compressed downlink is there to "
         "avoid": o.overlap and coded_down,
-        "aggregator={aggregator} does not reach what the clients of {term.unaggregated} upload beside "
+        "aggregator={aggregator} does not reach what the clients of {who} upload beside "
         "their updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
         "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and "
         "robust=True)": robust and o.term.unaggregated,
-        "incomplete='scale' weighs the clients' updates, and so does '{term.weigher.name}': leave one of "
-        "the two out": o.term.weigher and o.incomplete == "scale",
+        "incomplete='scale' weighs the clients' updates, and so does {who}: leave one of the two "
+        "out": o.incomplete == "scale" and o.term.weigher,
         **{f"privacy=CentralDP(...): {why}": o.privacy and bad for why, bad in uncovered.items()},
     }

@@ -258,7 +258,8 @@ class Training:
     def _close(self, this_round: Round) -> None:
         """Make the step of a round whose replies are selected; note the round in the history."""
         number = this_round.number
-        if wrong := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
+        wrong = {p: why for p, why in this_round.failures.items() if p in this_round.asked}
+        if wrong and len(this_round.used) >= self.options.min_replies:  # else the error says it
             LOG.warning("\t> %s", name_failures(wrong))  # the others were named before
         this_round.lose(this_round.came)
         name_losses(this_round)

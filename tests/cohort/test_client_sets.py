@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -267,6 +269,59 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
+
+
+BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
+    # what is wrong: what Clients get, the share that evaluates, what is said
+    "no test set": (
+        {},
+        1.0,
+        "no test sets to evaluate on: give Clients test_sets=, or set fraction_",
+    ),
+    "labels": (
+        {"train_sets": [pair(0), (pair(1)[0], pair(1)[1] + 3)]},
+        0.0,
+        "train_sets: client 1: a label is ., but the model has 3 outputs",
+    ),
+    "test labels": (
+        {"test_sets": [pair(0), (pair(1)[0], pair(1)[1] + 3)]},
+        1.0,
+        "test_sets: client 1: a label is ., but the model has 3 outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", BEFORE)
+@pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
+def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
+    given, share, said = BEFORE[wrong]
+    sets = {"train_sets": [pair(0), pair(1)], **given}
+    clients = fr.Clients(perceptron, **sets, device="cpu")
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=share)
+    with pytest.raises(ValueError, match=said):
+        run(strategy, kind(clients))
+    assert strategy.history == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_found_where_clients_are_made() -> None:
+    with pytest.raises(ValueError, match="device='cuda': torch finds no CUDA GPU here"):
+        fr.Clients(perceptron, [pair(0)], device="cuda")
+
+
+def test_an_error_of_all_clients_is_said_once_with_what_helps_first(caplog: Any) -> None:
+    """Neither by the stack, as torch says it, nor by a line for each client."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    wide = [(np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1]) for k in range(5)]
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+    with pytest.raises(fr.RoundFailed) as failed:
+        run(strategy, fr.StackedGrid(clients_of(wide)))
+    text = "\n".join([*(r.getMessage() for r in caplog.records), str(failed.value)])
+    remedy, raw = "which does not fit a layer of the model", "shapes cannot be multiplied"
+    assert text.index(remedy) < text.index(raw)
+    assert (text.count(remedy), text.count(raw)) == (1, 1)
+    assert "Expected size" not in text  # as the stack has it
+    assert "5 clients (partitions 0-4) failed: ValueError: an example has the shape" in text
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])

@@ -19,6 +19,7 @@ from flwr_regs.experiments.commands import train
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.run import server_app
 from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, field, read, shown
+from flwr_regs.experiments.words import experiment_of
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
@@ -74,6 +75,7 @@ def test_values_of_the_wrong_kind_are_refused(value: Any) -> None:
 OWNED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # a setting, what its owner is where it does nothing, and where it does something
     ({"dirichlet-alpha": 0.3}, {"partition": "iid"}, {"partition": "dirichlet"}),
+    ({"dirichlet-alpha": 0.1}, {"partition": "iid"}, {"partition": "dirichlet"}),  # the default
     ({"local-epochs": 3}, {"local-steps": 1}, {"local-steps": 0}),
     ({"dp-noise": 3.0}, {"dp-clip-norm": 0.0}, {"dp-clip-norm": 0.5}),
     ({"server-lr-decay": 0.3}, {"methods": "FedAvg"}, {"methods": "FedAdam"}),
@@ -102,15 +104,39 @@ def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]
 def test_a_setting_without_its_owner_is_refused_at_every_edge(
     given: dict[str, Any], off: dict[str, Any], on: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Unless another run has both."""
+    """Unless another run has both; a run config lists every default."""
     needed = next(iter(off)).replace("methods", "a method with a server learning rate")
     said = f"setting '{next(iter(given))}' needs {needed}"
-    for edge, begin in edges({**given, **off}, tmp_path).items():
+    begin = edges({**given, **off}, tmp_path)
+    if given.items() <= DEFAULTS.items():
+        del begin["run config"]
+    for edge in begin:
         with pytest.raises(ValueError, match=said):
-            pytest.fail(f"{edge}: {begin()}")
+            pytest.fail(f"{edge}: {begin[edge]()}")
     idle, useful = (Experiment.of_methods({**given, **one}).ends for one in (off, on))
     refuse_dead([*idle, *useful])
     refuse_dead(Experiment.of_methods(off).ends)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.3])
+def test_what_is_chosen_of_a_card_may_leave_its_settings_without_effect(
+    alpha: float, tmp_path: Path
+) -> None:
+    """But what the command line says has an effect."""
+    card = tomllib.loads(CARD.read_text()) | {"methods": {"one": "FedAvg"}, "tune": []}
+    card["settings"] |= {"partition": "dirichlet", "dirichlet-alpha": alpha}
+    card["panels"] = [{"name": "iid", "settings": {"partition": "iid"}}, {"name": "label skew"}]
+    (tmp_path / "card.toml").write_text(tomli_w.dumps(card))
+
+    def check(*more: str) -> None:
+        args = cli.parsed(["bench", f"{tmp_path / 'card.toml'}", *more])
+        experiment_of(args)[0].checked(data=False)
+
+    check()
+    check("--panels", "iid")
+    check("partition=iid")
+    with pytest.raises(ValueError, match="setting 'dirichlet-alpha' needs partition"):
+        check("partition=iid", "dirichlet-alpha=0.1")
 
 
 SAME = [

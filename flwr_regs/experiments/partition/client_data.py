@@ -228,7 +228,10 @@ def data_of(settings: Any) -> Data:
 
 
 def left(settings: Any, clients: ClientData) -> str:
-    """Say what the clients, and the server's test, have of the data set; "" if that is all of it."""
+    """Say what the clients, and the server's test, have of the data set; "" if that is all of it.
+
+    And that `examples` asks for more than there is.
+    """
     data, whole = clients.data, _data(_source(settings), settings.synthetic)
     rows = np.arange(len(data.train_y))
     if settings.partition != "long-tail-rounds":  # where clients draw from all
@@ -242,6 +245,9 @@ def left(settings: Any, clients: ClientData) -> str:
     elif not of_training:
         counts.append((len(data.test_y[tested]), len(whole.test_y), "test examples"))
     parts = [f"{kept:,} of {total:,} {what}" for kept, total, what in counts if kept < total]
+    if settings.examples > len(data.train_y):
+        there = f"all {len(data.train_y):,} examples to train on"
+        parts.insert(0, f"{there} (examples={settings.examples} asks for more)")
     return ", ".join(parts)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -164,15 +164,23 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
     progress.say(text)
 
 
-def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
-    """Yield lines, as they are known, on what would run and how long that would take."""
+def estimate(
+    runs: Sequence[Run], workers: int, known: dict[Any, Timed], panel: str = ""
+) -> Iterator[str]:
+    """Yield lines, as they are known, on what would run and how long that would take.
+
+    One for each model that is not `known`, and one for each row, or for a card's `panel`.
+    """
     first = runs[0].settings
-    yield (
-        f"would run on {first.dataset}, partition {first.partition} over "
-        f"{counted(first.num_clients, 'client')}, {counted(first.rounds, 'round')}"
+    where = (
+        f"{first.dataset}, partition {first.partition} over "
+        f"{counted(first.num_clients, 'client')}, "
+        f"{counted(max(run.settings.rounds for run in runs), 'round')}"  # trials take fewer
     )
-    known: dict[Any, Timed] = {}
-    numbers, whole = Counter(run.label for run in runs), 0.0
+    if not panel:
+        yield f"would run on {where}"
+    rows: dict[str, list[Run]] = {}
+    costs: dict[tuple[str, int], Cost] = {}
     for run in runs:
         settings = run.settings
         alike = settings.dataset, settings.model, settings.projection, settings.batch_size
@@ -183,14 +191,24 @@ def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
                 f"{duration(of_model.step)}, a test of {of_model.tested} takes "
                 f"{duration(of_model.test)}"
             )
-        cost = cost_of(run, known[alike])
-        whole += cost.run / _at_a_time(runs, workers)
-        if number := numbers.pop(run.label, 0):
-            each = f"{number} x {duration(cost.run)}, {counted(round(cost.steps), 'local step')} a round"
-            more = [METHODS[call.target].gradients for call in run.calls if call.target in METHODS]
-            beside = "".join(f"; and, not counted, {what}" for what in more if what)
-            yield f"{run.label[:50]:<50}  {each}{beside}"
-    yield f"in all {counted(len(runs), 'run')}, about {duration(whole)} with {workers} at a time"
+        costs[run.key] = cost_of(run, known[alike])
+        rows.setdefault(re.sub(r" \[[^][]*\]$", "", run.label), []).append(run)  # with its trials
+    for label, of_row in [] if panel else rows.items():
+        number, one = len(of_row), costs[of_row[-1].key]
+        mean = sum(costs[run.key].run for run in of_row) / number
+        each = f"{number} x {duration(mean)}, {counted(round(one.steps), 'local step')} a round"
+        calls = [call for call in of_row[0].calls if call.target in METHODS]
+        more = [METHODS[call.target].gradients for call in calls]
+        beside = "".join(f"; and, not counted, {what}" for what in more if what)
+        yield f"{label[:50]:<50}  {each}{beside}"
+    whole = sum(cost.run for cost in costs.values()) / _at_a_time(runs, workers)
+    rows_and_runs = f"{counted(len(rows), 'row')}, {counted(len(runs), 'run')}"
+    total = f"about {duration(whole)} with {workers} at a time"
+    yield (
+        f"{panel}: {where}; {rows_and_runs}, {total}"
+        if panel
+        else f"in all {counted(len(runs), 'run')}, {total}"
+    )
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

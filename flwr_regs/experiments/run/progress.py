@@ -13,7 +13,9 @@ from flwr_regs.experiments.experiment import Run
 LINES = 10
 """Plain lines for each run, about."""
 SILENCE = 2.0
-"""Seconds after which a part of a round is told of; then after twice as long each time."""
+"""Seconds after which a terminal is told of what takes long; then after twice as long each time."""
+PIPED = 30.0
+"""The same, and the least seconds between two such lines, for a file or a pipe."""
 
 
 class Progress:
@@ -72,11 +74,14 @@ class Progress:
 class Lines(Progress):
     """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them.
 
-    What a run is at within a round is told where nothing else has been for five times `SILENCE`.
+    What a run is at within a round is told where nothing else has been for `PIPED` seconds.
     """
 
     quiet = False
-    spoke = 0.0  # when the last line was printed
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__(runs)
+        self._spoke = 0.0  # when the last line was printed
 
     def _name(self, label: str, seed: int) -> str:
         width = min(max(len(label) for label, _ in self.rounds), 32)
@@ -92,12 +97,12 @@ class Lines(Progress):
 
     def within(self, label: str, seed: int, text: str) -> None:
         """Print what a run is at, unless another line is recent."""
-        if time.monotonic() - self.spoke > 5 * SILENCE:
+        if time.monotonic() - self._spoke > PIPED:
             self.say(f"{self._name(label, seed)} {text}")
 
     def say(self, text: str) -> None:
         """Print a line without delay."""
-        self.spoke = time.monotonic()
+        self._spoke = time.monotonic()
         print(text.rstrip(), flush=True)
 
 
@@ -147,7 +152,7 @@ class Bars(Progress):
 
 
 class Heartbeat:
-    """Tells what a run is at, from a thread of its own, where that takes more than `SILENCE` seconds.
+    """Tells what a run is at, from a thread of its own, where that takes long: see `SILENCE` and `PIPED`.
 
     Parameters
     ----------
@@ -158,6 +163,7 @@ class Heartbeat:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell, self._stop = tell, threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._silence = SILENCE if sys.stdout.isatty() else PIPED
         self.what = ""
         self.at("")
 
@@ -172,7 +178,7 @@ class Heartbeat:
     def at(self, what: str, done: int = 0, total: int = 0) -> None:
         """Note what the run is at now, and how much of it is done; empty: nothing that is told."""
         if what != self.what or not done:
-            self.what, self.began, self.next = what, time.monotonic(), SILENCE
+            self.what, self.began, self.next = what, time.monotonic(), self._silence
         self.done, self.total = done, total
 
     def one_more(self, what: str, total: int) -> None:

@@ -16,6 +16,7 @@ from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.run.engine import execute
 from flwr_regs.experiments.run.progress import Lines
+from flwr_regs.experiments.settings import Settings
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.population.population import Population
 
@@ -25,7 +26,8 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
-    experiment = Experiment.of_methods(context.run_config).checked(data=False)
+    given = Settings.of(context.run_config).changed  # it lists the defaults too
+    experiment = Experiment.of_methods(given).checked(data=False)
     (panel,) = experiment.panels
     runs = experiment.tests(panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress

@@ -120,6 +120,11 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
+    def check(self, evaluates: bool) -> None:
+        """Raise ValueError for `Clients` that would fail in round 1; a strategy's `start` calls it."""
+        if isinstance(self._source, Clients):
+            self._source.check(evaluates)
+
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
         """Let `Clients` be of a method from now on; a strategy calls it with its own."""
         who = Identity(method, tuple(t for t in terms if not t.server_only), f"a {method} client")

@@ -141,7 +141,7 @@ class Population(Snapshots):
             )
         return (
             f"{len(came)} of {wanted} clients can take part{which}; "
-            f"{name_failures(self.refused, 'nodes', 'are refused')}"
+            f"{name_failures(self.refused, 'node', 'id', 'refused')}"
         )
 
     @property

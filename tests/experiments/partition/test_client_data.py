@@ -147,6 +147,8 @@ LEFT = [
         "114 of 1,437 training examples, 4 of 10 groups, 60 of 360 test examples",
     ),
     ({"partition": "long-tail-rounds"}, ""),
+    ({"examples": 1437}, "287 of 360 test examples"),
+    ({"examples": 1800}, "all 1,437 examples to train on (examples=1800 asks for more)"),
 ]
 
 

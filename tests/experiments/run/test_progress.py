@@ -30,7 +30,7 @@ def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
 
 
 def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.5)
+    monkeypatch.setattr(progress, "PIPED", 0.5)
     told: list[str] = []
     with Heartbeat(told.append) as heartbeat:
         for done in range(4):  # each part is quick, the whole is not
@@ -48,7 +48,7 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
 def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.03)
+    monkeypatch.setattr(progress, "PIPED", 0.15)
     examples, outputs = ClientFactory.examples, ServerTest.outputs
 
     def slowly(self: ClientFactory, *args: Any) -> Any:
@@ -88,14 +88,21 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     assert estimate.cost_of(on_clients, of_model).test == pytest.approx(10 * 9 * 0.001)
     asked: list[Any] = []
     monkeypatch.setattr(estimate, "timed", lambda run: asked.append(run) or of_model)
-    lines = [*estimate.estimate([*runs, *runs], 1)]
+    again = [replace(run, settings=replace(run.settings, seed=8)) for run in runs]
+    again[0] = replace(again[0], label="FedAvg [lr=0.1]")  # a trial
+    known: dict[Any, Any] = {}
+    lines = [*estimate.estimate([*runs, *again], 1, known)]
     assert len(asked) == 1
     assert "partition shards over 10 clients, 10 rounds" in lines[0]
     assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
     each = f"2 x {duration(cost.run)}, 4 local steps a round"
     assert lines[2] == f"{'FedAvg':<50}  {each}"
     assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
-    assert lines[4] == f"in all 4 runs, about {duration(4 * cost.run)} with 1 at a time"
+    whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
+    assert lines[4] == f"in all {whole}"
+    (line,) = estimate.estimate([*runs, *again], 1, known, "card, two")
+    assert line.startswith("card, two: digits, partition shards over 10 clients, 10 rounds; 2 rows")
+    assert line.endswith(f", {whole}")
 
 
 @pytest.mark.parametrize(

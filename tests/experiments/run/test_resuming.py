@@ -26,7 +26,7 @@ from tests.experiments.runs import runs_of
 METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too
 WORDS = ["num-clients=3", "rounds=40", "checkpoint-every=0.001", "fraction-train=0.7"]
 WORDS += [f"methods={METHOD}", "examples-per-client=20"]
-MAIN = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main())"
+MAIN = "from flwr_regs.experiments.cli import script; script()"
 MARK = "FLWR_REGS_TEST_MARK"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -230,6 +230,27 @@ def test_ctrl_c_while_it_starts_is_one_line() -> None:
         status = process.wait(30)
     said = [x for x in Path("log").read_text().splitlines() if not x.startswith("loading models")]
     assert (status, said) == (130, ["flwr-regs: interrupted"])
+
+
+def test_an_interrupted_command_gives_a_session_its_handlers_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "execute", interrupted)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit, match="130"):
+        main(["run", *WORDS, "out=here"])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_interrupted_command_does_not_wait_for_pythons_own_end() -> None:
+    code = (
+        "import atexit, time; from flwr_regs.experiments import cli; cli.main = lambda: 130; "
+        "atexit.register(time.sleep, 60); cli.script()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50).returncode == 130
 
 
 def test_a_reader_that_has_enough_ends_the_command_without_a_word() -> None:
