@@ -110,7 +110,7 @@ def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
         "linewidth": 1.1 + 0.7 / (1 + index),
         "zorder": 3 + (dashes != "-") + index / 1000,
         "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 3.5,
+        "markersize": 0.4 * rcParams["font.size"],
         "markevery": (0.02 + 0.12 * index / count, 0.12),  # of the axes' diagonal
     }
 
@@ -118,11 +118,12 @@ def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
 def wrap(text: str, width: float, scale: float = 1.0) -> str:
     """Break a text of `scale` times the font's size into lines of about `width`.
 
-    It breaks after a space or one of ``,;+/``, or a bracket of a call, and only as a last resort anywhere.
+    It breaks after a space or one of ``,;+/``, or a bracket of a call; if there is none, after ``=``, and
+    only as a last resort anywhere.
     """
     most = max(int(width * 72 / (0.62 * scale * rcParams["font.size"])), 8)
     gap = r"(?:(?<=[ ,;+/])|(?<=\w\()|$)"
-    lines = re.findall(rf"\S.{{0,{most - 1}}}{gap}|\S.{{0,{most - 1}}}", text)
+    lines = re.findall("|".join(rf"\S.{{0,{most - 1}}}{end}" for end in (gap, "(?<==)", "")), text)
     return "\n".join(line.strip() for line in lines)
 
 

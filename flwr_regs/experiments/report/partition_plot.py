@@ -180,7 +180,7 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
         axes.set(xlabel="round", ylabel="class of the example")
         if table.size <= MOST:
             for (x, y), label in np.ndenumerate(table):
-                colour = "white" if label < 0.6 * classes else "black"
+                colour = "white" if label < 0.2 * classes else "black"
                 _write(axes, x, y, label, "0.6" if unmoved[x, y] else colour)
         caption = (
             "A cell is the label that a class has in a round, coloured if it is not its own. "

@@ -57,9 +57,9 @@ def over_rounds(
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), and
-    there is none for one seed. The mean is taken round by round, over the rounds that all seeds have: with
-    ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
+    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), as
+    far as values can be, and there is none for one seed. The mean is taken round by round, over the rounds
+    that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
     kinds is also a thin line to its last finite y, with a cross there, and the label counts them.
@@ -107,7 +107,8 @@ def over_rounds(
             of_label = of_label[of_label[x] > 0] if log else of_label
             broken = of_label["stopped"]
             shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
-            end = _draw_mean(axes, of_label[~broken], band, line, shade)
+            most = 100 if y == "accuracy" else np.inf
+            end = _draw_mean(axes, of_label[~broken], band, line, shade, most)
             end = max(end, _draw_broken(axes, of_label[broken], line), key=lambda xy: xy[1])
             lines.append((*end, text, line))
         if target is not None:
@@ -173,9 +174,17 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
 
 
 def _draw_mean(
-    axes: Axes, points: pd.DataFrame, band: str, line: dict[str, Any], shade: float
+    axes: Axes,
+    points: pd.DataFrame,
+    band: str,
+    line: dict[str, Any],
+    shade: float,
+    most: float,
 ) -> tuple[float, float]:
-    """Draw the mean of a method's whole runs and its band; return the point at which its line ends."""
+    """Draw the mean of a method's whole runs and its band; return the point at which its line ends.
+
+    The band ends at 0 and at `most`, beyond which no value can be.
+    """
     seeds = points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
@@ -188,6 +197,7 @@ def _draw_mean(
     low, high = mean - spread, mean + spread
     if band == "second best":
         mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
+    low, high = low.clip(lower=0), high.clip(upper=most)
     if seeds > 1:
         fill: dict[str, Any] = {"color": line["color"], "alpha": shade, "linewidth": 0, "zorder": 2}
         axes.fill_between(across, low, high, gid=f"band {label}", **fill)
@@ -223,7 +233,10 @@ def _label_ends(
     """
     width = picture.get_figwidth()
     lines = sorted(lines, key=lambda line: -line[1])
-    texts = [drawing.wrap(text, 0.22 * width) for _, _, text, _ in lines]
+    room = max(
+        0.22 * width, min(1.3, 0.3 * width)
+    )  # a name of 18 letters, if the picture allows it
+    texts = [drawing.wrap(text, room) for _, _, text, _ in lines]
     row = 1.35 * rcParams["font.size"] / 72
     sizes = np.array([row * (1 + text.count("\n")) for text in texts])
     height = max(3.1, float(1.02 * sizes.sum()))
