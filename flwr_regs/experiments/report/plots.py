@@ -20,6 +20,12 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import (
+    Affine2D,
+    BboxTransformTo,
+    ScaledTranslation,
+    blended_transform_factory,
+)
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
@@ -233,9 +239,7 @@ def _label_ends(
     """
     width = picture.get_figwidth()
     lines = sorted(lines, key=lambda line: -line[1])
-    room = max(
-        0.22 * width, min(1.3, 0.3 * width)
-    )  # a name of 18 letters, if the picture allows it
+    room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
     texts = [drawing.wrap(text, room) for _, _, text, _ in lines]
     row = 1.35 * rcParams["font.size"] / 72
     sizes = np.array([row * (1 + text.count("\n")) for text in texts])
@@ -255,13 +259,16 @@ def _label_ends(
     for i, size in reversed([*enumerate(sizes)]):
         places[i] = max(places[i], edge + size / 2)
         edge = places[i] + size / 2
-    beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
+    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
+    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
+    where = blended_transform_factory(right, axes.transAxes)
+    beside: dict[str, Any] = {"transform": where, "clip_on": False}
     for place, text, (*_, line) in zip(places, texts, lines, strict=True):
-        sample = Line2D([1.02, 1.05, 1.08], [place] * 3, **beside, **{**line, "markevery": [1]})
+        sample = Line2D([0.8, 2, 3.2], [place] * 3, **beside, **{**line, "markevery": [1]})
         axes.add_line(sample)
-        axes.text(1.095, place, text, va="center", parse_math=False, gid="label", **beside)
+        axes.text(3.9, place, text, va="center", parse_math=False, gid="label", **beside)
     if heading:
-        axes.text(1.02, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
     return height
 
 
