@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import io
 import json
 import logging
 import multiprocessing
@@ -16,8 +15,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,9 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from PIL import Image
 from scipy.stats import t as student
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -37,6 +34,7 @@ import flwr_regs as fr
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
+from flwr_regs.experiments.report.drawing import Look, Picture, style
 
 NOT_FINITE = r"NaN|nan|infinity|inf\b|beyond"
 """What the server says of a reply, or a step, that has left the numbers: the training diverges."""
@@ -46,6 +44,7 @@ TUNING_SEED = 101
 """Learning rates are chosen with this seed, which no result uses."""
 HELD_OUT = 0.2
 """... and on this share of each client's data, which it does not train on then."""
+BLUE, RED, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.5"
 
 
 @dataclass(frozen=True)
@@ -324,20 +323,20 @@ def bounds(differences: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def figure(width: float, height: float, layout: Any = "constrained") -> Figure:
-    """Return an empty figure, its size in inches."""
-    made = Figure(figsize=(width, height), layout=layout, dpi=130)
-    FigureCanvasAgg(made)
-    return made
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Picture]:
+    """Give an empty figure, its size in inches, in the style of the package's pictures; then write it."""
+    look = Look(size=(width, height))
+    with style(look):
+        made = Picture(look)
+        yield made
+        write_png(made, path)
 
 
-def save(picture: Figure, path: Path) -> None:
-    """Write a figure as a PNG of 64 colours, a quarter of the size of one with all."""
-    drawn = io.BytesIO()
-    picture.savefig(drawn, format="png", dpi=130, facecolor="white")
-    colours = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+def write_png(made: Picture, path: Path) -> None:
+    """Write a figure as a PNG of 130 dots per inch."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    colours.save(path, optimize=True)
+    path.write_bytes(made.rendered("png", 130))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

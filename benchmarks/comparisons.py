@@ -26,14 +26,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import save
+from benchmarks.common import write_png
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.calls import parse_methods, text_of
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import places
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.report import drawing, metrics
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.metrics import per_cent, warnings
 from flwr_regs.experiments.report.results import Results, number
@@ -47,6 +47,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
 """With more methods than this, a picture shows the best ones; the table has all."""
+SMALL = (4.6, 3.0)
+"""The size in inches of a picture of two methods."""
 ELSEWHERE = ("out", "code-dir", "data-dir")
 """Settings that are paths of the machine that trained."""
 
@@ -234,7 +236,7 @@ def draw() -> None:
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
             if f"img/studies/{name}-{x}.png" in pages:
-                png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
+                write_png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
     drawn = set[str]()
     for found in map(results, ("digits", "fedopt", "domains")):
         for label in dict.fromkeys(run.label for run in found.runs):
@@ -244,13 +246,7 @@ def draw() -> None:
                 drawn.add(target)
                 runs = [r for r in found.runs if r.label in (found.baseline, label)]
                 pair = Results(runs, baseline=found.baseline)
-                png(pair.plot(), images / "methods" / f"{target.lower()}.png")
-
-
-def png(figure: Any, path: Path) -> None:
-    """Write a figure as a small PNG."""
-    with drawing.style(drawing.Look()):
-        save(figure, path)
+                write_png(pair.plot(size=SMALL), images / "methods" / f"{target.lower()}.png")
 
 
 def check(data_dir: str, tolerance: float, workers: int) -> int:

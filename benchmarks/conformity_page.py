@@ -17,9 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.lines import Line2D
 from scipy.stats import t as student
 
-from benchmarks.common import figure, filled, read_lines, save, table, write_lines
+from benchmarks.common import (
+    BLUE,
+    GREY,
+    RED,
+    filled,
+    picture,
+    read_lines,
+    table,
+    write_lines,
+)
 from benchmarks.conformity.behaviours import BEHAVIOURS, METHODS
 from benchmarks.conformity.loops import rounds
 from benchmarks.conformity.loops.run import Task
@@ -219,31 +229,56 @@ def interval(mean: float, half: float) -> str:
 
 
 def draw(results: Mapping[tuple[str, int], float | None], path: Path) -> None:
-    """Draw the differences, with their intervals, below each group's name."""
-    made = figure(8.4, 7.2)
-    axes, at, marks = made.subplots(), 0.0, []
-    axes.axvline(0, color="0.35", lw=1)
-    for group, members in GROUPS.items():
-        marks.append((at, group, "bold"))
-        for row in members[1:]:
-            at -= 1
-            marks.append((at, row.words.replace("`", ""), "normal"))
-            apart = difference(results, row, members[0])
-            if apart is None:
-                axes.text(0.5, at, "diverged", va="center", color="#D55E00", fontsize=8)
-                continue
-            mean, half = apart
-            colour = "#D55E00" if mean + half < 0 else "#0072B2" if mean - half > 0 else "0.5"
-            axes.errorbar(mean, at, xerr=half, fmt="o", color=colour, capsize=3)
-        at -= 1.3
-    axes.set_yticks([y for y, *_ in marks], [text for _, text, _ in marks], fontsize=8)
-    for label, (_, _, weight) in zip(axes.get_yticklabels(), marks, strict=True):
-        label.set_fontweight(weight)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("points of accuracy against the first row\n(95 % interval)", fontsize=9)
-    axes.set_ylim(at + 0.5, 0.8)
-    axes.grid(axis="x", alpha=0.25)
-    save(made, path)
+    """Draw the differences, with their intervals, below each group's name and its first row."""
+    key = {
+        RED: ("s", "less accurate"),
+        BLUE: ("D", "more accurate"),
+        GREY: ("o", "the interval holds 0"),
+        "black": ("o", "what the group's others are compared with"),
+    }
+    with picture(path, 7.2, 6.8) as made:
+        axes, at, marks = made.subplots(), 0.0, []
+        for group, members in GROUPS.items():
+            marks.append((at, group, "bold"))
+            for row in members:
+                at -= 1
+                marks.append((at, row.words.replace("`", ""), "normal"))
+                apart = (0.0, 0.0) if row is members[0] else difference(results, row, members[0])
+                if apart is None:
+                    axes.text(1, at, "diverged", va="center", color=RED)
+                    continue
+                mean, half = apart
+                colour = RED if mean + half < 0 else BLUE if mean - half > 0 else GREY
+                if row is members[0]:
+                    colour = "black"
+                else:
+                    beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
+                    axes.text(1.02, at, interval(mean, half), **beside)
+                bar = {"capsize": 2.5, "ms": 4.5, "lw": 1.3, "mfc": "white" if not half else colour}
+                axes.errorbar(mean, at, xerr=half, fmt=key[colour][0], color=colour, **bar)
+            at -= 1.3
+        axes.axvline(0, color="black", lw=0.8, zorder=1)
+        axes.set_yticks([y for y, *_ in marks], [text for _, text, _ in marks])
+        for label, (_, _, weight) in zip(axes.get_yticklabels(), marks, strict=True):
+            label.set_fontweight(weight)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("difference in test accuracy, with its 95 % interval (points)")
+        axes.set_ylim(at + 0.5, 0.8)
+        axes.grid(visible=False, axis="y")
+        dots = [
+            Line2D(
+                [],
+                [],
+                color=colour,
+                marker=marker,
+                ls="",
+                ms=4.5,
+                mfc="white" if colour == "black" else colour,
+                label=said,
+            )
+            for colour, (marker, said) in key.items()
+        ]
+        made.legend(handles=dots, loc="outside upper center", ncols=4, frameon=False)
 
 
 def main() -> None:

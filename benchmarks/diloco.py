@@ -17,13 +17,14 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import (
+    BLUE,
+    RED,
     TUNING_SEED,
     Results,
     Setting,
     bounds,
-    figure,
     parser,
-    save,
+    picture,
     table,
 )
 
@@ -103,18 +104,24 @@ def tables(results: Results) -> dict[str, str]:
 
 def draw(results: Results, path: Path) -> None:
     """Draw each seed's accuracy and the means."""
-    made = figure(6.4, 3.6)
-    panel = made.subplots()
-    for i, (outer, inner) in enumerate(CELLS):
-        reached = accuracies(results, outer, inner)
-        colour = "#0072B2" if inner == "reset" else "#D55E00"
-        panel.plot([i] * len(reached), reached, "o", color=colour, alpha=0.55, ms=5)
-        panel.plot([i - 0.22, i + 0.22], [np.mean(reached)] * 2, color=colour, lw=2.5)
-    names = [f"{outer},\nAdamW {inner}" for outer, inner in CELLS]
-    panel.set_xticks(range(len(CELLS)), names)
-    panel.set(ylabel="test accuracy (%)", xlim=(-0.5, len(CELLS) - 0.5))
-    panel.grid(axis="y", alpha=0.25)
-    save(made, path)
+    seeds = np.linspace(-0.14, 0.14, len(SEEDS))  # beside each other, in one order
+    with picture(path, 5.2, 3.2) as made:
+        panel = made.subplots()
+        for i, (outer, inner) in enumerate(CELLS):
+            reached = accuracies(results, outer, inner)
+            colour, marker = (BLUE, "o") if inner == "reset" else (RED, "D")
+            dots = {"color": colour, "marker": marker, "ls": "", "ms": 4, "mfc": "none"}
+            panel.plot(i + seeds, reached, label=f"AdamW {inner}: a seed", **dots)
+            bar = {"color": colour, "ls": "-", "lw": 2}
+            words = f"AdamW {inner}: mean of {len(SEEDS)} seeds"
+            panel.plot([i - 0.25, i + 0.25], [np.mean(reached)] * 2, label=words, **bar)
+        panel.set_xticks(range(len(CELLS)), [f"{outer},\nAdamW {inner}" for outer, inner in CELLS])
+        panel.set(xlabel="server's step, and the clients' optimiser", ylabel="test accuracy (%)")
+        panel.set_xlim(-0.5, len(CELLS) - 0.5)
+        panel.grid(visible=False, axis="x")
+        key = panel.get_legend_handles_labels()
+        shown = [handles_or_labels[: 2 * len(INNER)] for handles_or_labels in key]
+        made.legend(*shown, loc="outside upper center", ncols=2, frameon=False)
 
 
 def main() -> None:

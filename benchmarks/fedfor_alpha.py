@@ -11,20 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib.lines import Line2D
 
 from benchmarks.common import (
+    BLUE,
+    GREY,
+    RED,
     Results,
     Run,
     Setting,
     bounds,
     chosen,
-    figure,
     parser,
     percent,
-    save,
+    picture,
     table,
 )
+from flwr_regs.experiments.report.drawing import head, line
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "studies" / "fedfor-alpha.jsonl.gz"
@@ -189,73 +192,111 @@ def tables(results: Results) -> dict[str, str]:
     }
 
 
-def draw_strengths(by_setting: Sequence[Row], path: Path) -> None:
-    """Draw the gain on FedAvg against αK/(1−m), a panel for each data set, a line for each setting.
+def panels(by_setting: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the settings of each panel: its data set, with MNIST in two."""
+    made: dict[str, list[Row]] = {}
+    for row in by_setting:
+        s = row.setting
+        what = ", plain SGD" if clients(s) == "SGD" else ", other optimisers"
+        made.setdefault(NAMES[s.data] + what * (s.data == "mnist"), []).append(row)
+    return made
 
-    The colour is K's, lighter for more steps. A triangle at the bottom stands for a mean below the panel.
+
+def draw_strengths(by_setting: Sequence[Row], path: Path) -> None:
+    """Draw the gain on FedAvg against αK/(1−m), a line for each setting.
+
+    A triangle at the bottom stands for a mean below the panel.
     """
-    made = figure(11.5, 5.2, layout=None)  # laid out by itself, the legends would narrow the panels
-    made.subplots_adjust(left=0.055, right=0.99, top=0.94, bottom=0.31, wspace=0.13)
-    steps = sorted({row.setting.steps for row in by_setting})
     x, bottom = MULTIPLES[1:], -5.0
-    panels = made.subplots(1, 3, sharex=True, sharey=True, width_ratios=(1, 1.4, 1))
-    for panel, (data, name) in zip(panels, NAMES.items(), strict=True):
-        panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", lw=0)
-        panel.axhline(0, color="0.4", lw=1)
-        markers = iter("osD^vP*Xph")
-        for row in (r for r in by_setting if r.setting.data == data):
-            s, shared = row.setting, len(row.accuracies[1.0])
-            gains = [row.gains(m)[:shared] for m in x]
-            mean, low, high = ([f(g) for g in gains] for f in (np.mean, min, max))
-            colour = colormaps["viridis"](0.88 * steps.index(s.steps) / (len(steps) - 1))
-            dashes = ":" if s.adam or s.weight_decay else "--" if s.momentum else "-"
-            line = {"color": colour, "lw": 1.6, "ls": dashes, "marker": next(markers), "ms": 5}
-            panel.plot(x, mean, label=label(s), **line)
-            panel.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
-            below = [m for m, g in zip(x, mean, strict=True) if g < bottom]
-            panel.plot(below, [bottom + 0.2] * len(below), "v", color=colour, ms=8, clip_on=False)
-        panel.set(xscale="log", title=name, xlabel="αK/(1−m)")
-        panel.set_xticks(x, [f"{m:g}" for m in x])
-        panel.minorticks_off()
-        panel.grid(alpha=0.25)
-        columns = 1 + (len(panel.lines) > 12)
-        panel.legend(
-            fontsize=7.5,
-            frameon=False,
-            ncols=columns,
-            columnspacing=1,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.15),
+    with picture(path, 7.2, 7.2) as made:
+        grid = made.subplots(2, 2, sharex=True, sharey=True)
+        for panel, (name, of_panel) in zip(grid.flat, panels(by_setting).items(), strict=True):
+            panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", lw=0)
+            panel.axhline(0, color="0.35", lw=0.8)
+            lost = 0
+            for i, row in enumerate(of_panel):
+                gains = [row.gains(m)[: len(row.accuracies[1.0])] for m in x]
+                mean, low, high = ([f(g) for g in gains] for f in (np.mean, min, max))
+                look = {**line(i, len(of_panel)), "markevery": None}
+                panel.plot(x, mean, label=label(row.setting), **look)
+                panel.fill_between(x, low, high, color=look["color"], alpha=0.08, lw=0)
+                below = [m * 1.06**lost for m, g in zip(x, mean, strict=True) if g < bottom]
+                triangles = {
+                    "color": look["color"],
+                    "ls": "",
+                    "ms": 6,
+                    "clip_on": False,
+                    "zorder": 9,
+                }
+                if below:
+                    lost += 1
+                    panel.plot(below, [bottom + 0.25] * len(below), marker="v", **triangles)
+            panel.set(xscale="log", title=name, ylim=(bottom, 8))
+            panel.set_xticks(x, [f"{m:g}" for m in x])
+            panel.minorticks_off()
+            panel.tick_params(labelbottom=True)
+            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+        for panel in grid.flat:
+            panel.set_xlabel("strength αK/(1−m)")
+        made.supylabel("test accuracy above FedAvg's (points)", fontsize="medium")
+        head(
+            made,
+            "",
+            "Lines: K local steps, the clients of a round; mean over the seeds, and from the worst to the "
+            "best. Grey: FedFOR's default. "
+            f"Triangle: a mean below {bottom:g} points.".replace("-", "−"),
         )
-    panels[0].set(ylabel="test accuracy, points above FedAvg")
-    panels[0].set_ylim(bottom, 8)
-    save(made, path)
 
 
 def draw_default(by_setting: Sequence[Row], path: Path) -> None:
     """Draw the default's gain on FedAvg in each setting: the seeds, their mean and the interval."""
-    made = figure(8.4, 0.29 * len(by_setting) + 0.9)
-    axes, left = made.subplots(), -4.0
-    for y, row in enumerate(reversed(by_setting)):
-        gains = row.gains(DEFAULT)
-        mean, low, high = bounds(gains)
-        colour = "#0072B2" if low >= -1 else "#D55E00"
-        if mean < left:
-            text = f"◄ {mean:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
-            axes.text(left + 0.1, y, text, color=colour, va="center", fontsize=9)
-            continue
-        axes.plot(gains, [y] * len(gains), "|", color=colour, ms=9, alpha=0.6)
-        axes.plot([low, high], [y, y], color=colour, lw=1.6)
-        axes.plot(mean, y, "o", color=colour, ms=6)
-    labels = [f"{NAMES[r.setting.data]}, {label(r.setting)}" for r in reversed(by_setting)]
-    axes.set_yticks(range(len(by_setting)), labels, fontsize=9)
-    axes.axvline(0, color="0.3", lw=1)
-    axes.axvline(-1, color="0.3", lw=1, ls=":")
-    axes.set_xlim(left=left)
-    axes.set_ylim(-0.6, len(by_setting) - 0.4)
-    axes.set_xlabel("FedFOR's default minus FedAvg, points of test accuracy")
-    axes.grid(axis="x", alpha=0.25)
-    save(made, path)
+    left = -4.0
+    with picture(path, 7.2, 0.24 * len(by_setting) + 1.0) as made:
+        axes = made.subplots()
+        axes.axvline(0, color="black", lw=0.8, zorder=1)
+        axes.axvline(-1, color="0.35", lw=0.8, ls=":", zorder=1)
+        for y, row in enumerate(reversed(by_setting)):
+            gains = row.gains(DEFAULT)
+            mean, low, high = bounds(gains)
+            colour, marker = (BLUE, "o") if low >= -1 else (RED, "s")
+            if mean < left:
+                text = f"◄ {mean:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                axes.text(left + 0.1, y, text, color=colour, va="center", bbox=box)
+                continue
+            axes.plot(gains, [y] * len(gains), "|", color=colour, ms=7, alpha=0.6)
+            axes.plot([low, high], [y, y], color=colour, ls="-", lw=1.4)
+            axes.plot(mean, y, marker, color=colour, ms=5)
+        labels = [f"{NAMES[r.setting.data]}, {label(r.setting)}" for r in reversed(by_setting)]
+        axes.set_yticks(range(len(by_setting)), labels)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(left=left)
+        axes.set_ylim(-0.6, len(by_setting) - 0.4)
+        axes.set_xlabel("test accuracy of FedFOR's default minus FedAvg's (points)")
+        key = [
+            Line2D(
+                [],
+                [],
+                color=BLUE,
+                marker="o",
+                ms=5,
+                ls="-",
+                lw=1.4,
+                label="mean and one-sided 95 % bounds",
+            ),
+            Line2D(
+                [],
+                [],
+                color=RED,
+                marker="s",
+                ms=5,
+                ls="-",
+                lw=1.4,
+                label="the lower one is below −1",
+            ),
+            Line2D([], [], color=GREY, marker="|", ms=7, ls="", label="a seed"),
+        ]
+        made.legend(handles=key, loc="outside upper center", ncols=3, frameon=False)
 
 
 def main() -> None:

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from benchmarks.common import (
+    BLUE,
+    RED,
     Results,
     Run,
     Setting,
     chosen,
-    figure,
     parser,
     percent,
-    save,
+    picture,
     table,
 )
 
@@ -89,44 +93,59 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw accuracy against the strength of the pull, a panel for each sweep."""
-    made = figure(9.6, 6.6)
-    for panel, sweep in zip(made.subplots(2, 2).flat, SWEEPS, strict=True):
-        plain = [100 * (a or 0.0) for a in accuracies(results, sweep, 0, False)]
-        panel.axhline(np.mean(plain), color="0.35", lw=1.2, label="FedAvg")
-        panel.axhspan(min(plain), max(plain), color="0.35", alpha=0.12, lw=0)
-        for (implicit, form), colour, marker in zip(
-            FORMS.items(), ("#D55E00", "#0072B2"), "so", strict=True
-        ):
-            accuracy_of = {x: accuracies(results, sweep, x, implicit) for x in sweep.strengths}
-            whole = {
-                x: [100 * v for v in a if v is not None]
-                for x, a in accuracy_of.items()
-                if None not in a
-            }
-            mean = [np.mean(a) for a in whole.values()]
-            panel.plot(list(whole), mean, marker=marker, color=colour, lw=1.8, label=form)
-            low, high = ([f(a) for a in whole.values()] for f in (min, max))
-            panel.fill_between(list(whole), low, high, color=colour, alpha=0.15, lw=0)
-            for x, a in accuracy_of.items():
-                if None in a:
-                    text = f"diverged\n{a.count(None)} of {len(a)}"
-                    at = {"transform": panel.get_xaxis_transform(), "ha": "center", "color": colour}
-                    panel.plot(x, 0.035, "x", color=colour, transform=panel.get_xaxis_transform())
-                    panel.text(x, 0.07, text, fontsize=7, va="bottom", **at)
-        name = "μ" if sweep.method == "FedProx" else "λ"
-        title = f"{sweep.method}, {sweep.setting.who} clients a round, {len(sweep.seeds)} seeds"
-        panel.set(xscale="log", title=title, xlabel=name, ylabel="test accuracy (%)")
-        panel.set_xticks(sweep.strengths, [f"{x:g}" for x in sweep.strengths])
-        panel.minorticks_off()
-        panel.margins(x=0.09)
-        low, high = panel.get_ylim()
-        panel.set_ylim(low - 0.25 * (high - low), high)  # room for what diverged
-        panel.grid(alpha=0.25)
-    made.legend(
-        *panel.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
-    save(made, path)
+    """Draw accuracy against the strength of the pull, a panel for each sweep.
+
+    Below each panel's axis, a strip has a cross for each strength at which a training diverged.
+    """
+    with picture(path, 7.2, 5.4) as made:
+        for panel, sweep in zip(made.subplots(2, 2).flat, SWEEPS, strict=True):
+            _draw_sweep(results, sweep, panel)
+        handles, labels = panel.get_legend_handles_labels()
+        handles += [
+            Patch(color="0.35", alpha=0.15, lw=0),
+            Line2D([], [], color=RED, marker="x", ls="", ms=5),
+        ]
+        labels += ["worst to best seed", "diverged (of the seeds)"]
+        made.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
+
+
+def _draw_sweep(results: Results, sweep: Sweep, panel: Axes) -> None:
+    """Draw one panel."""
+    plain = [100 * (a or 0.0) for a in accuracies(results, sweep, 0, False)]
+    panel.axhline(np.mean(plain), color="0.35", lw=1, label="FedAvg (no pull)")
+    panel.axhspan(min(plain), max(plain), color="0.35", alpha=0.12, lw=0)
+    looks = ((RED, "s", "--", 0.95), (BLUE, "o", "-", 1.05))  # beside each other
+    ends = [*plain]
+    for (implicit, form), (colour, marker, dashes, aside) in zip(FORMS.items(), looks, strict=True):
+        whole = {
+            aside * x: [100 * v for v in a if v is not None]
+            for x in sweep.strengths
+            if None not in (a := accuracies(results, sweep, x, implicit))
+        }
+        mean, low, high = ([f(a) for a in whole.values()] for f in (np.mean, min, max))
+        line = {"marker": marker, "ls": dashes, "lw": 1.3, "ms": 4.5, "label": form}
+        panel.plot([*whole], mean, color=colour, **line)
+        panel.fill_between([*whole], low, high, color=colour, alpha=0.15, lw=0)
+        ends += [*low, *high]
+    bottom, top = max(min(ends), 0), max(ends)
+    room = 0.05 * (top - bottom)
+    strip = {"transform": panel.get_xaxis_transform(), "color": RED}
+    for x in sweep.strengths:
+        reached = accuracies(results, sweep, x, False)
+        if gone := reached.count(None):
+            panel.plot(x, 0.05, "x", ms=5, **strip)
+            panel.text(x, 0.09, f"{gone} of {len(reached)}", ha="center", fontsize=7, **strip)
+    name = "μ" if sweep.method == "FedProx" else "λ"
+    title = f"{sweep.method}, {sweep.setting.who} clients a round, {len(sweep.seeds)} seeds"
+    panel.set(xscale="log", xlabel=f"strength of the pull, {name}", ylabel="test accuracy (%)")
+    panel.set_title(title)
+    panel.set_xticks(sweep.strengths, [f"{x:g}" for x in sweep.strengths])
+    panel.minorticks_off()
+    panel.margins(x=0.09)
+    panel.set_ylim(bottom - room - 0.2 * (top - bottom), top + room)
+    panel.set_yticks([y for y in panel.get_yticks() if bottom - room <= y <= top + room])
+    panel.axhspan(panel.get_ylim()[0], bottom - room, color="white", zorder=1)
+    panel.axhline(bottom - room, color="0.7", lw=0.6)
 
 
 def main() -> None:

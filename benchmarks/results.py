@@ -23,7 +23,7 @@ import pandas as pd
 from scipy import stats
 
 from benchmarks import comparisons
-from benchmarks.common import table
+from benchmarks.common import table, write_png
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files, card_report
 from flwr_regs.experiments.experiment import Experiment, Panel
@@ -340,7 +340,7 @@ def draw(name: str) -> None:
     if bench.ranks:
         look = drawing.Look(font_size=7)
         picture = plots.over_panels(bench.ranks[0], title=bench.experiment.title, look=look)
-        comparisons.png(picture, PICTURES / f"{name}-ranks.png")
+        write_png(picture, PICTURES / f"{name}-ranks.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

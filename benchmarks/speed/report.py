@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, save, table
+from matplotlib.lines import Line2D
+
+from benchmarks.common import BLUE, GREEN, RED, picture, table
 from benchmarks.speed.targets import TARGETS, Found, rows_of
 from benchmarks.speed.timing import ROOT, Row
 
@@ -196,29 +198,79 @@ def _parts(found: Found) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             yield tag, part, taken
 
 
-def draw(found: Found, path: Path) -> None:
-    """Draw clients a second on the small job: the present code, bare loops and other libraries."""
-    bars: dict[str, tuple[float, str]] = {}
-    for row in rows_of(found, TAGS[-1], "clients"):
-        if row["threads"] == 1:
-            name = f"{row['side']}, {row['grid']}" if row["grid"] else row["side"]
-            bars[name] = (row["per-second"]["median"], "#0072B2" if row["grid"] else "#009E73")
+ELSEWHERE = "another library, another run*"
+LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "InProcessGrid": {"color": BLUE, "marker": "o", "mfc": "none"},
+    "StackedGrid": {"color": BLUE, "marker": "o"},
+    "StackedGrid, compile=True": {"color": BLUE, "marker": "D"},
+    "plain torch": {"color": GREEN, "marker": "s"},
+    "another library": {"color": RED, "marker": "^"},
+    ELSEWHERE: {"color": RED, "marker": "^", "mfc": "none"},
+}
+"""What trains -> its dot; a grid is the package's."""
+
+
+Dots = Sequence[tuple[str, Mapping[str, Row]]]
+"""The lines of the picture, the slowest first: a name, and its rows by look."""
+
+
+def dots(found: Found) -> tuple[Dots, Dots]:
+    """Return the package's methods by grid, and what stands beside them: plain loops, other libraries.
+
+    A library that the methods' own run has is taken from there.
+    """
+    methods: dict[str, dict[str, Row]] = {}
+    beside: dict[str, dict[str, Row]] = {}
+    one = [row for row in rows_of(found, TAGS[-1], "clients") if row["threads"] == 1]
+    for row in one:
+        if row["grid"] in LOOKS:
+            methods.setdefault(row["side"], {})[row["grid"]] = row
+        elif not row["grid"]:
+            kind = "plain torch" if row["side"].startswith("bare ") else "another library"
+            beside[row["side"]] = {kind: row}
     for row in rows_of(found, TAGS[-1], "peers"):
         if "skipped" not in row and not row["side"].startswith("FedAvg,"):
-            bars[row["side"]] = (row["per-second"]["median"], "#D55E00")
-    if not bars:
+            beside.setdefault(row["side"], {ELSEWHERE: row})
+
+    def fastest(line: tuple[str, dict[str, Row]]) -> float:
+        return max(float(row["per-second"]["median"]) for row in line[1].values())
+
+    return sorted(methods.items(), key=fastest), sorted(beside.items(), key=fastest)
+
+
+def draw(found: Found, path: Path) -> None:
+    """Draw clients a second on the small job: the present code, plain loops and other libraries.
+
+    What only the run of other libraries has is marked, with what the package reached in that run.
+    """
+    groups = dots(found)
+    if not groups[0]:
         return
-    ordered = sorted(bars.items(), key=lambda bar: bar[1][0])
-    made = figure(8.4, 0.9 + 0.24 * len(ordered))
-    axes = made.subplots()
-    values = [value for _, (value, _) in ordered]
-    axes.barh(range(len(ordered)), values, color=[colour for _, (_, colour) in ordered])
-    for at, value in enumerate(values):
-        axes.text(value * 1.03, at, f"{value:,.0f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=8)
-    axes.set_xscale("log")
-    axes.set_xlim(min(values) / 1.6, max(values) * 1.8)
-    axes.set_xlabel("clients a second, one thread (logarithmic scale)", fontsize=9)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    save(made, path)
+    lines = [*groups[0], ("", {}), *groups[1]]
+    with picture(path, 7.2, 1.2 + 0.2 * len(lines)) as made:
+        axes = made.subplots()
+        for at, (_, rows) in enumerate(lines):
+            for kind, row in rows.items():
+                low, median, high = (row["per-second"][k] for k in ("low", "median", "high"))
+                axes.plot((low, high), (at, at), color=LOOKS[kind]["color"], ls="-", lw=1)
+                axes.plot(median, at, ls="", ms=5, zorder=3, **LOOKS[kind])
+        axes.set_yticks(range(len(lines)), [name for name, _ in lines])
+        axes.tick_params(axis="y", length=0)
+        axes.axhline(len(groups[0]), color="0.6", lw=0.6)
+        axes.set_xscale("log")
+        ticks = [10**power * step for power in range(5) for step in (1, 2, 5)]
+        low, high = axes.get_xlim()
+        shown = [tick for tick in ticks if low <= tick <= high]
+        axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
+        axes.minorticks_off()
+        words = "clients a second on one thread, median and quartiles (logarithmic scale)"
+        for row in rows_of(found, TAGS[-1], "peers"):
+            if row["side"] == "FedAvg, StackedGrid":
+                words += f"\n* there, FedAvg on StackedGrid trained {_range(row['per-second'])}"
+        axes.set_xlabel(words)
+        key = [
+            Line2D([], [], ls="", ms=5, label=kind, **look)
+            for kind, look in LOOKS.items()
+            if any(kind in rows for _, rows in lines)
+        ]
+        made.legend(handles=key, loc="outside upper center", ncols=3, frameon=False)

@@ -11,14 +11,13 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import save  # noqa: E402 (found from there)
+from benchmarks.common import picture  # noqa: E402 (found from there)
 
 LOADS = {  # the libraries that a folder may load
     "experiments": "Flower, torch, …",
@@ -28,12 +27,13 @@ LOADS = {  # the libraries that a folder may load
     "cohort": "torch",
     "client": "torch",
     "server": "numpy",
-    "wire": "numpy; `records`: Flower's record types",
+    "wire": "numpy; records: Flower's record types",
     "chain": "nothing",
     "abilities": "nothing",
     "hook_contexts": "nothing",
     "term": "nothing",
 }
+PITCH, HEIGHT = 1.36, 1.0
 COLOURS = {"Flower": "#f6d9a8", "torch": "#cfe3f5", "numpy": "#d8ecd3", "nothing": "#eeeeee"}
 
 
@@ -56,56 +56,45 @@ def sentence(name: str) -> str:
 
 def draw(target: Path) -> None:
     """Write the picture."""
-    figure = Figure(figsize=(9.2, 8.2), dpi=150)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    axes.set_xlim(0, 10)
     rows = layers()
-    axes.set_ylim(0, 1.55 * len(rows))
-    for i, row in enumerate(reversed(rows)):
-        bottom, width = 1.55 * i + 0.2, (9.6 - 0.3 * (len(row) - 1)) / len(row)
-        for j, name in enumerate(row):
-            left = 0.2 + j * (width + 0.3)
-            colour = next(
-                c for library, c in COLOURS.items() if library in LOADS[name].split("`")[0]
-            )
-            box = FancyBboxPatch(
-                (left, bottom),
-                width,
-                1.1,
-                boxstyle="round,pad=0,rounding_size=0.08",
-                fc=colour,
-                ec="#444444",
-            )
-            axes.add_patch(box)
-            path = ROOT / "flwr_regs" / name
-            title = f"{name}/" if path.is_dir() else f"{name}.py"
-            narrow = len(row) > 2  # the seam, which loads nothing
-            size = 10 if narrow else 12
-            axes.text(
-                left + 0.15, bottom + 0.82, title, fontsize=size, weight="bold", family="monospace"
-            )
-            if not narrow:
-                loads = f"loads {LOADS[name]}"
-                axes.text(left + width - 0.15, bottom + 0.84, loads, fontsize=8, ha="right")
-            said = sentence(name)
-            said = said.partition(":")[0].rstrip(".") + "." if narrow else said
-            words = textwrap.fill(said, int(width * (14 if narrow else 12.5)))
-            axes.text(
-                left + 0.15,
-                bottom + 0.63,
-                words,
-                fontsize=size - 2 if narrow else 9,
-                va="top",
-                linespacing=1.3,
-            )
-        if i:
-            arrow = FancyArrowPatch(
-                (5, bottom - 0.02), (5, bottom - 0.43), arrowstyle="-|>", mutation_scale=14
-            )
-            axes.add_patch(arrow)
-    save(figure, target)
+    with picture(target, 7.6, 0.78 * len(rows) + 0.3) as figure:
+        axes = figure.add_subplot()
+        axes.set_axis_off()
+        axes.set_xlim(0, 10)
+        axes.set_ylim(-0.35, PITCH * len(rows))
+        for i, row in enumerate(reversed(rows)):
+            bottom, width = PITCH * i + 0.2, (9.6 - 0.3 * (len(row) - 1)) / len(row)
+            for j, name in enumerate(row):
+                box(axes, name, 0.2 + j * (width + 0.3), bottom, width, len(row) > 2)
+            if i:
+                ends = (5, bottom - 0.02), (5, bottom - 0.33)
+                arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=11, color="0.25")
+                axes.add_patch(arrow)
+        words = (
+            "Arrow: a folder may import those below it. Colour: the heaviest library that it loads."
+        )
+        axes.text(0.2, -0.15, words, va="center")
+
+
+def box(axes: Axes, name: str, left: float, bottom: float, width: float, narrow: bool) -> None:
+    """Draw a folder, or a `narrow` file of the seam, which loads nothing."""
+    loads = LOADS[name]
+    colour = next(c for library, c in COLOURS.items() if library in loads.partition(";")[0])
+    shape = {"boxstyle": "round,pad=0,rounding_size=0.08", "fc": colour, "ec": "0.3"}
+    axes.add_patch(FancyBboxPatch((left, bottom), width, HEIGHT, **shape))
+    title = f"{name}/" if (ROOT / "flwr_regs" / name).is_dir() else f"{name}.py"
+    bold = {"fontsize": 8 if narrow else 10, "weight": "bold", "family": "monospace"}
+    axes.text(left + 0.15, bottom + HEIGHT - 0.18, title, va="center", **bold)
+    said = sentence(name)
+    if narrow:
+        said = said.partition(":")[0].rstrip(".") + "."
+    else:
+        axes.text(
+            left + width - 0.15, bottom + HEIGHT - 0.18, f"loads {loads}", ha="right", va="center"
+        )
+    words = textwrap.fill(said, int(width * 11.5))
+    size = 7 if narrow else 8
+    axes.text(left + 0.15, bottom + HEIGHT - 0.38, words, fontsize=size, va="top", linespacing=1.2)
 
 
 if __name__ == "__main__":

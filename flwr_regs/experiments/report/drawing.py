@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report.folders import write
 
@@ -18,10 +20,14 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from PIL import Image  # comes with matplotlib
 except ImportError as error:
     raise missing_extra("matplotlib", "a picture") from error
 
 PAD = 0.06  # at the figure's edge
+MARKERS = "osD^vPX*<"
+BYTES = np.array([65536, 256, 1])
+OFTEN, RARE = 48, 80  # colours of a PNG: it looks the same, and is a quarter as large
 
 
 @dataclass(frozen=True)
@@ -65,34 +71,59 @@ class Picture(Figure):
         undated = {"png": "Software", "pdf": "CreationDate"}[kind]
         with style(self.look):
             self.savefig(out, format=kind, dpi=dpi, metadata={undated: None})
-        return out.getvalue()
+        return small_png(Image.open(out).convert("RGB")) if kind == "png" else out.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.rendered("png", self.dpi)
 
 
-def line(index: int, count: int, ordered: bool) -> dict[str, Any]:
-    """Return the colour, dashes, width and layer of line `index` of `count`.
+def small_png(image: Image.Image) -> bytes:
+    """Return an RGB image as a PNG with a palette: its commonest colours, and some that cover the rest."""
+    packed = np.asarray(image) @ BYTES  # one number a pixel: rows of three are slow to sort
+    colours, where, counts = np.unique(packed, return_inverse=True, return_counts=True)
+    levels = colours[:, None] // BYTES % 256
+    often = levels[np.argsort(-counts, kind="stable")[:OFTEN]]
+    rest = image.quantize(RARE, Image.Quantize.MAXCOVERAGE).getpalette() or []
+    palette = np.concatenate([often, np.reshape(rest[: 3 * RARE], (-1, 3))])
+    nearest = ((levels[:, None] - palette) ** 2).sum(-1).argmin(1)  # Pillow's own greys the white
+    indices = nearest.astype(np.uint8)[where.reshape(-1)]
+    small, out = Image.frombytes("P", image.size, indices.tobytes()), io.BytesIO()
+    small.putpalette(palette.astype(np.uint8).tobytes())
+    small.save(out, "png", optimize=True)
+    return out.getvalue()
 
-    Later lines are thinner, and dashed lines lie above solid ones, so that one of two equal lines shows
-    through the other.
+
+def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
+    """Return the look of line `index` of `count`: colour, dashes, width, layer and markers.
+
+    No two of the first 40 have the same colour and dashes, and no two of 360 the same marker too. Later
+    lines are thinner, and dashed lines lie above solid ones, so that one of two equal lines shows through
+    the other; their markers stand at other places.
     """
-    cycle = rcParams["axes.prop_cycle"].by_key()
-    colour, dashes = (cycle[name][index % 35] for name in ("color", "linestyle"))
+    cycle = [*rcParams["axes.prop_cycle"]]
+    colour, dashes = (cycle[index % len(cycle)][name] for name in ("color", "linestyle"))
     if ordered:  # the map's last colours are too light for a line on white
         colour = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
-    width, layer = 1.1 + 0.7 / (1 + index), 3 + (dashes != "-") + index / 1000
-    return {"color": colour, "linestyle": dashes, "linewidth": width, "zorder": layer}
+    return {
+        "color": colour,
+        "linestyle": dashes,
+        "linewidth": 1.1 + 0.7 / (1 + index),
+        "zorder": 3 + (dashes != "-") + index / 1000,
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 0.4 * rcParams["font.size"],
+        "markevery": (0.02 + 0.12 * index / count, 0.12),  # of the axes' diagonal
+    }
 
 
 def wrap(text: str, width: float, scale: float = 1.0) -> str:
     """Break a text of `scale` times the font's size into lines of about `width`.
 
-    It breaks after a space or one of ``,;+/``, or a bracket of a call, and only as a last resort anywhere.
+    It breaks after a space or one of ``,;+/``, or a bracket of a call; if there is none, after ``=``, and
+    only as a last resort anywhere.
     """
     most = max(int(width * 72 / (0.62 * scale * rcParams["font.size"])), 8)
     gap = r"(?:(?<=[ ,;+/])|(?<=\w\()|$)"
-    lines = re.findall(rf"\S.{{0,{most - 1}}}{gap}|\S.{{0,{most - 1}}}", text)
+    lines = re.findall("|".join(rf"\S.{{0,{most - 1}}}{end}" for end in (gap, "(?<==)", "")), text)
     return "\n".join(line.strip() for line in lines)
 
 
@@ -105,9 +136,8 @@ def head(picture: Picture, title: str, caption: str) -> None:
     picture.supxlabel(wrap(caption, width), fontsize="medium", gid="caption", **place)
 
 
-def finish(picture: Picture, axes: Axes, height: float, title: str, caption: str) -> None:
-    """Write title and caption, and make the picture as high as it takes for the axes to have `height`."""
-    head(picture, title, caption)
+def finish(picture: Picture, axes: Axes, height: float) -> None:
+    """Make the picture as high as it takes for the axes to have `height`, if the look has no size."""
     if picture.look.size is None:
         picture.set_figheight(height + 3)  # room for a first layout
         for _ in range(2):  # the ticks depend on the axes' size, and their room on the ticks

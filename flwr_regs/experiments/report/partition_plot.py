@@ -151,7 +151,8 @@ def label_counts(
         each = f"{totals.min():,} to {totals.max():,} (median {np.median(totals):,.0f})"
         who = who or f"{many} {column}s hold"
         caption = f"{who} {totals.sum():,} examples of {classes} {plural}, each {each}."
-        drawing.finish(picture, axes, tall, title, caption)
+        drawing.head(picture, title, caption)
+        drawing.finish(picture, axes, tall)
         digit = 0.53 * look.font_size / 72  # a small digit's width
         room = (axes.bbox.width / picture.dpi / many - 0.02) / digit
         if counts.size <= MOST and len(f"{most:,}") < room:
@@ -179,13 +180,14 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
         axes.set(xlabel="round", ylabel="class of the example")
         if table.size <= MOST:
             for (x, y), label in np.ndenumerate(table):
-                colour = "white" if label < 0.6 * classes else "black"
+                colour = "white" if label < 0.2 * classes else "black"
                 _write(axes, x, y, label, "0.6" if unmoved[x, y] else colour)
         caption = (
             "A cell is the label that a class has in a round, coloured if it is not its own. "
             f"In {rounds - 1} rounds, two labels swap {swapped} times."
         )
-        drawing.finish(picture, axes, min(max(0.2 * classes, 1.4), 4.5), title, caption)
+        drawing.head(picture, title, caption)
+        drawing.finish(picture, axes, min(max(0.2 * classes, 1.4), 4.5))
     return picture
 
 

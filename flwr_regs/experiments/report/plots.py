@@ -20,6 +20,12 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import (
+    Affine2D,
+    BboxTransformTo,
+    ScaledTranslation,
+    blended_transform_factory,
+)
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
@@ -28,9 +34,9 @@ from flwr_regs.experiments.report.statistics import LEVEL, Ranks
 
 X = {
     "round": "round",
-    "megabytes": "megabytes per client, down and up",
-    "seconds": "seconds",
-    "hours": "estimated hours on phones (Field Guide, Eqs. 9 and 10)",
+    "megabytes": "traffic per client, down and up (MB)",
+    "seconds": "time of training (s)",
+    "hours": "estimated time on phones (hours; Field Guide, Eqs. 9 and 10)",
     "clients": "share of the clients with at most this accuracy (%)",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
@@ -57,9 +63,9 @@ def over_rounds(
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), and
-    there is none for one seed. The mean is taken round by round, over the rounds that all seeds have: with
-    ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
+    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), as
+    far as values can be, and there is none for one seed. The mean is taken round by round, over the rounds
+    that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
     kinds is also a thin line to its last finite y, with a cross there, and the label counts them.
@@ -106,7 +112,9 @@ def over_rounds(
                 text += f" ({ended.sum()}\u00a0of\u00a0{len(ended)}\u00a0stopped)"
             of_label = of_label[of_label[x] > 0] if log else of_label
             broken = of_label["stopped"]
-            end = _draw_mean(axes, of_label[~broken], band, line)
+            shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
+            most = 100 if y == "accuracy" else np.inf
+            end = _draw_mean(axes, of_label[~broken], band, line, shade, most)
             end = max(end, _draw_broken(axes, of_label[broken], line), key=lambda xy: xy[1])
             lines.append((*end, text, line))
         if target is not None:
@@ -116,30 +124,37 @@ def over_rounds(
         axes.margins(x=0.015, y=0.04)
         if y == "accuracy":
             low, top = axes.get_ylim()
-            axes.set_ylim(max(low, -4), min(top, 104))
+            axes.set_ylim(max(low, -1), min(top, 101))  # half a line's width beyond what can be
             axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
         elif _wide(points[y]):
             axes.set_yscale("log")
         if log:
             axes.set_xscale("log")
+            low, top = axes.get_xlim()
+            steps = (1, 2, 5) if top < 1000 * low else (1,)
+            axes.xaxis.set_major_locator(LogLocator(subs=steps))
             axes.xaxis.set_major_formatter(FuncFormatter(_plain))
             axes.xaxis.set_minor_formatter(NullFormatter())
         elif x == "round":
+            axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
         axes.set(xlabel=X[x], ylabel=Y[y])
-        height = _label_ends(picture, axes, lines, heading)
         words = seeds_in_words(seeds.to_dict())
         caption = f"{words}." if words else ""
         if seeds.max() > 1:
             caption = f"{BANDS[band]}{caption}"
+        if x == "round" and points["x"].min() == 1:
+            caption += " There is no test before round 1."
         if points["stopped"].any():
             caption += " Thin line with a cross: a run that stopped there"
             if points["filled"].any():
                 caption += "; if it diverged, it counts in the mean as untrained from there."
             else:
                 caption += "; it is in no mean." if words else "; none finished."
-        drawing.finish(picture, axes, height, title, caption.strip())
+        drawing.head(picture, title, caption.strip())  # they take room from labels
+        height = _label_ends(picture, axes, lines, heading)
+        drawing.finish(picture, axes, height)
     return picture
 
 
@@ -165,9 +180,17 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
 
 
 def _draw_mean(
-    axes: Axes, points: pd.DataFrame, band: str, line: dict[str, Any]
+    axes: Axes,
+    points: pd.DataFrame,
+    band: str,
+    line: dict[str, Any],
+    shade: float,
+    most: float,
 ) -> tuple[float, float]:
-    """Draw the mean of a method's whole runs and its band; return the point at which its line ends."""
+    """Draw the mean of a method's whole runs and its band; return the point at which its line ends.
+
+    The band ends at 0 and at `most`, beyond which no value can be.
+    """
     seeds = points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
@@ -180,24 +203,25 @@ def _draw_mean(
     low, high = mean - spread, mean + spread
     if band == "second best":
         mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
+    low, high = low.clip(lower=0), high.clip(upper=most)
     if seeds > 1:
-        fill: dict[str, Any] = {"color": line["color"], "alpha": 0.16, "linewidth": 0, "zorder": 2}
+        fill: dict[str, Any] = {"color": line["color"], "alpha": shade, "linewidth": 0, "zorder": 2}
         axes.fill_between(across, low, high, gid=f"band {label}", **fill)
-    dot: dict[str, Any] = {"marker": "o", "markersize": 4} if len(mean) == 1 else {}
-    axes.plot(across, mean, gid=f"mean {label}", **line, **dot)
+    every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure
+    axes.plot(across, mean, gid=f"mean {label}", **{**line, "markevery": every})
     return float(across.iloc[-1]), float(mean.iloc[-1])
 
 
 def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> tuple[float, float]:
     """Draw a method's broken runs; return the point at which the highest one ends."""
     ends = [(-np.inf, -np.inf)]
-    thin = {**line, "linestyle": "-", "linewidth": 0.6}
-    cross: dict[str, Any] = {"marker": "x", "markersize": 4.5, "markeredgewidth": 1}
+    thin = {**line, "linestyle": "-", "linewidth": 0.6, "marker": "", "markevery": None}
+    cross: dict[str, Any] = {**thin, "marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for (label, _), run in points.groupby(["label", "seed"]):
         run = run[np.isfinite(run["y"]).cummin()]
         axes.plot(run["x"], run["y"], gid=f"stopped {label}", **thin)
         last = run[-1:]
-        axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **thin, **cross)
+        axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **cross)
         ends += zip(last["x"], last["y"], strict=True)
     return max(ends, key=lambda xy: xy[1])
 
@@ -210,22 +234,23 @@ def _label_ends(
 ) -> float:
     """Write each line's label beside its end, right of the axes; return the axes' height, in inches.
 
-    A piece of the line leads to the label. Labels stand in the order of the ends, and none covers another.
+    A piece of the line is before the label. Labels stand in the order of the ends, near their heights if
+    there is room, and none covers another.
     """
     width = picture.get_figwidth()
     lines = sorted(lines, key=lambda line: -line[1])
-    texts = [drawing.wrap(text, 0.22 * width) for _, _, text, _ in lines]
+    room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
+    texts = [drawing.wrap(text, room) for _, _, text, _ in lines]
     row = 1.35 * rcParams["font.size"] / 72
     sizes = np.array([row * (1 + text.count("\n")) for text in texts])
     height = max(3.1, float(1.02 * sizes.sum()))
+    if picture.look.size:
+        picture.draw_without_rendering()
+        height = axes.bbox.height / picture.dpi
     sizes /= height
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    (left, _), (low, high) = axes.get_xlim(), axes.get_ylim()
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [
-        to_axes.transform((min(max(x, left), right), min(max(y, low), high)))
-        for x, y, _, _ in lines
-    ]
-    places = np.array([y for _, y in ends])
+    places = np.array([to_axes.transform((left, min(max(y, low), high)))[1] for _, y, *_ in lines])
     edge = 1.0
     for i, size in enumerate(sizes):  # down from the top, then up from the bottom
         places[i] = min(places[i], edge - size / 2)
@@ -234,14 +259,16 @@ def _label_ends(
     for i, size in reversed([*enumerate(sizes)]):
         places[i] = max(places[i], edge + size / 2)
         edge = places[i] + size / 2
-    beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
-    for (x, y), place, text, (*_, line) in zip(ends, places, texts, lines, strict=True):
-        thin = {**line, "linewidth": 0.5, "linestyle": "-", "alpha": 0.6}
-        axes.add_line(Line2D([x, 1, 1.02], [y, y, place], **beside, **thin))
-        axes.add_line(Line2D([1.02, 1.075], [place, place], **beside, **line))
-        axes.text(1.085, place, text, va="center", parse_math=False, gid="label", **beside)
+    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
+    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
+    where = blended_transform_factory(right, axes.transAxes)
+    beside: dict[str, Any] = {"transform": where, "clip_on": False}
+    for place, text, (*_, line) in zip(places, texts, lines, strict=True):
+        sample = Line2D([0.8, 2, 3.2], [place] * 3, **beside, **{**line, "markevery": [1]})
+        axes.add_line(sample)
+        axes.text(3.9, place, text, va="center", parse_math=False, gid="label", **beside)
     if heading:
-        axes.text(1.02, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
     return height
 
 
@@ -257,14 +284,13 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         axes = picture.add_subplot()
         rows = np.arange(len(names))
         axes.plot(means, rows, "o", color="black", markersize=3.5, gid="ranks")
-        colour = drawing.line(1, 3, False)["color"]
         gap = 0.03 * len(names)
         for number, (first, last) in enumerate(groups):
             across = len(names) + gap * (1 + number)
-            bar: dict[str, Any] = {"linewidth": 2, "linestyle": "-", "color": colour}
+            bar: dict[str, Any] = {"linewidth": 2, "linestyle": "-", "color": "0.5"}
             axes.plot((across, across), (first, last), gid="group", **bar)
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
-        axes.text(1, -1.5, f"critical difference {ranks.critical:.2f}", gid="label")
+        axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
         short = [name.partition("(")[0] for name in names]
         shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
         axes.set_yticks(rows, [drawing.wrap(name, 1.9) for name in shown], parse_math=False)
@@ -277,10 +303,11 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         apart = "" if ranks.p < LEVEL else ": the ranks show no difference at all"
         caption = (
             f"Ranks over {ranks.blocks} panels by the mean over seeds. Friedman's test: p = "
-            f"{ranks.p:.2g}{apart}. Bars join methods whose mean ranks differ by less than Nemenyi's "
+            f"{ranks.p:.2g}{apart}. Grey bars join methods whose mean ranks differ by less than Nemenyi's "
             "critical difference."
         )
-        drawing.finish(picture, axes, 0.17 * (len(names) + 3), title, caption)
+        drawing.head(picture, title, caption)
+        drawing.finish(picture, axes, 0.021 * look.font_size * (len(names) + 3))
     return picture
 
 
@@ -296,7 +323,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
     labels, keys = [*trials["label"].unique()], [*trials.columns.drop(["label", "accuracy"])]
     columns = min(len(labels), 4)
     with drawing.style(look):
-        picture, circled = Picture(look), drawing.line(2, 3, False)["color"]
+        picture, circled = Picture(look), drawing.line(2, 3)["color"]
         low, high = trials["accuracy"].min(), trials["accuracy"].max()
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):

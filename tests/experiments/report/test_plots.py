@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image
 
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.partition.client_data import client_data_of
@@ -105,7 +107,8 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     spread = values.std(0, ddof=1) * (3.182446 / 2 if interval else 1)  # t(0.975, 3), 4 seeds
     edges = band.get_paths()[0].vertices
     for edge in (values.mean(0) - spread, values.mean(0) + spread):
-        for point in zip(expected, edge, strict=True):
+        within = edge.clip(0, 100 if y == "accuracy" else None)
+        for point in zip(expected, within, strict=True):
             assert np.isclose(edges, point, rtol=1e-6).all(axis=1).any()
     ends = zip(artists(figure, "stopped A"), artists(figure, "cross A"), strict=True)
     for wanted, (thin, cross) in zip(([10, 20, 15], [10, 30, 40]), ends, strict=True):
@@ -219,6 +222,47 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
     wanted = [*ends, "target 92.5 %"]
     wanted.sort(key=lambda label: -ends.get(label, 92.5))
     assert text_of(figure, "label").replace(" ", "") == "|".join(wanted).replace(" ", "")
+
+
+def test_labels_have_room_in_a_picture_of_the_users_size() -> None:
+    ends = {"FedAdagrad": 95, "FedAvg": 94, "SlowMo": 93}
+    curves = [run(label, 1, [10, end]) for label, end in ends.items()]
+    assert_legible(drawn(curves, target=92, look=Look(size=(4.6, 3.0))))
+
+
+def test_no_two_lines_look_alike() -> None:
+    with drawing.style(Look()):
+        looks = [drawing.line(i, 40) for i in range(40)]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 40
+    assert len({look["color"] for look in looks[:8]}) == 8
+    assert len({look["marker"] for look in looks[:9]}) == 9
+
+
+def test_limits_are_what_can_be() -> None:
+    curves = [run("A", k, [0, 100 - k, 100], start=1) for k in (0, 60)]
+    figure = drawn(curves)
+    low, high = figure.axes[0].get_ylim()
+    assert -1 <= low <= 0
+    assert 100 <= high <= 101
+    (band,) = artists(figure, "band A")
+    edges = band.get_paths()[0].vertices[:, 1]
+    assert (edges.min(), edges.max()) == (0, 100)
+    assert figure.axes[0].get_xlim()[0] <= 0  # round 0, though it has no test
+    assert "no test before round 1" in text_of(figure, "caption")
+    assert "no test" not in text_of(drawn([run("A", 1, [0, 100])]), "caption")
+
+
+def test_a_png_has_few_colours_and_keeps_those_of_the_lines() -> None:
+    figure = drawn([run(f"{i}", 1, [10, 20 + i]) for i in range(8)])
+    image = Image.open(io.BytesIO(figure.rendered("png", 100)))
+    assert image.mode == "P"
+    colours = {colour for _, colour in image.convert("RGB").getcolors()}
+    with drawing.style(Look()):
+        wanted = {drawing.line(i, 8)["color"] for i in range(8)}
+    assert {
+        (255, 255, 255),
+        *(tuple(bytes.fromhex(colour.strip("#"))) for colour in wanted),
+    } <= colours
 
 
 @pytest.mark.parametrize(
