@@ -1,7 +1,5 @@
 """What several test files need: a small model, unequal clients, and a run in one process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A law is stated once. A product shows that it holds for options that could only 
 sample in which every option occurs finds what a product finds, if not as soon.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

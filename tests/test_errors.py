@@ -1,7 +1,5 @@
 """A user's mistakes: each ends in one sentence that says what was given, what is expected, and where."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What a term of one's own is told, and may have a say in, written against `flwr_regs` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Terms and chains: derivatives against the penalties, composition rules, configs."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What a term of a user's own meets when clients lie, abilities meet, or something raises in between."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Some of ten clients lie: a training in one process, and its accuracy beside the honest one's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

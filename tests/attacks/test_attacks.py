@@ -4,8 +4,6 @@ A row is a lie, the methods that it is told to, and the settings under which it 
 nothing. ``-m full`` plays every row with every method that it concerns, and invents more.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

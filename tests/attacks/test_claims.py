@@ -1,7 +1,5 @@
 """What a client says of itself multiplies its influence by a bound at most."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A killed process is a fork of this one, so that a hundred of them need not impor
 kills and damages are played; ``-m full`` plays them in bulk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

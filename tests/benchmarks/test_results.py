@@ -1,7 +1,5 @@
 """Pages of results are made of kept runs: what is decided there, and the papers' claims."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

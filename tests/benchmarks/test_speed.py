@@ -1,7 +1,5 @@
 """The measurements of speed: each runs, and its sides do the same job."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

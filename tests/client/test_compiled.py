@@ -1,7 +1,5 @@
 """Compiled models: names, hooks, and which steps run compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Fisher information: against hand-written and plain backpropagation, one sample at a time."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -1,7 +1,5 @@
 """What a round loads into a client's model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The training loop: what it does with data, optimisers, odd models, and bad input."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """What a client remembers: the rule, against a plain statement of it; and through Flower's messages."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The optimiser that a round's config describes: against plain loops, and with every method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A client's round draws from its own seed, whatever else the process has drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

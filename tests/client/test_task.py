@@ -1,7 +1,5 @@
 """Batches as pairs, logits in outputs, and the model's own loss: what is found, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

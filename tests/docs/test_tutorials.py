@@ -1,7 +1,5 @@
 """The code and the commands in the documents run as they stand there."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

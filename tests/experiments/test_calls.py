@@ -1,7 +1,5 @@
 """Methods as calls: what is parsed, and what is built; commands.txt has what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

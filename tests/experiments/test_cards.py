@@ -3,8 +3,6 @@
 commands.txt has what is refused.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import tomllib

@@ -3,8 +3,6 @@
 commands.txt has what it prints, and what it refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

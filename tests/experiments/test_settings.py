@@ -1,7 +1,5 @@
 """Settings: what is refused, what does nothing, what they make of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

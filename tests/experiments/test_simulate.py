@@ -1,7 +1,5 @@
 """``flwr_regs.simulate``: three lines, quiet, and the command line's numbers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cohorts that train in a stack and one by one, to compare them: small models, unequal data, two grids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen parameters: what `initial_arrays` holds travels; the rest is the same on all clients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clients of this process: known without messages, and saved if they hold something."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training leaves the process as its user has it: collector, children, random states, threads."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A run that was broken off and resumed equals the unbroken one to the bit, whatever the method."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """A stack is its clients one by one: the same replies, states and histories, up to rounding."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable

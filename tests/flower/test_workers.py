@@ -1,7 +1,5 @@
 """InProcessGrid with workers: the same bits as without, whatever the method, and whatever a client does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

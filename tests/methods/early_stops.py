@@ -1,7 +1,5 @@
 """A run in which some clients stop early and one forgets, beside its oracle's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every two methods of the registry, joined by ``+``: they train together, or are refused with a reason."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

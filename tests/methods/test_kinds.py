@@ -1,7 +1,5 @@
 """Kinds of batches, outputs and models: each row of docs/models.md equals plain batches, or is refused."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The laws of flwr_regs.testing, run for each case of tests/laws.py; and laws of no method."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

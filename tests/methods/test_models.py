@@ -1,7 +1,5 @@
 """Kinds of models against methods: each cell trains, or is refused with a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

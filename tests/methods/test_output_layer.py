@@ -1,7 +1,5 @@
 """The output layer that a method reads: said once, in the history, and refused if it is not one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A pair that composes runs through Flower's messages and must give the model of p
 the papers' formulas (oracles/pairs.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What methods refuse: settings at their bounds, terms beside each other, configs, clients' optimisers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

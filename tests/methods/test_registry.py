@@ -1,7 +1,5 @@
 """The registry: names, and what its rows say against runs, hooks and the documents."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Robust aggregators with every kind of method: one hostile client moves the model boundedly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any

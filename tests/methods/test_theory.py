@@ -3,8 +3,6 @@
 Clients have the losses ``a_k/2 (v − c_k)²``: see :mod:`flwr_regs.testing.problem`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

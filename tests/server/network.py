@@ -1,7 +1,5 @@
 """Clients in plain numpy behind the server's network: no Flower, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """A reply becomes a value or a named failure; a step over all of them finds the culprits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

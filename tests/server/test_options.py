@@ -1,7 +1,5 @@
 """A strategy's settings: each row of the two tables refuses what it says, with its own sentence."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
 from typing import Any, ClassVar

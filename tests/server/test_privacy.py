@@ -1,7 +1,5 @@
 """Central DP against an oracle, its epsilon, and Flower's mods beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A training on the server's own values: whole rounds over a network of numpy clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

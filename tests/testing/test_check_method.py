@@ -1,7 +1,5 @@
 """check_method passes a right method, and catches a wrong one for each law, by the law's name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

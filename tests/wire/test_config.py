@@ -1,7 +1,5 @@
 """The nearest name: what a user may have meant."""
 
-from __future__ import annotations
-
 from flwr_regs.wire.config import nearest
 
 SETTINGS = ["lr", "batch-size", "local-epochs", "dirichlet-alpha", "num-clients", "seed"]

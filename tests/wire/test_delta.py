@@ -1,7 +1,5 @@
 """What comes of a decoder, and of bytes that a method's decoder cannot read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

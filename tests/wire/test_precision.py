@@ -1,7 +1,5 @@
 """Half precision on the wire: what is rounded, where, and what it does not go with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

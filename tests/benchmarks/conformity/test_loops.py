@@ -1,7 +1,5 @@
 """The kit's loops are the papers', by the oracles; and each behaviour does what its name says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

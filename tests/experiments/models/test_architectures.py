@@ -1,7 +1,5 @@
 """The comparison's models: their layers, sizes and weights, for the data's shape and any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures: what the drawn artists say, and that no text covers another. Nothing is read from pixels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

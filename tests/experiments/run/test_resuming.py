@@ -1,7 +1,5 @@
 """Commands that are stopped or killed: what ends with them, what is kept, and how they go on."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Flower's own strategies with our clients: refused, so that no run completes without training."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/examples/numpy-client: a client that knows only docs/protocol.md, beside the package's own."""
 
-from __future__ import annotations
-
 import runpy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A method in a training loop of one's own equals the package's client; mistakes are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Methods that change the server alone: any client of Flower's works with them, as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What a client keeps to itself: entries that no server gets, and state on the client's own disk."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

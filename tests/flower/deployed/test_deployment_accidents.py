@@ -1,7 +1,5 @@
 """Accidents on a real federation: the run goes on or is resumed, and the history names what was lost."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 from collections.abc import Callable, Iterator, Sequence

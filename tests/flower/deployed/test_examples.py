@@ -1,7 +1,5 @@
 """The examples run as written and learn."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import tomllib

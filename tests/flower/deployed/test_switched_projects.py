@@ -1,7 +1,5 @@
 """Projects of this Flower change to FedFOR as docs/migration.md says, with the wheel, on SuperNodes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """MOON, FedNTD, FedLC, FedRS and FedGKD beyond the laws: what they see, keep, refuse and go with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

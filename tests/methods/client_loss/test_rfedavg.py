@@ -1,7 +1,5 @@
 """rFedAvg's own promises: features, the second exchange, bytes, privacy."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """EFL beyond the laws: what ST keeps, coded steps (equal bits, catching up), and incomplete clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """FedADC beyond the laws: bytes, K_k, distillation, class-covering cohorts, and overlap."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FedCurv beyond the laws: rounded sums, and where the server lacks the model for v̂_k = u_k ⊙ v_k."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

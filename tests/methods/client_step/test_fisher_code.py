@@ -1,7 +1,5 @@
 """How EFL's sums travel: their code, uploads that lie, rounds without new ones, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Implicit steps of quadratic pulls: their stability, and when a warning asks for them."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

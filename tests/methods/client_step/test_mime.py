@@ -1,7 +1,5 @@
 """Mime and MimeLite beyond the laws: who counts in c, the second gradient of a step, robust aggregators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

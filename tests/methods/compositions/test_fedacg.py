@@ -1,7 +1,5 @@
 """FedACG beyond the laws: Nesterov's SGD on the server, and the model that its paper reports."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FedSpeed and FedSMOO beyond the laws: without a perturbation they are FedDyn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

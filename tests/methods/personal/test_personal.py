@@ -1,7 +1,5 @@
 """Clients' own models (Ditto, APFL, FedBABU, FedAMP, calibration): trained, evaluated, lost, saved."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Aggregators against plain loops, and what they make of a whole round."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

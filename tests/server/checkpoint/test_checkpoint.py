@@ -1,7 +1,5 @@
 """Checkpoints on the disk: values come back to the bit, damage is refused, no failure loses the last."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -5,8 +5,6 @@ only errors. A `Playback` serves these replies again, with that client's damaged
 refused, the run must equal the recorded one to the bit.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

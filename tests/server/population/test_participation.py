@@ -1,7 +1,5 @@
 """Who takes part in a round, and which round of the schedule it is."""
 
-from __future__ import annotations
-
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
