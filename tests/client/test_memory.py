@@ -10,14 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from flwr_regs import (
-    ClientContext,
-    Private,
-    RegClient,
-    RegStrategy,
-    Term,
-    client_app,
-)
+import flwr_regs as fr
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.memory import Folder, begin, end, label, latest
@@ -29,18 +22,18 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class IfUsed(Term):
+class IfUsed(fr.Term):
     name: ClassVar[str] = "if-used"
 
 
 @dataclass(frozen=True)
-class Always(Term):
+class Always(fr.Term):
     name: ClassVar[str] = "always"
     keeps: ClassVar[str] = "always"
 
 
 @dataclass(frozen=True)
-class Back(Term, TakesBack):
+class Back(fr.Term, TakesBack):
     """Notes which rounds were not used."""
 
     name: ClassVar[str] = "back"
@@ -269,12 +262,12 @@ def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
 
 
 @dataclass(frozen=True)
-class Count(Term):
+class Count(fr.Term):
     """Counts the rounds of a client, and uploads the count before the round."""
 
     name: ClassVar[str] = "count"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         before = ctx.client.get("n", torch.zeros(()))
         return delta, {"n": before}, {"n": before + 1}
 
@@ -291,12 +284,12 @@ DROPPED = [{}, {1: 1}, {1: 2}, {}]  # client 1 is incomplete, and dropped, in ro
 
 
 @dataclass(frozen=True)
-class Asked(Term, Probes):
+class Asked(fr.Term, Probes):
     """Keeps what its probe measured until the round ends, and from then on if the round was used."""
 
     name: ClassVar[str] = "asked"
 
-    def probe(self, ctx: ClientContext) -> Any:
+    def probe(self, ctx: fr.ClientContext) -> Any:
         return {"n": ctx.client.get("n", torch.zeros(()))}, {
             "n": ctx.client.get("n", torch.zeros(())) + 1
         }
@@ -304,7 +297,7 @@ class Asked(Term, Probes):
     def answer(self, probes: Any) -> Any:
         return {pid: {} for pid in probes}
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         return delta, {"seen": ctx.client["n"]}, {"n": ctx.client["n"]}
 
     def update(self, server: Any, delta: Arrays, uploads: Any, ctx: Any) -> Any:
@@ -322,7 +315,7 @@ class AskedAlways(Asked):
 class ReturnAll(Count, TakesBack):
     """Sends its slot with the update, and keeps what it does not send: half of both."""
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         whole = {n: d + ctx.client.get(n, 0 * d) for n, d in delta.items()}
         sent = {n: w / 2 for n, w in whole.items()}
         return sent, {"n": sum(w.sum() for w in whole.values())}, sent
@@ -340,17 +333,17 @@ def test_a_repeated_round_has_been_once(kind: Any) -> None:
     ends: list[Any] = []
     for times in (1, 3):
         data = make_clients()
-        client = budgeted(RegClient, DROPPED)
+        client = budgeted(fr.RegClient, DROPPED)
 
         def client_fn(context: Any, data: Any = data, client: Any = client) -> Any:
             mine = data[context.node_config["partition-id"]]
-            kinds = [Private, kind]
+            kinds = [fr.Private, kind]
             return client(make_model(batch_norm=True), mine, device="cpu", terms=kinds)
 
-        grid = RepeatingGrid(client_app(client_fn), 4)
+        grid = RepeatingGrid(fr.client_app(client_fn), 4)
         grid.times = times
-        terms = [Private("1.*"), kind()]
-        strategy = RegStrategy(terms, seed=3, incomplete="drop", fraction_evaluate=0.0)
+        terms = [fr.Private("1.*"), kind()]
+        strategy = fr.RegStrategy(terms, seed=3, incomplete="drop", fraction_evaluate=0.0)
         start = ArrayRecord(make_model(batch_norm=True).state_dict())
         strategy.start(grid, start, 4, train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}))
         mine = [

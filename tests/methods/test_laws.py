@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_regs import (
-    METHODS,
-    FedAvg,
-    FedAvgClient,
-)
+import flwr_regs as fr
 from flwr_regs.testing import LAWS, Law, Method
 from tests.conftest import close, run
 from tests.laws import CASES
@@ -52,7 +48,7 @@ NOTHING_KEPT = ("SCAFFOLD-server", "SCAFFOLD-server-1", "EFL-down", "EFL-sums-16
 
 
 def keeps(case: Method) -> bool:
-    return bool(METHODS[case.strategy.__name__].state) and case.name not in NOTHING_KEPT
+    return bool(fr.METHODS[case.strategy.__name__].state) and case.name not in NOTHING_KEPT
 
 
 @pytest.mark.parametrize(
@@ -90,8 +86,8 @@ def test_two_runs_give_equal_bits() -> None:
             torch.rand(noise)
             return made
 
-        strategy = FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
-        return run(strategy, FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
+        strategy = fr.FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
+        return run(strategy, fr.FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
 
     first = once(1)
     close(first, once(2), 0.0)

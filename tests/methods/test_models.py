@@ -13,7 +13,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed, client_app
 from flwr_regs.server.exchange.replies import agreed
 from tests.conftest import Batch, close
 from tests.laws import CASES
@@ -245,11 +244,11 @@ def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
         own_data = kind.data(context.node_config["partition-id"], kind.dtype)
         return method.client(kind.model(), own_data, own_data, device="cpu", **kwargs)
 
-    return client_app(client_fn)
+    return fr.client_app(client_fn)
 
 
 def train(
-    kind: Kind, method: Method, rounds: int = 3, grid: Any = InProcessGrid, **kwargs: Any
+    kind: Kind, method: Method, rounds: int = 3, grid: Any = fr.InProcessGrid, **kwargs: Any
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Return (the strategy, the global model by name)."""
     extra = {"patterns": kind.private} if method.name == "FedPer" else {}
@@ -285,7 +284,7 @@ CELLS = list(product(KINDS, METHODS))
 
 @sampled("kind,method", [c for c in CELLS if refusal(*c)], 1, lambda v: v.name)
 def test_what_does_not_train_is_refused_with_a_sentence(kind: Kind, method: Method) -> None:
-    with pytest.raises((ValueError, RoundFailed), match=refusal(kind, method)):
+    with pytest.raises((ValueError, fr.RoundFailed), match=refusal(kind, method)):
         train(kind, method)
 
 
@@ -386,16 +385,16 @@ def test_tied_weights_that_came_apart_are_refused() -> None:
     arrays = TIED.arrays()
     arrays["b.weight"] = Array(arrays["b.weight"].numpy() + 1)
     strategy = fr.FedAvg()
-    with pytest.raises(RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
+    with pytest.raises(fr.RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
         strategy.start(
-            InProcessGrid(app_of(TIED, METHODS[0]), 2),
+            fr.InProcessGrid(app_of(TIED, METHODS[0]), 2),
             arrays,
             train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
         )
 
 
 def test_tied_weights_are_private_as_a_whole() -> None:
-    with pytest.raises(RoundFailed, match="only one of the two names is private"):
+    with pytest.raises(fr.RoundFailed, match="only one of the two names is private"):
         train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     assert got.keys() == {"head.weight", "head.bias"}

@@ -8,7 +8,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed
 from flwr_regs.client.measure.classifier import makes
 from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.testing.problem import app_of
@@ -44,7 +43,7 @@ def train(reader: str, model: Any = make_model, **settings: Any) -> Any:
     strategy, client, evaluate = READERS[reader]
     made = strategy()
     made.start(
-        InProcessGrid(app_of(client, make_clients(), model, **settings), 4),
+        fr.InProcessGrid(app_of(client, make_clients(), model, **settings), 4),
         ArrayRecord(model().state_dict()),
         num_rounds=2,
         train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
@@ -71,7 +70,7 @@ def test_clients_with_other_layers_are_named_one_by_one() -> None:
     ],
 )
 def test_a_last_layer_that_makes_no_logits_is_an_error(reader: str, use: str, why: str) -> None:
-    with pytest.raises(RoundFailed, match=why):
+    with pytest.raises(fr.RoundFailed, match=why):
         train(reader, lambda: Net(use))
 
 

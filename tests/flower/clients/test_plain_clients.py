@@ -12,7 +12,6 @@ from flwr.client import NumPyClient
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import RegClientApp, RoundFailed, client_app
 from flwr_regs.abilities import Weighs
 from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
@@ -64,12 +63,12 @@ class Plain(NumPyClient):
 
 
 def plain_app(kind: type[Plain] = Plain, dtype: torch.dtype = torch.float64) -> Any:
-    return client_app(lambda context: kind(context.node_config["partition-id"], dtype))
+    return fr.client_app(lambda context: kind(context.node_config["partition-id"], dtype))
 
 
-def message_app(dtype: torch.dtype = torch.float64) -> RegClientApp:
+def message_app(dtype: torch.dtype = torch.float64) -> fr.RegClientApp:
     """Train and evaluate functions of the Message API, as Flower's quickstarts write them."""
-    app = RegClientApp()
+    app = fr.RegClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -146,12 +145,12 @@ def test_a_plain_client_and_ours_go_together_and_ours_names_what_it_lacks() -> N
             return Plain(pid, torch.float64)
         return fr.FedAdamClient(make_model(), make_clients()[pid], make_clients()[pid])
 
-    app = client_app(client_fn)
+    app = fr.client_app(client_fn)
     got, _ = start(fr.FedAdam(seed=1), app, {"lr": RATE, "local-epochs": 1})
     want = run(fr.FedAdam(seed=1), fr.FedAdamClient, rounds=3, lr=RATE, train={"local-epochs": 1})
     close(got, want, 1e-12)
     strategy = fr.FedAdam(seed=1, min_replies=3)
-    with pytest.raises(RoundFailed, match="lacks the key 'lr', the clients' learning rate"):
+    with pytest.raises(fr.RoundFailed, match="lacks the key 'lr', the clients' learning rate"):
         start(strategy, app)
     assert sorted(strategy.history[0]["failures"]) == [0, 2]  # the plain ones trained
 
@@ -212,7 +211,7 @@ def test_steps_count_where_a_plain_client_reports_them(setting: dict[str, Any]) 
         [1, 2, 3] if "drop" in setting.values() else [*range(4)]
     )
     with pytest.raises(
-        RoundFailed, match=r"reports no steps, which incomplete='.*' needs; a client"
+        fr.RoundFailed, match=r"reports no steps, which incomplete='.*' needs; a client"
     ):
         start(fr.FedAvg(seed=1, **setting), plain_app(), config)
 
@@ -228,5 +227,5 @@ class PerStep(Term, Weighs):
 
 def test_a_method_that_reads_steps_refuses_a_client_that_reports_none() -> None:
     start(fr.RegStrategy([PerStep()], seed=1), plain_app(Stops), {"lr": 0.1, "local-steps": 2})
-    with pytest.raises(RoundFailed, match="it reports no steps, which the method reads"):
+    with pytest.raises(fr.RoundFailed, match="it reports no steps, which the method reads"):
         start(fr.RegStrategy([PerStep()], seed=1), plain_app())
