@@ -293,13 +293,6 @@ def test_another_training_is_refused_before_a_client_is_asked(
     Folder(two_rounds, latest(two_rounds)).close()  # no lock is left
 
 
-def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:
-    train(OF["FedAvg"].build(checkpoint_dir=tmp_path), OF["FedAvg"].grid(), num_rounds=2)
-    two = InProcessGrid(problem.app_of(fr.FedAvgClient, make_clients(2)), 2)
-    with pytest.raises(CheckpointError, match="the state of 3 clients, but this grid has 2"):
-        train(OF["FedAvg"].build(), two, resume_from=tmp_path)
-
-
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path / "a"), case.grid(), num_rounds=1)

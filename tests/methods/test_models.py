@@ -13,7 +13,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.server.exchange.replies import agreed
 from tests.conftest import Batch, close
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -398,11 +397,3 @@ def test_tied_weights_are_private_as_a_whole() -> None:
         train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     assert got.keys() == {"head.weight", "head.bias"}
-
-
-def test_most_clients_agree_and_the_others_are_named() -> None:
-    assert agreed({3: "a", 1: "c", 2: "c"}, None) == ("c", [3])
-    assert agreed({1: "a"}, "c") == ("c", [1])
-    assert agreed({1: "a", 2: "c", 3: "c"}, None) == ("c", [1])  # one cannot overrule the others
-    assert agreed({2: "c", 1: "a"}, None) == ("a", [2])
-    assert agreed({}, None) == (None, [])
