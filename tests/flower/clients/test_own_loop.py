@@ -264,17 +264,16 @@ def test_flowers_own_client_app_is_refused_with_what_to_do() -> None:
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 
-def test_a_message_of_another_strategy_is_refused() -> None:
-    message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
-    with pytest.raises(ValueError, match="expected 'arrays' and 'config' of a strategy"):
-        fr.ClientRound(message, fr.FedFORClient, make_model(), make_clients()[0], device="cpu")
-
-
-def test_a_message_that_is_not_for_training_is_refused() -> None:
-    message = Message(RecordDict({"config": ConfigRecord()}), 1, "evaluate")
-    with pytest.raises(
-        ValueError, match="for train messages, not 'evaluate'; to evaluate, use load"
-    ):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("train", "expected 'arrays' and 'config' of a strategy"),
+        ("evaluate", "for train messages, not 'evaluate'; to evaluate, use load"),
+    ],
+)
+def test_a_message_of_another_strategy_or_kind_is_refused(kind: str, why: str) -> None:
+    message = Message(RecordDict({"config": ConfigRecord()}), 1, kind)
+    with pytest.raises(ValueError, match=why):
         fr.ClientRound(message, fr.FedFORClient, make_model(), make_clients()[0], device="cpu")
 
 

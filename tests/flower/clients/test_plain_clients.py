@@ -175,10 +175,6 @@ class Shrinks(Term):
         (fr.FedAvg(drop_inactive=1.0), {}, "neither; because drop_inactive=1.0 compares"),
         (fr.FedFOR(), {}, "lacks the key 'lr', the clients' learning rate$"),
         (fr.FedFOR(), {"lr": 0.1}, "neither; for how long the clients train"),
-        (fr.FedAdam(), {"lr": -1.0}, "'lr' must be a positive number"),
-        (fr.FedAdam(), {"lr": 1, "local-epochs": 1, "local-steps": 1}, "exactly one"),
-        (fr.FedAdam(), {"lr": 0.1}, "exactly one of the keys"),
-        (fr.FedAdam(), {"local-epochs": 1}, "lacks the key 'lr'"),
         (fr.FedAdam(), {"penalty": "l2"}, r"unknown.*for a key of your own, write 'user\.penalty'"),
     ],
 )
