@@ -14,6 +14,7 @@ from torch import nn
 from flwr_regs.client.memory import decode
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import Batch as Batch
+from flwr_regs.testing.problem import drawn as drawn
 from flwr_regs.testing.problem import make_clients as make_clients
 from flwr_regs.testing.problem import to_numpy as to_numpy
 
@@ -25,8 +26,7 @@ def make_model(dtype: torch.dtype = torch.float64, batch_norm: bool = False) -> 
     """The perceptron of the laws, with the state_dict names of tests/oracles/model.py."""
     if not batch_norm:
         return problem.make_model(dtype)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)]
         return nn.Sequential(*layers).to(dtype)
 

@@ -16,7 +16,7 @@ import flwr_regs as fr
 from flwr_regs.abilities import Agrees, Checks, Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
-from tests.conftest import Batch, close, make_model, to_numpy
+from tests.conftest import Batch, close, drawn, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
 from tests.oracles.rounds import examples
@@ -214,8 +214,7 @@ class Look(fr.Term):
 
 def noisy() -> nn.Module:
     """A model with BatchNorm and dropout."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3)]
         return nn.Sequential(*layers).double()
 

@@ -143,7 +143,7 @@ class Attack:
     ----------
     lie : callable
     methods : tuple of str
-        The first two are always played, the others with ``-m full``.
+        The first is always played, the others with ``-m full``.
     named : int
         In how many rounds the liar has no usable reply; −1: it does not matter.
     cost : float

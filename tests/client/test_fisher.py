@@ -17,7 +17,7 @@ from flwr_regs.client.measure import fisher
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA
 from flwr_regs.client.train.task import Task
-from tests.conftest import close, make_model
+from tests.conftest import close, drawn, make_model
 from tests.oracles.model import gradient
 
 SAMPLE = 51 * 8  # bytes of one gradient of make_model()
@@ -144,8 +144,7 @@ class Words(nn.Embedding):
 
 
 def odd(make: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
+    with drawn(2):
         return make(*args, **kwargs).double()
 
 

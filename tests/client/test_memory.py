@@ -157,7 +157,7 @@ class Server:
         del self.saved[at + 1 :]
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_round_begins_with_what_the_course_of_used_rounds_says(seed: int, tmp_path: Path) -> None:
     """Whatever happens, in memory or on a disk, with two trainings in turn.
 

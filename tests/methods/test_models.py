@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from tests.conftest import Batch, close
+from tests.conftest import Batch, close, drawn
 from tests.laws import CASES
 from tests.sampling import sampled
 
@@ -149,8 +149,7 @@ class Odd(nn.Module):
 
 
 def seeded(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with drawn(3):
         return build().to(dtype)
 
 

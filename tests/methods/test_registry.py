@@ -27,11 +27,14 @@ from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, drawn, run
 
 ROWS = list(fr.METHODS.values())
 PACKAGE, EPOCH = ROOT / "flwr_regs", {"local-epochs": 1}
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+SOME = [pytest.param(row, marks=[pytest.mark.full] * (i % 3 > 0)) for i, row in enumerate(ROWS)]
+some_rows = pytest.mark.parametrize("row", SOME, ids=lambda row: row.name)
+"""Each third always, all with ``-m full``: what is measured of runs."""
 
 
 def example(row: fr.Method, **common: Any) -> RegStrategy:
@@ -111,8 +114,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with drawn():
             self.body, self.norm, self.head = (
                 nn.Linear(400, 60),
                 nn.BatchNorm1d(60),
@@ -141,7 +143,7 @@ def in_models(entry: dict[str, Any], key: str) -> float:
     return max(entry[key].values()) / size
 
 
-@rows
+@some_rows
 def test_bytes_and_exchanges_are_as_measured(row: fr.Method) -> None:
     entry, _ = measured(row.name)
     assert in_models(entry, "bytes_down") == pytest.approx(row.down, abs=0.06)
@@ -149,7 +151,7 @@ def test_bytes_and_exchanges_are_as_measured(row: fr.Method) -> None:
     assert 1 + ("bytes_probe_down" in entry) == row.exchanges
 
 
-@rows
+@some_rows
 def test_the_delta_downlink_is_as_measured(row: fr.Method) -> None:
     if row.down_delta is None:
         down = row.down
@@ -160,7 +162,7 @@ def test_the_delta_downlink_is_as_measured(row: fr.Method) -> None:
     assert in_models(entry, "bytes_down") == pytest.approx(down, abs=0.06)
 
 
-@rows
+@some_rows
 def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
     _, state = measured(row.name)
     if row.exchanges > 1:  # the model of the first exchange waits for the second
@@ -228,7 +230,7 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
     return got, bool(held)
 
 
-@rows
+@some_rows
 def test_the_server_needs_only_sums_if_a_row_says_so(row: fr.Method) -> None:
     if row.name == "EFL":  # codes have no mean
         assert not row.secure_aggregation
@@ -239,7 +241,7 @@ def test_the_server_needs_only_sums_if_a_row_says_so(row: fr.Method) -> None:
     assert (off < 1e-9) == row.secure_aggregation, off
 
 
-@rows
+@some_rows
 def test_the_server_holds_no_cohorts_uploads_if_a_row_says_so(row: fr.Method) -> None:
     _, held = unequal(row.name, fr.InProcessGrid)
     assert row.streams == (not held)

@@ -27,7 +27,7 @@ from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
 from tests.oracles.central_dp import central_dp
 from tests.sampling import sampled
 
@@ -156,8 +156,7 @@ def test_sensitivity_of_the_mean() -> None:
 
 def wide() -> nn.Module:
     """12,003 parameters, so that a standard deviation is known to 0.7 %."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 1500), nn.Tanh(), nn.Linear(1500, 3)).to(torch.float64)
 
 

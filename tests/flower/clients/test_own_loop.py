@@ -87,7 +87,10 @@ def own_app(
 
 @pytest.mark.parametrize(
     ("case", "loop"),
-    [*((case, plain_loop) for case in CASES[::7]), *((case, scaled_loop) for case in CASES[3::20])],
+    [
+        *((case, plain_loop) for case in CASES[::12]),
+        *((case, scaled_loop) for case in CASES[3::30]),
+    ],
     ids=lambda v: v.name if isinstance(v, Method) else v.__name__,
 )
 def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
@@ -228,7 +231,7 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
         )
 
 
-@pytest.mark.parametrize("case", CASES[::8], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES[::12], ids=lambda c: c.name)
 def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Method) -> None:
     strategy = case.strategy(**case.settings, seed=3)
     grid = fr.InProcessGrid(own_app(case.client, without("optimizer")), 4)

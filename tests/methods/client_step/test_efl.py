@@ -15,7 +15,7 @@ from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
-from tests.conftest import budgeted, close, make_clients
+from tests.conftest import budgeted, close, drawn, make_clients
 
 
 def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
@@ -34,8 +34,7 @@ def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
 
 
 def wide_model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 3))
 
 

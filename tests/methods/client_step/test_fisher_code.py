@@ -12,7 +12,7 @@ import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
-from tests.conftest import close, make_clients, run
+from tests.conftest import close, drawn, make_clients, run
 from tests.methods.early_stops import Forgetful
 
 Slot = dict[str, Any]
@@ -153,8 +153,7 @@ class Wide(nn.Sequential):
     """24,003 parameters."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with drawn():
             super().__init__(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 3))
 
 
