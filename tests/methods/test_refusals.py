@@ -1,6 +1,6 @@
 """What methods refuse: settings at their bounds, terms beside each other, configs, clients' optimisers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import flwr_regs as fr
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
-from tests.conftest import make_clients, make_model
+from tests.conftest import Tampered, make_clients, make_model
 
 BOUNDS: list[tuple[str, float, str]] = [
     # what a number must be, one just beyond, and whose it is
@@ -156,13 +156,11 @@ def test_a_config_is_refused_before_any_client_is_contacted(row: int) -> None:
     make, client, config, why = CONFIGS[row]
     contacted: list[str] = []
 
-    class Noting(fr.InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            contacted.extend(m.metadata.message_type for m in messages)
-            return super().push_messages(messages)
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        contacted.append(kind)
+        return reply
 
-    grid, strategy = Noting(app_of(client, make_clients()), 4), make(seed=1)
+    grid, strategy = Tampered(app_of(client, make_clients()), 4, note), make(seed=1)
     with pytest.raises(ValueError, match=why):
         train(strategy, client, grid=grid, length={"local-epochs": 1, **config})
     assert not {"train", keys.PROBE} & {*contacted}

@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import Message
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
@@ -87,13 +87,8 @@ def start(
     model: Callable[[], nn.Module] = make_model,
     config: dict[str, Any] | None = None,
 ) -> Any:
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(model().state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2, **(config or {})}),
-    )
-    return {name: a.numpy() for name, a in result.arrays.items()}
+    train = {"local-epochs": 2, **(config or {})}
+    return run(strategy, fr.FedAvgClient, grid=grid, rounds=rounds, model=model, train=train)
 
 
 # Central DP: clip and mean

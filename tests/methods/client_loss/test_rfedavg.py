@@ -1,14 +1,14 @@
 """rFedAvg's own promises: features, the second exchange, bytes, privacy."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, Error, Message, RecordDict
+from flwr.app import Array, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
@@ -18,7 +18,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import Tampered, close, make_clients, make_model
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 CLIENTS = make_clients()
@@ -87,45 +87,31 @@ def trained(
     return strategy, train(strategy, client, rounds=3, grid=kind(app_of(client, CLIENTS), 4))[-1]
 
 
-class Watching(fr.InProcessGrid):
-    """Notes the bytes of model arrays in each message to partition 0, by type."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        for m in messages:
-            if m.metadata.dst_node_id == 1000:
-                record = m.content.array_records.get("arrays", {})
-                SIZES[m.metadata.message_type].append(sum(len(a.data) for a in record.values()))
-        return super().push_messages(messages)
-
-
-SIZES: defaultdict[str, list[int]] = defaultdict(list)
-
-
 def test_the_model_travels_down_once_a_round() -> None:
-    SIZES.clear()
-    strategy, _ = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=Watching)
-    assert len(SIZES[keys.PROBE]) == len(SIZES["train"]) == 3
-    assert min(SIZES[keys.PROBE]) > 0
-    assert max(SIZES["train"]) == 0
+    sizes: dict[str, list[int]] = {keys.PROBE: [], "train": []}
+
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if pid == 0 and kind in sizes:
+            record = message.content.array_records.get("arrays", {})
+            sizes[kind].append(sum(len(a.data) for a in record.values()))
+        return reply
+
+    strategy, _ = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=partial(Tampered, change=note))
+    assert len(sizes[keys.PROBE]) == len(sizes["train"]) == 3
+    assert min(sizes[keys.PROBE]) > 0
+    assert max(sizes["train"]) == 0
     entry = strategy.history[-1]
-    assert entry["bytes_down"][0] > entry["bytes_probe_down"][0] > SIZES[keys.PROBE][0]
+    assert entry["bytes_down"][0] > entry["bytes_probe_down"][0] > sizes[keys.PROBE][0]
     assert 0 < entry["bytes_probe_up"][0] < entry["bytes_up"][0]
 
 
 @pytest.mark.parametrize("where", [keys.PROBE, "train"])
 def test_a_client_that_fails_one_exchange_costs_only_itself(where: str) -> None:
-    class Failing(fr.InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for i, reply in enumerate(replies):
-                node = reply.metadata.src_node_id
-                if reply.metadata.message_type == where and node == 1001:
-                    replies[i] = Message(Error(2, "gone"), reply_to=reply)
-                    replies[i].metadata.__dict__["_src_node_id"] = node
-            return replies
+    def fail(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        return "gone" if (kind, pid) == (where, 1) else reply
 
-    strategy, model = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=Failing)
+    failing = partial(Tampered, change=fail)
+    strategy, model = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=failing)
     for entry in strategy.history:
         assert entry["replies"] == [0, 2, 3]
         assert "gone" in entry["failures"][1]
@@ -191,17 +177,13 @@ def test_a_delta_of_another_length_costs_its_client_alone(
 ) -> None:
     """Length 1 would be broadcast silently; the others' has 6. In round 1 the majority decides."""
 
-    class Spoiling(fr.InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                records = {} if reply.has_error() else reply.content.array_records
-                for name, record in records.items():
-                    if name.endswith(".upload") and reply.metadata.src_node_id == 1000:
-                        record["delta"] = Array(np.ones(size))
-            return replies
+    def spoil(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        for name, record in reply.content.array_records.items():
+            if name.endswith(".upload") and pid == 0:
+                record["delta"] = Array(np.ones(size))
+        return reply
 
-    strategy, _ = trained(method(lam=0.5, **QUIET), client, Spoiling)
+    strategy, _ = trained(method(lam=0.5, **QUIET), client, partial(Tampered, change=spoil))
     for entry in strategy.history:
         assert entry["replies"] == [1, 2, 3]
         others = "most clients'|those seen so far" if entry["round"] > 1 else "most clients'"

@@ -1,6 +1,5 @@
 """FedCurv beyond the laws: rounded sums, and where the server lacks the model for v̂_k = u_k ⊙ v_k."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from flwr.app import Message
 import flwr_regs as fr
 from flwr_regs.term import ClientContext, Term
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import make_clients, make_model
+from tests.conftest import Tampered, make_clients, make_model
 
 
 def test_rounding_makes_no_curvature_negative() -> None:
@@ -27,19 +26,16 @@ def sent(terms: list[Term], **settings: Any) -> set[str]:
     """The kinds of arrays that a client uploads, the last of three rounds."""
     kinds = set[str]()
 
-    class Noting(fr.InProcessGrid):
-        def pull_messages(self, ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(ids))
-            records = [r.content.array_records for r in replies]
-            uploads = [u for each in records for key, u in each.items() if key != "arrays"]
-            kinds.clear()
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        uploads = [u for key, u in reply.content.array_records.items() if key != "arrays"]
+        if kind == "train" and message.content["config"]["server-round"] == 3:
             kinds.update(key.split(".")[0] for upload in uploads for key in upload)
-            return replies
+        return reply
 
     strategy = fr.RegStrategy(terms, seed=5, fraction_evaluate=0.0, **settings)
     client = partial(fr.RegClient, terms=[type(t) for t in terms])
     model = partial(make_model, torch.float32)
-    grid = Noting(app_of(client, make_clients(2, torch.float32), model), 2)
+    grid = Tampered(app_of(client, make_clients(2, torch.float32), model), 2, note)
     train(strategy, client, rounds=3, grid=grid, model=model)
     assert [e["replies"] for e in strategy.history] == [[0, 1]] * 3
     return kinds

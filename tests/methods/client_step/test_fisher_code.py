@@ -158,7 +158,7 @@ class Wide(nn.Sequential):
 
 
 class ForgetfulOne(Forgetful):
-    who, before = 1, 6
+    who, before = (1,), 6
 
 
 def test_sums_of_every_third_round_travel_once() -> None:
