@@ -76,14 +76,6 @@ def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
     built("FedADC", **half)
 
 
-def test_every_method_of_the_registry_builds_and_has_its_client() -> None:
-    for row in fr.METHODS.values():
-        strategy = built(row.example)
-        assert strategy.method_name == row.name
-        client = client_class(strategy)
-        assert (client.__name__, client.method) == (row.client, row.name)
-
-
 def test_a_composition_gets_a_client_of_its_terms() -> None:
     client = client_class(built("FedAdam+FedBN+FedFOR"))
     assert client.method is None

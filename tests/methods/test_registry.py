@@ -4,8 +4,6 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
@@ -21,7 +19,6 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.experiments import cli
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.strategy import RegStrategy
@@ -96,14 +93,6 @@ def test_a_methods_defaults_are_its_terms(row: fr.Method) -> None:
             default = getattr(parameters.get(field.name), "default", inspect.Parameter.empty)
             if inspect.Parameter.empty is not default and field.default is not dataclasses.MISSING:
                 assert default == field.default, field.name
-
-
-def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
-    code = (
-        "import sys, flwr_regs; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert said.strip() == "[]"
 
 
 # what a row says, measured
@@ -255,17 +244,3 @@ def test_a_cohort_runs_as_one_if_a_row_says_so(name: str) -> None:
     grid = fr.StackedGrid(app_of(client, data, Net), 2)
     train(strategy, client, rounds=2, model=Net, lr=0.1, length=EPOCH, grid=grid)
     assert fr.METHODS[name].stacks == (not grid.fallbacks)
-
-
-# the tables
-
-
-def test_the_command_prints_each_method_in_eighty_columns(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # no checkout is needed
-    assert cli.main(["methods"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1 : len(ROWS) + 1]] == [row.name for row in ROWS]
-    assert max(map(len, lines)) <= 80
-    assert "FedFOR       both  2 (1)  1   1" in lines[3]
