@@ -184,7 +184,8 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
 
 
-@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.full), {"momentum": 0.9}])
+@pytest.mark.full  # compiling takes half a minute
+@pytest.mark.parametrize("config", [{}, {"momentum": 0.9}], ids=["plain SGD", "momentum"])
 def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
 
