@@ -1,9 +1,7 @@
 """What several test files need: a small model, unequal clients, and a run in one process."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from flwr import serverapp
+from flwr.app import Error, Message
 from torch import nn
 
+from flwr_regs import InProcessGrid
 from flwr_regs.client.memory import decode
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import Batch as Batch
+from flwr_regs.testing.problem import drawn as drawn
 from flwr_regs.testing.problem import make_clients as make_clients
 from flwr_regs.testing.problem import to_numpy as to_numpy
 
@@ -27,8 +28,7 @@ def make_model(dtype: torch.dtype = torch.float64, batch_norm: bool = False) -> 
     """The perceptron of the laws, with the state_dict names of tests/oracles/model.py."""
     if not batch_norm:
         return problem.make_model(dtype)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)]
         return nn.Sequential(*layers).to(dtype)
 
@@ -49,6 +49,28 @@ def accounting() -> Any:
     if not hasattr(serverapp, "PrivacyConfig"):
         pytest.skip("this Flower has no privacy accountant")
     return serverapp
+
+
+class Tampered(InProcessGrid):
+    """Gives each exchange to ``change(kind, partition id, message, reply)``: what it returns is the reply.
+
+    A text is an error in its place.
+    """
+
+    def __init__(self, app: Any, n: int, change: Callable[..., Message | str]) -> None:
+        super().__init__(app, n)
+        self.change = change
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message, i in zip(messages, ids, strict=True):
+            kind, pid = message.metadata.message_type, message.metadata.dst_node_id - 1000
+            reply = self.change(kind, pid, message, self._replies[i])
+            if isinstance(reply, str):
+                reply = Message(Error(2, reply), reply_to=message)
+            self._replies[i] = reply
+        return ids
 
 
 def budgeted(base: Any, done: Sequence[dict[int, int]]) -> Any:

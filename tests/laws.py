@@ -1,7 +1,5 @@
 """The methods under test: every law of flwr_regs.testing runs for each of these cases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What tests on Flower's own runtimes need: a private environment, and a SuperLink with SuperNodes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A user's mistakes: each ends in one sentence that says what was given, what is expected, and where."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import fields, replace
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from torch.utils.data import TensorDataset
 
@@ -19,7 +16,7 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.failures import name_failures
 from flwr_regs.term import ParameterError
-from tests.conftest import make_clients, make_model
+from tests.conftest import make_clients, make_model, run
 
 
 def kind_of(value: Any) -> str:
@@ -38,12 +35,7 @@ def failed_round(app: ClientApp, clients: int = 3) -> tuple[str, fr.FedAvg]:
     """The text of the RoundFailed that ends round 1, and the strategy."""
     strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
     with pytest.raises(fr.RoundFailed) as failed:
-        strategy.start(
-            grid=fr.InProcessGrid(app, clients),
-            initial_arrays=ArrayRecord(make_model().state_dict()),
-            num_rounds=1,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
+        run(strategy, fr.FedAvgClient, rounds=1, grid=fr.InProcessGrid(app, clients))
     assert failed.value.__cause__ is None
     assert failed.value.__context__ is None
     return str(failed.value), strategy

@@ -1,17 +1,16 @@
 """Terms and chains: derivatives against the penalties, composition rules, configs."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
-from flwr_regs import FirstOrder, Proximal, RegStrategy, SparseTernary
+from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy, SparseTernary
 from flwr_regs.abilities import Probes
 from flwr_regs.chain import chain
 from flwr_regs.term import ClientContext, ServerContext, Term
+from tests.conftest import make_model, run
 
 
 def made(name: str, **attributes: Any) -> Term:
@@ -130,3 +129,28 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(
     first, second = (r.getMessage() for r in caplog.records)
     assert "Halves has a method that the package does not call; did you mean 'correct'" in first
     assert second == "the term Nothing has no hook and no ability, so it changes nothing"
+
+
+def test_terms_see_trainable_parameters_alone_from_init_on() -> None:
+    """Though the server learns of buffers only from the first replies."""
+    seen: dict[str, set[str]] = {}
+
+    class Witness(Term):
+        name: ClassVar[str] = "witness"
+
+        def init(self, params: Any) -> Any:
+            seen["init"] = set(params)
+            return {}
+
+        def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
+            seen.update(delta=set(delta), params=set(ctx.params))
+            return server, delta
+
+    def model() -> Any:
+        net = make_model(batch_norm=True)
+        net[0].requires_grad_(False)
+        return net
+
+    run(RegStrategy([Witness()], seed=1), RegClient, rounds=2, model=model, terms=[])
+    trained = {n for n, p in model().named_parameters() if p.requires_grad}
+    assert seen == {"init": trained, "delta": trained, "params": trained}

@@ -1,16 +1,14 @@
 """What a term of a user's own meets when clients lie, abilities meet, or something raises in between."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, Message, RecordDict
+from flwr.app import Array, Message
 
 import flwr_regs as fr
 from flwr_regs.abilities import (
@@ -24,25 +22,22 @@ from flwr_regs.abilities import (
 )
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
-from tests.conftest import budgeted, make_clients, make_model, run
+from tests.conftest import Tampered, budgeted, make_clients, make_model, run
+from tests.methods.early_stops import Forgetful
 
 Arrays = dict[str, Any]
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
-class Spoiled(fr.InProcessGrid):
+def spoiled(how: Callable[[Message], None], terms: list[Any]) -> Tampered:
     """Four clients; `how` changes the replies of the last."""
 
-    def __init__(self, how: Callable[[Message], None], terms: list[Any]) -> None:
-        super().__init__(app_of(fr.RegClient, make_clients(), terms=terms), 4)
-        self.how = how
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if pid == 3 and "metrics" in reply.content:
+            how(reply)
+        return reply
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = list(super().pull_messages(message_ids))
-        for reply in replies:
-            if reply.metadata.src_node_id == 1003 and "metrics" in reply.content:
-                self.how(reply)
-        return replies
+    return Tampered(app_of(fr.RegClient, make_clients(), terms=terms), 4, change)
 
 
 def costs_client_3(strategy: fr.RegStrategy, why: str, grid: Any = None) -> None:
@@ -90,7 +85,7 @@ def test_a_loss_that_is_no_number_costs_its_client_alone(loss: float | None) -> 
         if loss is not None:
             metrics["train-loss"] = loss
 
-    costs_client_3(fr.RegStrategy([LossWeights()], **QUIET), "its train-loss is", Spoiled(how, []))
+    costs_client_3(fr.RegStrategy([LossWeights()], **QUIET), "its train-loss is", spoiled(how, []))
 
 
 def dividing(weights: Any) -> Any:
@@ -143,7 +138,7 @@ def test_an_upload_unlike_the_others_costs_its_client_without_a_check(value: np.
     def how(reply: Message) -> None:
         reply.content.array_records["sums.upload"]["0.bias"] = Array(value)
 
-    costs_client_3(fr.RegStrategy([Sums()], **QUIET), "'0.bias' is", Spoiled(how, [Sums]))
+    costs_client_3(fr.RegStrategy([Sums()], **QUIET), "'0.bias' is", spoiled(how, [Sums]))
 
 
 # errors in the middle
@@ -203,20 +198,8 @@ class Always(Once):
         return delta, {}, {"n": torch.ones(())}
 
 
-class Forgetful(fr.InProcessGrid):
-    """Every client loses its state before the first messages of round 3."""
-
-    lost = False
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        for message in messages:
-            config = message.content.config_records.get("config", {})
-            if config.get("server-round") == 3 and not self.lost:
-                for context in self._contexts.values():
-                    context.state = RecordDict()
-                self.lost = True
-        return super().push_messages(messages)
+class ForgetfulAll(Forgetful):
+    who, before = (0, 1, 2, 3), 3
 
 
 @pytest.mark.parametrize(
@@ -230,7 +213,7 @@ class Forgetful(fr.InProcessGrid):
 )
 def test_who_lost_state_is_named_and_nobody_else(terms: Any, named: list[int]) -> None:
     app = app_of(fr.RegClient, make_clients(), terms=[type(t) for t in terms])
-    grid: type[fr.InProcessGrid] = Forgetful if named else fr.InProcessGrid
+    grid: type[fr.InProcessGrid] = ForgetfulAll if named else fr.InProcessGrid
     strategy = fr.RegStrategy(terms, **QUIET)
     run(strategy, fr.RegClient, rounds=4, grid=grid(app, 4))
     assert [e["lost_state"] for e in strategy.history] == [[], [], named, []]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,20 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 NDArrays = dict[str, np.ndarray]
 
 
+@contextmanager
+def drawn(seed: int = 0) -> Iterator[None]:
+    """Draw on the CPU as after ``torch.manual_seed(seed)``; afterwards, draws go on as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # without a traceback for each absent accelerator
+        yield
+
+
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return the perceptron of the laws: 4 inputs, 6 tanh units, 3 classes; always the same weights.
 
     Its ``state_dict`` has ``0.weight`` (6, 4), ``0.bias`` (6,), ``2.weight`` (3, 6) and ``2.bias`` (3,).
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 

@@ -1,7 +1,5 @@
 """Some of ten clients lie: a training in one process, and its accuracy beside the honest one's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +19,7 @@ from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.testing.problem import Batch, app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import parcel_of, reply_of
+from tests.conftest import drawn
 
 CLIENTS, LIAR, ROUNDS = 10, 3, 6
 CLASSES, INPUTS, BATCH, BATCHES = 10, 16, 16, 6
@@ -40,8 +39,7 @@ SETTINGS: dict[str, str] = {
 
 def make_model(batch_norm: bool = False) -> nn.Sequential:
     """A perceptron with 24 hidden units; always the same weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         norm = [nn.BatchNorm1d(24)] if batch_norm else []
         return nn.Sequential(nn.Linear(INPUTS, 24), *norm, nn.ReLU(), nn.Linear(24, CLASSES))
 

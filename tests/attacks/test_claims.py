@@ -1,7 +1,5 @@
 """What a client says of itself multiplies its influence by a bound at most."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +62,10 @@ CLAIMS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("term", weighers().values(), ids=weighers())
+WEIGHERS = weighers()
+
+
+@pytest.mark.parametrize("term", WEIGHERS.values(), ids=WEIGHERS)
 @pytest.mark.parametrize("scale", [10.0, 3.0])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(CLAIMS, st.integers(6, 12))

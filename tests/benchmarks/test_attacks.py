@@ -1,7 +1,5 @@
 """The study of hostile clients: its attacks are attacks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

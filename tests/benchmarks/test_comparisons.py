@@ -1,7 +1,5 @@
 """The documents' comparisons are fair."""
 
-from __future__ import annotations
-
 from benchmarks import comparisons
 from flwr_regs.experiments.cards import card_files
 

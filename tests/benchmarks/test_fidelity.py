@@ -1,7 +1,5 @@
 """The page of fidelity: each method has a row, and each figure that can be measured here is as measured."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

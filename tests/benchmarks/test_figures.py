@@ -3,8 +3,6 @@
 The comparisons have a check of their own: ``python -m benchmarks.comparisons check``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What ends with the process that asked for it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

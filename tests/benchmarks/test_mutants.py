@@ -1,7 +1,5 @@
 """Of broken lines, those that a test judges are caught; those that no test judges, or reaches, survive."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,19 +1,15 @@
 """The measurements of speed: each runs, and its sides do the same job."""
 
-from __future__ import annotations
-
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import flwr_regs as fr
 from benchmarks.speed import __main__ as command
-from benchmarks.speed import aggregation, clients, jobs, report
+from benchmarks.speed import clients, jobs, report
 from flwr_regs.experiments.run.resources import Taken
 
 IN_PROCESS = [name for name in command.PARTS if name not in ("ray", "gpu")]
@@ -94,16 +90,6 @@ def test_all_sides_of_a_client_take_the_same_steps() -> None:
             mean[n] += (p - jobs.LR * g).detach() / 3
     for n, a in strategy.arrays.to_torch_state_dict().items():
         torch.testing.assert_close(a, mean[n])
-
-
-def test_ours_and_flowers_average_the_same_replies_to_the_same_model() -> None:
-    model, method = jobs.wide(500), partial(fr.FedAvg, seed=1, fraction_evaluate=0.0)
-    theirs, ours = aggregation.Flowers(model, 4), aggregation.Replies(method, model, 4)
-    want, _ = theirs.strategy.aggregate_train(1, theirs.replies)
-    ours.end(ours.next())
-    assert want is not None
-    for n, a in ours.arrays.items():
-        np.testing.assert_allclose(a.numpy(), want[n].numpy(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_gpus_share_is_the_memory_with_a_margin_rounded_up() -> None:

@@ -1,7 +1,5 @@
 """The studies: a study that was stopped goes on, tuned on held-out data, trained with the package."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

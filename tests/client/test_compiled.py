@@ -1,7 +1,5 @@
 """Compiled models: names, hooks, and which steps run compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,6 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.measure.features import FeatureTap
@@ -47,7 +44,7 @@ def train(server: Build, client: Build) -> dict[str, Any]:
     strategy = fr.FedFOR(alpha=0.1)
     seen: list[list[str]] = []
     result = strategy.start(
-        InProcessGrid(app_of(fr.FedFORClient, make_clients(), client), 4),
+        fr.InProcessGrid(app_of(fr.FedFORClient, make_clients(), client), 4),
         ArrayRecord(server().state_dict()),
         num_rounds=2,
         train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),

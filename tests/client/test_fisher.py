@@ -1,7 +1,5 @@
 """The Fisher information: against hand-written and plain backpropagation, one sample at a time."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -19,7 +17,7 @@ from flwr_regs.client.measure import fisher
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA
 from flwr_regs.client.train.task import Task
-from tests.conftest import close, make_model
+from tests.conftest import close, drawn, make_model
 from tests.oracles.model import gradient
 
 SAMPLE = 51 * 8  # bytes of one gradient of make_model()
@@ -146,8 +144,7 @@ class Words(nn.Embedding):
 
 
 def odd(make: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
+    with drawn(2):
         return make(*args, **kwargs).double()
 
 

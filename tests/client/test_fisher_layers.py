@@ -1,7 +1,5 @@
 """The squares of gradients from layers' inputs: against backpropagation, one sample at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

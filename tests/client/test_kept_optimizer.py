@@ -1,7 +1,5 @@
 """A client whose optimiser keeps its state between rounds: against one long run, and as client state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimiser that a round's config describes: against plain loops, and with every method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,13 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_regs import (
-    FedProx,
-    FedProxClient,
-    InProcessGrid,
-    Proximal,
-    RoundFailed,
-)
+import flwr_regs as fr
 from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
@@ -36,13 +28,13 @@ LENGTH = {"local-epochs": 2}
 SETTINGS = {"momentum": 0.6, "weight-decay": 0.05}
 
 
-def own_loop(make: Any = None, loop: Loop = plain_loop) -> InProcessGrid:
+def own_loop(make: Any = None, loop: Loop = plain_loop) -> fr.InProcessGrid:
     """Clients with a loop of their own."""
-    return InProcessGrid(own_app(FedProxClient, loop, make=make), 4)
+    return fr.InProcessGrid(own_app(fr.FedProxClient, loop, make=make), 4)
 
 
-def fedprox(**settings: Any) -> FedProx:
-    return FedProx(0.7, seed=3, weighting="uniform", fraction_evaluate=0.0, **settings)
+def fedprox(**settings: Any) -> fr.FedProx:
+    return fr.FedProx(0.7, seed=3, weighting="uniform", fraction_evaluate=0.0, **settings)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +49,9 @@ def test_a_run_equals_plain_loops(momentum: float, decay: float, norm: float | N
     more = {"momentum": momentum, "decay": decay, "norm": norm or math.inf, "mu": 0.7}
     expected, clipped = local_sgd(start_weights(), to_numpy(make_clients()), 3, 0.2, 2, **more)
     assert (clipped > 20) == (norm is not None)
-    found = run(fedprox(), FedProxClient, rounds=3, train=train)
+    found = run(fedprox(), fr.FedProxClient, rounds=3, train=train)
     close(found, expected[-1], 1e-10)
-    close(run(fedprox(), FedProxClient, rounds=3, train=train, grid=own_loop()), found, 0.0)
+    close(run(fedprox(), fr.FedProxClient, rounds=3, train=train, grid=own_loop()), found, 0.0)
 
 
 @pytest.mark.parametrize("method", CASES[::6], ids=lambda m: m.name)
@@ -96,14 +88,14 @@ def test_a_client_has_one_optimiser() -> None:
     """The config's or its own: none wins silently. A norm to clip to goes with both."""
     both = r"the train config sets \{'momentum': 0.6.*an optimiser of its own, .*AdamW"
     for how in ({"optimizer": torch.optim.AdamW}, {"grid": own_loop(torch.optim.AdamW)}):
-        with pytest.raises(RoundFailed, match=both):
-            run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, **how)
-        run(fedprox(), FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
+        with pytest.raises(fr.RoundFailed, match=both):
+            run(fedprox(), fr.FedProxClient, train={**LENGTH, **SETTINGS}, **how)
+        run(fedprox(), fr.FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
     unasked = r"the config sets \['momentum', 'weight-decay'\]: create it with loop.optimizer"
-    with pytest.raises(RoundFailed, match=unasked):
+    with pytest.raises(fr.RoundFailed, match=unasked):
         run(
             fedprox(),
-            FedProxClient,
+            fr.FedProxClient,
             train={**LENGTH, **SETTINGS},
             grid=own_loop(torch.optim.SGD, without("optimizer")),
         )
@@ -132,7 +124,7 @@ def test_decay_and_momentum_move_nothing_that_is_held_still(name: str) -> None:
     model, before = make_model(), make_model().state_dict()
     model[2].weight.requires_grad_(False)
     config = {"optimizer": name, **{key: SETTINGS[key] for key in OPTIMIZERS[name]}}
-    term = chain([Still(), Proximal(0.5)])
+    term = chain([Still(), fr.Proximal(0.5)])
     local_round(model, term, make_clients()[0], lr=0.1, epochs=3, config=config, device="cpu")
     same = {n for n, value in model.state_dict().items() if torch.equal(value, before[n])}
     assert same == {"0.weight", "2.weight"}
@@ -155,7 +147,7 @@ def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
     config = {**SETTINGS, "clip-norm": 0.1}
     result = local_round(
         make_model(dtype),
-        chain([Proximal(0.1)]),
+        chain([fr.Proximal(0.1)]),
         data,
         lr=0.1,
         steps=3,

@@ -1,7 +1,5 @@
 """What torch refuses, and what loses its numbers, is explained at the batch where it happens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -169,7 +167,7 @@ def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid
     close(*ends)
 
 
-@pytest.mark.parametrize("method", ["SCAFFOLD", "EFL"])
+@pytest.mark.parametrize("method", [pytest.param("SCAFFOLD", marks=pytest.mark.full), "EFL"])
 def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> None:
     """Of slots and coded updates too, to the bit; the check runs in each."""
     given = {} if method == "SCAFFOLD" else {"lam": 0.1, "density_up": 0.3, "density_down": 0.3}
@@ -188,6 +186,7 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
 
 
+@pytest.mark.full  # compiling takes half a minute
 @pytest.mark.parametrize("config", [{}, {"momentum": 0.9}], ids=["plain SGD", "momentum"])
 def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""

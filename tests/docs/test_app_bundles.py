@@ -1,7 +1,5 @@
 """Apps are built without a warning, and those for Flower's hub keep its limits."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md's example of a new method: its patch applies, and meets the laws."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands, units and containers of docs/deployment.md: their flags exist."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The pages of the methods: their examples run, and their commands are methods."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import runpy

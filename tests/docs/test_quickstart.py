@@ -1,7 +1,5 @@
 """docs/quickstarts.md's diffs of an app with train and evaluate functions: they keep the app's loop."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

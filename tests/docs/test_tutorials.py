@@ -1,7 +1,5 @@
 """The code and the commands in the documents run as they stand there."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -17,6 +15,7 @@ from flwr_regs.experiments.cards import choices
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.run import resources
 from tests.conftest import ROOT
+from tests.experiments.test_user_code import OWN
 
 TUTORIALS = [
     *("own-method", "protocols"),
@@ -66,21 +65,6 @@ COMMANDS = [
     for line in block.splitlines()
     if re.match(r"(\.venv/bin/)?flwr-regs ", line)
 ]
-OWN = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from flwr_regs import Term
-
-
-@dataclass(frozen=True)
-class Decay(Term):
-    name: ClassVar[str] = "decay"
-    rate: float
-
-    def correct(self, grads, params, ctx):
-        return {n: g + self.rate * params[n] for n, g in grads.items()}
-"""
 
 
 @pytest.mark.parametrize("command", COMMANDS)

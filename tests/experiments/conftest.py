@@ -1,7 +1,5 @@
 """A user's files that a test has loaded are gone after it, as in a new process."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator

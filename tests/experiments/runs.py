@@ -1,7 +1,5 @@
 """Runs of some settings, as the command line makes and trains them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flwr_regs.experiments.experiment import Experiment, Run

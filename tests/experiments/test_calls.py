@@ -1,7 +1,5 @@
 """Methods as calls: what is parsed, and what is built; commands.txt has what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -76,14 +74,6 @@ def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
         schedules = [getattr(t, "schedule", None) for t in built(text, **half).term.terms]
         assert half["server_lr_schedule"] in schedules, text
     built("FedADC", **half)
-
-
-def test_every_method_of_the_registry_builds_and_has_its_client() -> None:
-    for row in fr.METHODS.values():
-        strategy = built(row.example)
-        assert strategy.method_name == row.name
-        client = client_class(strategy)
-        assert (client.__name__, client.method) == (row.client, row.name)
 
 
 def test_a_composition_gets_a_client_of_its_terms() -> None:

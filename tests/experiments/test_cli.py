@@ -3,8 +3,6 @@
 commands.txt has what it prints, and what it refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -31,7 +29,6 @@ from tests.conftest import ROOT
 from tests.experiments.test_user_code import OWN
 
 QUICK = ["rounds=2", "local-epochs=1", "num-clients=4"]
-FLAT = "methods=FedAvg"
 OURS = "methods=FedAvg, FedFOR+mine.py:Decay"
 
 

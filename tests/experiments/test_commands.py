@@ -4,8 +4,6 @@
 read the difference before you commit it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """The advice on packages that are missing."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is checked without torch is what the classes take and refuse."""
 
-from __future__ import annotations
-
 import inspect
 from inspect import Parameter
 from typing import Any

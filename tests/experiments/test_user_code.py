@@ -3,8 +3,6 @@
 commands.txt has what cannot be loaded, called or trained.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

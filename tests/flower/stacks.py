@@ -1,7 +1,5 @@
 """Cohorts that train in a stack and one by one, to compare them: small models, unequal data, two grids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from flwr_regs.client.memory import decode
 from flwr_regs.cohort.cohort_network import TRAINING
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of
+from tests.conftest import drawn
 
 SIZES = (20, 23, 37, 20, 10)  # batches of 8: unequal steps, and last ones of 4, 7, 5, 4 and 2
 TOLERANCE = 1e-5
@@ -82,8 +81,7 @@ class Stacked(Watched, fr.StackedGrid):
 
 def perceptron(*layers: nn.Module) -> nn.Sequential:
     """Return a small model; the same weights each time."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
 
 

@@ -1,7 +1,5 @@
 """Any Flower from 1.22 on: one file holds what is private; what a version lacks is refused by name."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Frozen parameters: what `initial_arrays` holds travels; the rest is the same on all clients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs.wire import keys
 from tests.conftest import close
 
 Arrays = dict[str, np.ndarray]
@@ -177,25 +174,3 @@ def test_weights_tied_in_the_frozen_part_and_a_backbone_in_half_precision() -> N
     got = start(strategy, grid_of(fr.FedAvgClient, dict.fromkeys(range(3), Tied)), part)
     assert all((a != part[n].numpy()).any() for n, a in got.items())
     assert not any(e["failures"] or e["evaluate"]["failures"] for e in strategy.history)
-
-
-def test_a_client_that_lies_about_its_digest_costs_itself_alone() -> None:
-    """No text, one beyond all bounds, or another: the round goes on without this client."""
-
-    class Liar(fr.InProcessGrid):
-        lie: Any = ""
-
-        def pull_messages(self, message_ids: Any) -> Any:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 1000:
-                    reply.content["config"][keys.FROZEN_DIGEST_KEY] = self.lie
-            return replies
-
-    for lie, why in ((3, "must be a digest"), ("x" * 10_000, "must be a digest"), ("00ff", OTHER)):
-        grid = grid_of(fr.FedAvgClient)
-        grid.__class__, grid.lie = Liar, lie  # type: ignore[attr-defined]
-        strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
-        start(strategy, grid, fr.trainable(net()), 2)
-        assert [e["replies"] for e in strategy.history] == [[1, 2], [1, 2]]
-        assert why in strategy.history[0]["failures"][0]

@@ -1,8 +1,5 @@
 """Clients of this process: known without messages, and saved if they hold something."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,23 +11,10 @@ from flwr_regs.server.exchange.network import Request
 from flwr_regs.testing.problem import app_of, make_clients
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import close, run
+from tests.conftest import Tampered, close, run
 
 CLIENTS = 6
 APP = app_of(SCAFFOLDClient, make_clients(CLIENTS))
-
-
-class Watched(InProcessGrid):
-    """Counts its messages; so clients are asked, as where Flower runs them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kinds: list[str] = []
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.kinds += [m.metadata.message_type for m in messages]
-        return super().push_messages(messages)
 
 
 def trained(grid: Any, rounds: int) -> tuple[Any, list[list[int]]]:
@@ -51,12 +35,18 @@ def test_what_a_grid_knows_is_what_its_clients_say() -> None:
         assert not replies.failures
         return {n: dict(parcel.config) for n, parcel in replies.came.items()}
 
-    asked = Watched(APP, CLIENTS)
+    kinds: list[str] = []
+
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        kinds.append(kind)
+        return reply
+
+    asked = Tampered(APP, CLIENTS, note)  # so clients are asked, as where Flower runs them
     said = identify(asked)
-    assert asked.kinds == [keys.IDENTIFY] * CLIENTS
+    assert kinds == [keys.IDENTIFY] * CLIENTS
     assert identify(InProcessGrid(APP, CLIENTS)) == identify(StackedGrid(APP, CLIENTS)) == said
     (a, cohorts), (b, same) = trained(asked, 3), trained(InProcessGrid(APP, CLIENTS), 3)
-    assert asked.kinds.count(keys.IDENTIFY) == 2 * CLIENTS
+    assert kinds.count(keys.IDENTIFY) == 2 * CLIENTS
     close(a, b, 0.0)
     assert cohorts == same
 

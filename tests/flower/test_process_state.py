@@ -1,7 +1,5 @@
 """A training leaves the process as its user has it: collector, children, random states, threads."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -17,6 +15,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of, make_clients, train
+from tests.conftest import drawn
 
 
 def process_state() -> dict[str, np.ndarray]:
@@ -37,8 +36,7 @@ def changed(before: dict[str, np.ndarray]) -> list[str]:
 
 
 def dropping() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
 
 

@@ -1,7 +1,5 @@
 """A run that was broken off and resumed equals the unbroken one to the bit, whatever the method."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -209,22 +207,6 @@ def test_clients_that_live_on_go_back_to_before_the_broken_round(
     assert timeless(again.history, *sizes) == timeless(whole.history, *sizes)
 
 
-@pytest.mark.parametrize("name", ["EFL-up", "FedBN"])
-def test_what_nodes_save_themselves_is_not_lost_in_a_new_run(name: str, tmp_path: Path) -> None:
-    """New clients, with what the old ones saved on their nodes' disks: equal bits, and no loss."""
-    case = OF[name]
-
-    def saving(*args: Any, **settings: Any) -> Any:
-        return case.client(*args, save_private=tmp_path / "nodes", **settings)
-
-    on_disk = Case(case.name, case.strategy, saving, case.model)
-    break_off(on_disk, tmp_path / "server", 3, 1, on_disk.grid(Remote))
-    again = on_disk.build(checkpoint_dir=tmp_path / "server")
-    train(again, on_disk.grid(Remote), on_disk, resume_from=tmp_path / "server")
-    assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
-    assert [e["lost_state"] + e["lost_private"] for e in again.history] == [[]] * ROUNDS
-
-
 def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_path: Path) -> None:
     case = OF["FedADC-delta"]
     result = train(case.build(checkpoint_dir=tmp_path), case.grid(), case)
@@ -295,13 +277,6 @@ def test_another_training_is_refused_before_a_client_is_asked(
     Folder(two_rounds, latest(two_rounds)).close()  # no lock is left
 
 
-def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:
-    train(OF["FedAvg"].build(checkpoint_dir=tmp_path), OF["FedAvg"].grid(), num_rounds=2)
-    two = InProcessGrid(problem.app_of(fr.FedAvgClient, make_clients(2)), 2)
-    with pytest.raises(CheckpointError, match="the state of 3 clients, but this grid has 2"):
-        train(OF["FedAvg"].build(), two, resume_from=tmp_path)
-
-
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path / "a"), case.grid(), num_rounds=1)
@@ -312,32 +287,6 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     other.close()
     with pytest.raises(CheckpointError, match="cannot be resumed: it lacks 'held'"):
         train(case.build(), case.grid(), resume_from=tmp_path / "b")
-
-
-def test_a_full_disk_is_named_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save, case = Folder.save, OF["FedADC-delta"]
-
-    def full(self: Folder, number: int, *rest: Any) -> Path:
-        if number in (2, 4):
-            raise OSError(28, "No space left on device")
-        return save(self, number, *rest)
-
-    monkeypatch.setattr(Folder, "save", full)
-    strategy = case.build(checkpoint_dir=tmp_path)
-    with caplog.at_level(logging.WARNING, "flwr"):
-        train(strategy, case.grid(), case)
-    assert "round 2 is not saved" in caplog.text
-    notes = {e["round"]: e["checkpoint"] for e in strategy.history if "checkpoint" in e}
-    assert sorted(notes) == [2, 4]
-    assert all("No space left on device" in why for why in notes.values())
-    assert latest(tmp_path).round == 3
-    assert bits(strategy.arrays) == bits(unbroken(case)[0].arrays)
-    monkeypatch.undo()
-    again = case.build(checkpoint_dir=tmp_path)
-    train(again, case.grid(), case, resume_from=tmp_path)
-    assert bits(again.arrays) == bits(strategy.arrays)
 
 
 @pytest.mark.parametrize("cause", [KeyboardInterrupt, SystemExit])

@@ -1,7 +1,5 @@
 """Rounds that fail in part: further attempts, deadlines, an early end, callbacks. `start` follows them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """A stack is its clients one by one: the same replies, states and histories, up to rounding."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacks import ALONE
+from tests.conftest import drawn
 from tests.flower.stacks import (
     SIZES,
     Cohort,
@@ -47,8 +46,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.default_generator.manual_seed(1)
+        with drawn(1):
             self.first, self.hold = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
             self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.second.weight = self.first.weight
@@ -67,8 +65,7 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.default_generator.manual_seed(0)
+        with drawn():
             self.words, self.head = nn.Embedding(10, 4, padding_idx=4), nn.Linear(24, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,8 +115,7 @@ def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
 
 def convolving() -> nn.Sequential:
     """Return a model with a convolution."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(0)
+    with drawn():
         layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
         return nn.Sequential(*layers)
 
@@ -153,8 +149,7 @@ def some_ignored(k: int, shuffle: bool = True) -> DataLoader[Any]:
 
 def five_classes() -> nn.Module:
     """Return a model of more classes than there are labels."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
 
 

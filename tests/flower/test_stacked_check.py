@@ -1,7 +1,5 @@
 """The contract of a stack, and its check by result: what breaks it never ends in silence."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable

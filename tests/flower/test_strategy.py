@@ -1,7 +1,5 @@
 """The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -63,19 +61,6 @@ def start(strategy: Any, grid: Any, rounds: int = 2, config: Any = CONFIG) -> An
 
 
 # Cohorts
-
-
-def test_every_method_sees_the_same_cohorts_and_another_seed_others() -> None:
-    half = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "min_train_nodes": 1}
-
-    def cohorts(strategy: Any, client: Any) -> list[list[int]]:
-        run(strategy, client, rounds=5, clients=make_clients(6))
-        return [entry["cohort"] for entry in strategy.history]
-
-    want = cohorts(fr.FedAvg(seed=4, **half), fr.FedAvgClient)
-    assert all(len(c) == 3 for c in want)
-    assert cohorts(fr.FedFOR(alpha=0.1, seed=4, **half), fr.FedFORClient) == want
-    assert cohorts(fr.FedAvg(seed=5, **half), fr.FedAvgClient) != want
 
 
 class RenumberedGrid(fr.InProcessGrid):

@@ -1,7 +1,5 @@
 """InProcessGrid with workers: the same bits as without, whatever the method, and whatever a client does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -25,17 +23,16 @@ from flwr_regs import InProcessGrid, client_app
 from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
-from tests.conftest import ROOT
+from tests.conftest import ROOT, drawn
 from tests.processes import until
 
 CLIENTS = 4
-METHODS = ("RFedAvgPlus", "FedBN", "SCAFFOLD")
+METHODS = ("RFedAvgPlus", pytest.param("FedBN", marks=pytest.mark.full), "SCAFFOLD")
 
 
 def make_model() -> nn.Sequential:
     """A model that draws (dropout) and has buffers (BatchNorm)."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with drawn():
         layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
         return nn.Sequential(*layers)
 

@@ -5,8 +5,6 @@ whole numbers. The order of arrays and keys has no meaning. Floating-point value
 version of torch makes of them, and what follows from their bits (digests) by anything of the same length.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -4,8 +4,6 @@ Two rounds of two clients, if a run says nothing else. Model and data are made w
 nothing shuffles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

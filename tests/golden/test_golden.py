@@ -1,7 +1,5 @@
 """Today's messages are the golden ones. For a change that is meant: ``python -m tests.golden``."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

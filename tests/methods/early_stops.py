@@ -1,7 +1,5 @@
 """A run in which some clients stop early and one forgets, beside its oracle's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,9 +16,9 @@ ROUNDS, FORGETS = range(1, 7), 4
 
 
 class Forgetful(InProcessGrid):
-    """A client loses its state before a round's first messages."""
+    """Some clients lose their state before a round's first messages."""
 
-    who, before = 2, FORGETS
+    who, before = (2,), FORGETS
     forgot = False
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -28,7 +26,8 @@ class Forgetful(InProcessGrid):
         config = messages[0].content.config_records.get(keys.CONFIG, {})
         training = messages[0].metadata.message_type in ("train", keys.PROBE)
         if training and config.get(keys.ROUND_KEY) == self.before and not self.forgot:
-            self._contexts[1000 + self.who].state = RecordDict()
+            for pid in self.who:
+                self._contexts[1000 + pid].state = RecordDict()
             self.forgot = True
         return super().push_messages(messages)
 

@@ -1,7 +1,5 @@
 """FedBuff: the oracle's steps on any clock; what fails, lies or is interrupted changes nothing else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kinds of batches, outputs and models: each row of docs/models.md equals plain batches, or is refused."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +16,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed, Term
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
 from tests.conftest import make_clients, make_model, run
@@ -219,7 +216,7 @@ def train(kind: Kind, method: str) -> tuple[dict[str, np.ndarray], list[Any]]:
     shared = {"share_label_counts": True} if method == "classes" else {}
     personal = {"personalise": "both", "personal-lr": 0.1}
     result = strategy.start(
-        InProcessGrid(
+        fr.InProcessGrid(
             app_of(client, [kind.data(d) for d in make_clients()], kind.model, **shared,
                    **kind.settings), 4
         ),
@@ -257,12 +254,12 @@ def test_a_kind_that_works_equals_pairs_and_tensors_to_the_bit(kind: Kind, metho
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.refused], ids=lambda k: k.row)
 def test_a_kind_that_does_not_work_is_refused_with_a_sentence(kind: Kind) -> None:
-    with pytest.raises((RoundFailed, ValueError), match=re.compile(kind.refused, re.DOTALL)):
+    with pytest.raises((fr.RoundFailed, ValueError), match=re.compile(kind.refused, re.DOTALL)):
         train(kind, kind.method)
 
 
 @dataclass(frozen=True)
-class OneStep(Term, Personalises):
+class OneStep(fr.Term, Personalises):
     """Each client evaluates the global model after one full-batch step on its own data."""
 
     name: ClassVar[str] = "one-step"
@@ -306,6 +303,6 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     strategy = fr.RegStrategy([OneStep()], seed=1)
-    run(strategy, fr.RegClient, rounds=1, grid=InProcessGrid(app, 4))
+    run(strategy, fr.RegClient, rounds=1, grid=fr.InProcessGrid(app, 4))
     assert equal == [True] * 2 * 4 * 4
     assert not strategy.history[0]["evaluate"]["failures"]

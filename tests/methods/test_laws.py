@@ -1,30 +1,20 @@
 """The laws of flwr_regs.testing, run for each case of tests/laws.py; and laws of no method."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
-from flwr_regs import (
-    METHODS,
-    FedAvg,
-    FedAvgClient,
-)
+import flwr_regs as fr
 from flwr_regs.testing import LAWS, Law, Method
 from tests.conftest import close, run
 from tests.laws import CASES
 from tests.methods.early_stops import FORGETS, ROUNDS, equals_the_oracle
 from tests.sampling import sampled
 
-FORMULAS = ("moves", "oracle", "incomplete")
-"""The laws that a method's own numbers show: every case always meets them, in one variant at least."""
-PAIRS = [pair for pair in product(CASES, LAWS.values()) if pair[1].name in FORMULAS]
-OTHERS = [(law, v) for law in LAWS.values() if law.name not in FORMULAS for v in law.variants]
+VARIANTS = [(law, variant) for law in LAWS.values() for variant in law.variants]
 
 
 def name_of(value: Any) -> str:
@@ -33,20 +23,12 @@ def name_of(value: Any) -> str:
     return value if isinstance(value, str) else value.name
 
 
-def holds(method: Method, law: Law, variant: str) -> None:
-    outcome = law.judge(method, variant)
+@sampled("case,variant", list(product(CASES, VARIANTS)), 3, name_of)
+def test_the_law_holds(case: Method, variant: tuple[Law, str]) -> None:
+    law, name = variant
+    outcome = law.judge(case, name)
     may_skip = ("unused", "downlinks", "stacked")
     assert not outcome.startswith("skipped") or law.name in may_skip
-
-
-@sampled("pair,variant", [(pair, v) for pair in PAIRS for v in pair[1].variants], 3, name_of)
-def test_a_case_is_its_formulas(pair: tuple[Method, Law], variant: str) -> None:
-    holds(*pair, variant)
-
-
-@sampled("case,law", list(product(CASES, OTHERS)), 3, name_of)
-def test_the_law_holds(case: Method, law: tuple[Law, str]) -> None:
-    holds(case, *law)
 
 
 NOTHING_KEPT = ("SCAFFOLD-server", "SCAFFOLD-server-1", "EFL-down", "EFL-sums-16")
@@ -54,20 +36,12 @@ NOTHING_KEPT = ("SCAFFOLD-server", "SCAFFOLD-server-1", "EFL-down", "EFL-sums-16
 
 
 def keeps(case: Method) -> bool:
-    return bool(METHODS[case.strategy.__name__].state) and case.name not in NOTHING_KEPT
+    return bool(fr.METHODS[case.strategy.__name__].state) and case.name not in NOTHING_KEPT
 
 
-@pytest.mark.parametrize(
-    ("case", "how"),
-    [
-        (case, how)
-        for i, case in enumerate(CASES)
-        for how in ("used", "drop")
-        if keeps(case) or how == ("used", "drop")[i % 2]
-    ],
-    ids=name_of,
-)
+@sampled("case,how", list(product(CASES, ("used", "drop"))), 4, name_of)
 def test_some_clients_stop_early_and_one_forgets(case: Method, how: str) -> None:
+    """So every case is always compared with its oracle; its other laws are sampled."""
     history = equals_the_oracle(case, how, keeps(case))[0].history
     short = [sorted(e["incomplete"] + e["inactive"]) for e in history]
     assert short[:4] == [[], [1], [0, 1], [2, 4]]
@@ -92,8 +66,8 @@ def test_two_runs_give_equal_bits() -> None:
             torch.rand(noise)
             return made
 
-        strategy = FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
-        return run(strategy, FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
+        strategy = fr.FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
+        return run(strategy, fr.FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
 
     first = once(1)
     close(first, once(2), 0.0)

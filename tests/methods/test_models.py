@@ -1,7 +1,5 @@
 """Kinds of models against methods: each cell trains, or is refused with a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed, client_app
-from flwr_regs.server.exchange.replies import agreed
-from tests.conftest import Batch, close
+from tests.conftest import Batch, close, drawn
 from tests.laws import CASES
 from tests.sampling import sampled
 
@@ -153,8 +149,7 @@ class Odd(nn.Module):
 
 
 def seeded(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with drawn(3):
         return build().to(dtype)
 
 
@@ -247,11 +242,11 @@ def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
         own_data = kind.data(context.node_config["partition-id"], kind.dtype)
         return method.client(kind.model(), own_data, own_data, device="cpu", **kwargs)
 
-    return client_app(client_fn)
+    return fr.client_app(client_fn)
 
 
 def train(
-    kind: Kind, method: Method, rounds: int = 3, grid: Any = InProcessGrid, **kwargs: Any
+    kind: Kind, method: Method, rounds: int = 3, grid: Any = fr.InProcessGrid, **kwargs: Any
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Return (the strategy, the global model by name)."""
     extra = {"patterns": kind.private} if method.name == "FedPer" else {}
@@ -287,7 +282,7 @@ CELLS = list(product(KINDS, METHODS))
 
 @sampled("kind,method", [c for c in CELLS if refusal(*c)], 1, lambda v: v.name)
 def test_what_does_not_train_is_refused_with_a_sentence(kind: Kind, method: Method) -> None:
-    with pytest.raises((ValueError, RoundFailed), match=refusal(kind, method)):
+    with pytest.raises((ValueError, fr.RoundFailed), match=refusal(kind, method)):
         train(kind, method)
 
 
@@ -388,24 +383,16 @@ def test_tied_weights_that_came_apart_are_refused() -> None:
     arrays = TIED.arrays()
     arrays["b.weight"] = Array(arrays["b.weight"].numpy() + 1)
     strategy = fr.FedAvg()
-    with pytest.raises(RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
+    with pytest.raises(fr.RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
         strategy.start(
-            InProcessGrid(app_of(TIED, METHODS[0]), 2),
+            fr.InProcessGrid(app_of(TIED, METHODS[0]), 2),
             arrays,
             train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
         )
 
 
 def test_tied_weights_are_private_as_a_whole() -> None:
-    with pytest.raises(RoundFailed, match="only one of the two names is private"):
+    with pytest.raises(fr.RoundFailed, match="only one of the two names is private"):
         train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     assert got.keys() == {"head.weight", "head.bias"}
-
-
-def test_most_clients_agree_and_the_others_are_named() -> None:
-    assert agreed({3: "a", 1: "c", 2: "c"}, None) == ("c", [3])
-    assert agreed({1: "a"}, "c") == ("c", [1])
-    assert agreed({1: "a", 2: "c", 3: "c"}, None) == ("c", [1])  # one cannot overrule the others
-    assert agreed({2: "c", 1: "a"}, None) == ("a", [2])
-    assert agreed({}, None) == (None, [])

@@ -4,8 +4,6 @@ A pair that composes runs through Flower's messages and must give the model of p
 the papers' formulas (oracles/pairs.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 
 import flwr_regs as fr
-from flwr_regs import RegClient, RegStrategy
 from flwr_regs.abilities import Steps
 from flwr_regs.chain import chain
 from flwr_regs.term import ServerContext, Term
@@ -81,12 +78,12 @@ COMPOSING = [p for p in PAIRS if not refusal(p)]
 
 def trained(terms: tuple[Term, ...], batch_norm: bool = False) -> dict[str, np.ndarray]:
     """Three rounds of three unequal clients, a learning rate that falls; the model at the end."""
-    strategy = RegStrategy(
+    strategy = fr.RegStrategy(
         terms, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.8 ** (t - 1)
     )
     got = run(
         strategy,
-        RegClient,
+        fr.RegClient,
         rounds=3,
         clients=make_clients(3),
         model=lambda: make_model(batch_norm=batch_norm),
@@ -119,9 +116,9 @@ def test_a_pair_composes_or_is_refused_with_a_sentence(left: Term) -> None:
     for pair in (p for p in PAIRS if p[0] is left):
         if why := refusal(pair):
             with pytest.raises(ValueError, match=why):
-                RegStrategy(pair)
+                fr.RegStrategy(pair)
         else:
-            assert RegStrategy(pair).term.terms == pair
+            assert fr.RegStrategy(pair).term.terms == pair
 
 
 @of_pairs([p for p in COMPOSING if not any(isinstance(t, fr.LocalBatchNorm) for t in p)])

@@ -1,13 +1,9 @@
 """The registry: names, and what its rows say against runs, hooks and the documents."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
@@ -23,17 +19,19 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.experiments import cli
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, drawn, run
 
 ROWS = list(fr.METHODS.values())
 PACKAGE, EPOCH = ROOT / "flwr_regs", {"local-epochs": 1}
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+SOME = [pytest.param(row, marks=[pytest.mark.full] * (i % 3 > 0)) for i, row in enumerate(ROWS)]
+some_rows = pytest.mark.parametrize("row", SOME, ids=lambda row: row.name)
+"""Each third always, all with ``-m full``: what is measured of runs."""
 
 
 def example(row: fr.Method, **common: Any) -> RegStrategy:
@@ -97,14 +95,6 @@ def test_a_methods_defaults_are_its_terms(row: fr.Method) -> None:
                 assert default == field.default, field.name
 
 
-def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
-    code = (
-        "import sys, flwr_regs; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert said.strip() == "[]"
-
-
 # what a row says, measured
 
 
@@ -113,8 +103,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with drawn():
             self.body, self.norm, self.head = (
                 nn.Linear(400, 60),
                 nn.BatchNorm1d(60),
@@ -143,7 +132,7 @@ def in_models(entry: dict[str, Any], key: str) -> float:
     return max(entry[key].values()) / size
 
 
-@rows
+@some_rows
 def test_bytes_and_exchanges_are_as_measured(row: fr.Method) -> None:
     entry, _ = measured(row.name)
     assert in_models(entry, "bytes_down") == pytest.approx(row.down, abs=0.06)
@@ -151,7 +140,7 @@ def test_bytes_and_exchanges_are_as_measured(row: fr.Method) -> None:
     assert 1 + ("bytes_probe_down" in entry) == row.exchanges
 
 
-@rows
+@some_rows
 def test_the_delta_downlink_is_as_measured(row: fr.Method) -> None:
     if row.down_delta is None:
         down = row.down
@@ -162,7 +151,7 @@ def test_the_delta_downlink_is_as_measured(row: fr.Method) -> None:
     assert in_models(entry, "bytes_down") == pytest.approx(down, abs=0.06)
 
 
-@rows
+@some_rows
 def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
     _, state = measured(row.name)
     if row.exchanges > 1:  # the model of the first exchange waits for the second
@@ -230,7 +219,7 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
     return got, bool(held)
 
 
-@rows
+@some_rows
 def test_the_server_needs_only_sums_if_a_row_says_so(row: fr.Method) -> None:
     if row.name == "EFL":  # codes have no mean
         assert not row.secure_aggregation
@@ -241,7 +230,7 @@ def test_the_server_needs_only_sums_if_a_row_says_so(row: fr.Method) -> None:
     assert (off < 1e-9) == row.secure_aggregation, off
 
 
-@rows
+@some_rows
 def test_the_server_holds_no_cohorts_uploads_if_a_row_says_so(row: fr.Method) -> None:
     _, held = unequal(row.name, fr.InProcessGrid)
     assert row.streams == (not held)
@@ -255,17 +244,3 @@ def test_a_cohort_runs_as_one_if_a_row_says_so(name: str) -> None:
     grid = fr.StackedGrid(app_of(client, data, Net), 2)
     train(strategy, client, rounds=2, model=Net, lr=0.1, length=EPOCH, grid=grid)
     assert fr.METHODS[name].stacks == (not grid.fallbacks)
-
-
-# the tables
-
-
-def test_the_command_prints_each_method_in_eighty_columns(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # no checkout is needed
-    assert cli.main(["methods"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1 : len(ROWS) + 1]] == [row.name for row in ROWS]
-    assert max(map(len, lines)) <= 80
-    assert "FedFOR       both  2 (1)  1   1" in lines[3]

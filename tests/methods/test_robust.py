@@ -1,22 +1,19 @@
 """Robust aggregators with every kind of method: one hostile client moves the model boundedly."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, Message
 
 import flwr_regs as fr
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.term import ServerContext
 from flwr_regs.testing import Method, problem
 from flwr_regs.testing.problem import NDArrays, ReversingGrid, SerialisingGrid
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import Tampered, close, make_clients, make_model
 from tests.laws import CASES
 from tests.sampling import sampled
 
@@ -45,29 +42,14 @@ AGGREGATORS = (
 )
 
 
-class HostileGrid(InProcessGrid):
+def hostile(part: str, kind: str, pid: int, message: Message, reply: Message) -> Message:
     """One client's replies are a million times too large: its model, its uploads, or both."""
-
-    part = "both"
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message, i in zip(messages, ids, strict=True):
-            reply = self._replies[i]
-            if message.metadata.dst_node_id != 1000 + LIAR or reply.has_error():
-                continue
-            for name, record in list(reply.content.array_records.items()):
-                if self.part in ("both", "update" if name == "arrays" else "uploads"):
-                    reply.content[name] = ArrayRecord(
-                        {
-                            key: Array(np.asarray(a.numpy() * a.numpy().dtype.type(1e6)))
-                            if a.numpy().dtype.kind == "f"
-                            else a
-                            for key, a in record.items()
-                        }
-                    )
-        return ids
+    for name, record in reply.content.array_records.items() if pid == LIAR else ():
+        if part in ("both", "update" if name == "arrays" else "uploads"):
+            for key, a in record.items():
+                if (array := a.numpy()).dtype.kind == "f":
+                    record[key] = Array(np.asarray(array * array.dtype.type(1e6)))
+    return reply
 
 
 def trained(
@@ -83,7 +65,7 @@ def trained(
     data, model = make_clients(N, dtype), partial(make_model, dtype)
     app = problem.app_of(method.make_client, data, model)
     if part:
-        grid = type("Grid", (HostileGrid,), {"part": part})
+        grid = partial(Tampered, change=partial(hostile, part))
     strategy = method.build(aggregator=aggregator, seed=3, fraction_evaluate=0.0, **settings)
     models = problem.train(
         strategy,
@@ -118,6 +100,7 @@ def apart(a: NDArrays, b: NDArrays) -> float:
     ],
     seed=1,
     ids=str,
+    among=lambda cell: cell[0] in (*UPLOADING, "FedAvg", "FedFOR", "FedAdam", "FedPer"),
 )
 def test_one_hostile_client_moves_the_model_boundedly(
     name: str, aggregator: Any, part: str

@@ -3,8 +3,6 @@
 Clients have the losses ``a_k/2 (v − c_k)²``: see :mod:`flwr_regs.testing.problem`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +106,3 @@ def test_weight_decay_makes_corrected_steps_those_of_the_l2_regularised_loss(
     )
     for ours, theirs in zip(models, expected, strict=True):
         close(ours, theirs, 1e-10)
-
-
-# limits of stability, a tenth below and above

@@ -1,7 +1,5 @@
 """What clients may claim: an upload of a wrong kind, or beyond all bounds, costs its client alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each takes n vectors, lists of d floats, and returns one; sources as in aggregators.py of the server.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Clip and mean, without noise. McMahan et al. 2018, Alg. 1; the methods as in their own oracles."""
 
-from __future__ import annotations
-
 import math
 
 from tests.oracles.model import Client, Params

@@ -1,7 +1,5 @@
 """Plain loops for tests/test_hook_contexts.py, in float64: steps of one client, and means over its data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

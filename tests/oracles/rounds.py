@@ -5,8 +5,6 @@ setting that the oracle does not name itself, are the arguments of :func:`rounds
 model after each round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

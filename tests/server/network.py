@@ -1,7 +1,5 @@
 """Clients in plain numpy behind the server's network: no Flower, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -59,8 +57,8 @@ class NumpyNetwork:
         return Replies(came, failures, silent)
 
 
-def quadratic(curvature: Any, centre: Any, fixed: Collection[str] = ()) -> Client:
-    """Clients of ``f_k(v) = a_k/2 ‖v − c_k‖²`` with ``k + 1`` examples; `fixed` names are not trained."""
+def quadratic(curvature: Any, centre: Any) -> Client:
+    """Clients of ``f_k(v) = a_k/2 ‖v − c_k‖²`` with ``k + 1`` examples."""
 
     def client(k: int, request: Request, parcel: Parcel) -> Parcel:
         if request.kind == keys.IDENTIFY:
@@ -71,12 +69,12 @@ def quadratic(curvature: Any, centre: Any, fixed: Collection[str] = ()) -> Clien
             loss = sum(float(((a - centre[k]) ** 2).sum()) for a in v.values())
             return Parcel(metrics={"num-examples": k + 1, "loss": loss})
         for _ in range(config["local-steps"]):
-            for name in set(v) - set(fixed):
+            for name in v:
                 v[name] = v[name] - config["lr"] * curvature[k] * (v[name] - centre[k])
         steps = {"local-steps": config["local-steps"], "planned-steps": config["local-steps"]}
         return Parcel(
             {keys.ARRAYS: Record(v)},
-            {key: config[key] for key in ECHOED} | {keys.NOT_TRAINED_KEY: sorted(fixed)},
+            {key: config[key] for key in ECHOED} | {keys.NOT_TRAINED_KEY: []},
             {"num-examples": k + 1, **steps},
         )
 

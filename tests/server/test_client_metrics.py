@@ -1,7 +1,5 @@
 """Which of the clients' metrics are averaged, and who is named because theirs are not."""
 
-from __future__ import annotations
-
 import math
 
 from flwr_regs.server.client_metrics import common_metrics

@@ -1,7 +1,5 @@
 """The guard against divergence: its signs, and what it does to a training."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

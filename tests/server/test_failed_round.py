@@ -1,7 +1,5 @@
 """A round that fails, however late, binds nobody: the training goes on as if it had not been."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass

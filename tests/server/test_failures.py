@@ -1,28 +1,8 @@
 """A reply becomes a value or a named failure; a step over all of them finds the culprits."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
-
-from flwr_regs.server.failures import culprits, read_each
-from flwr_regs.wire.arrays import ProtocolError
-
-
-def test_whatever_is_raised_costs_one_client_but_an_interrupt() -> None:
-    def read(pid: int, error: BaseException | None) -> int:
-        if error:
-            raise error
-        return pid * 2
-
-    errors = (ProtocolError("odd"), MemoryError("odd"), RecursionError("odd"), KeyError("odd"))
-    values, failures = read_each({9: None, **dict(enumerate(errors)), 8: None}, read)
-    assert list(values.items()) == [(8, 16), (9, 18)]
-    assert list(failures) == [0, 1, 2, 3]
-    assert all("odd" in why for why in failures.values())
-    with pytest.raises(KeyboardInterrupt):
-        read_each({0: KeyboardInterrupt()}, read)
+from flwr_regs.server.failures import culprits
 
 
 def step_of(bad: Any) -> Any:

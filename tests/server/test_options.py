@@ -1,8 +1,6 @@
 """A strategy's settings: each row of the two tables refuses what it says, with its own sentence."""
 
-from __future__ import annotations
-
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +8,6 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
-from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import RANGES, pairs
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -93,12 +90,3 @@ def test_settings_that_exclude_each_other_are_refused(row: int) -> None:
     text = list(pairs(fr.FedAvg().options))[row]
     start = text[: text.index("{")] if "{" in text else text
     assert str(refused.value).startswith(start)  # by this very row
-
-
-def test_settings_are_frozen_and_can_be_read_off_the_strategy() -> None:
-    strategy = fr.FedFOR(0.5, seed=4, fraction_train=0.25, min_replies=2)
-    for name in Options.names():
-        assert getattr(strategy, name) == getattr(strategy.options, name)
-    assert (strategy.seed, strategy.fraction_train, strategy.weighting) == (4, 0.25, "num-examples")
-    with pytest.raises(FrozenInstanceError):
-        strategy.options.seed = 5  # type: ignore[misc]

@@ -1,7 +1,5 @@
 """Central DP against an oracle, its epsilon, and Flower's mods beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -13,7 +11,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import Message
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
@@ -21,7 +19,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import CentralDP, InProcessGrid, client_app
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.accounting import AccountedBudget
@@ -30,7 +27,7 @@ from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
 from tests.oracles.central_dp import central_dp
 from tests.sampling import sampled
 
@@ -47,7 +44,7 @@ def accountant(
     return RdpAccountant(PrivacyConfig(1e-5, population, relation, sampling, limit), ORDERS)
 
 
-class Watching(InProcessGrid):
+class Watching(fr.InProcessGrid):
     """Keeps the train messages' arrays, and the kinds of all messages."""
 
     def __init__(self, *args: Any) -> None:
@@ -80,7 +77,7 @@ def app_of(
         batches = [] if pid in failing else data[pid]
         return client(model(), batches, data[pid], device="cpu")
 
-    return client_app(client_fn, mods=mods)
+    return fr.client_app(client_fn, mods=mods)
 
 
 def start(
@@ -90,13 +87,8 @@ def start(
     model: Callable[[], nn.Module] = make_model,
     config: dict[str, Any] | None = None,
 ) -> Any:
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(model().state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2, **(config or {})}),
-    )
-    return {name: a.numpy() for name, a in result.arrays.items()}
+    train = {"local-epochs": 2, **(config or {})}
+    return run(strategy, fr.FedAvgClient, grid=grid, rounds=rounds, model=model, train=train)
 
 
 # Central DP: clip and mean
@@ -113,8 +105,8 @@ def test_without_noise_it_is_clip_and_mean(
     strategy: Any, client: Any, settings: dict[str, float], failed: list[int]
 ) -> None:
     clip, method = 0.6, strategy.__name__.lower()
-    strategy = strategy(**settings, **UNIFORM, seed=3, privacy=CentralDP(clip, 0.0))
-    got = start(strategy, InProcessGrid(app_of(client, failing=failed), 4))
+    strategy = strategy(**settings, **UNIFORM, seed=3, privacy=fr.CentralDP(clip, 0.0))
+    got = start(strategy, fr.InProcessGrid(app_of(client, failing=failed), 4))
     first = {n: p.numpy() for n, p in make_model().state_dict().items()}
     data = to_numpy(make_clients())
     want, clipped = central_dp(first, data, 3, 0.2, 2, method, clip, frozenset(failed), **settings)
@@ -141,7 +133,7 @@ def test_sensitivity_of_the_mean() -> None:
     huge = {n: np.full_like(w, 1e300) for n, w in base.items()}  # its norm overflows
 
     def mean(replies: Any, m: int = 5) -> np.ndarray:
-        out, _ = private_mean(Updates(base, replies, {}, {}, []), CentralDP(0.5, 0.0), m)
+        out, _ = private_mean(Updates(base, replies, {}, {}, []), fr.CentralDP(0.5, 0.0), m)
         return np.concatenate([out[n].ravel() for n in sorted(base)])
 
     opposite, overflown = (
@@ -159,8 +151,7 @@ def test_sensitivity_of_the_mean() -> None:
 
 def wide() -> nn.Module:
     """12,003 parameters, so that a standard deviation is known to 0.7 %."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 1500), nn.Tanh(), nn.Linear(1500, 3)).to(torch.float64)
 
 
@@ -181,7 +172,7 @@ def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
     """In two runs of one seed, over a run without noise."""
     runs = [
         run(
-            strategy(seed=5, fraction_evaluate=0.0, privacy=CentralDP(0.1, z)),
+            strategy(seed=5, fraction_evaluate=0.0, privacy=fr.CentralDP(0.1, z)),
             client,
             rounds=1,
             model=wide,
@@ -201,7 +192,7 @@ def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
 
 
 def private_run(population: int, model: Any, fraction: float, z: float, **settings: Any) -> Any:
-    privacy = CentralDP(0.5, z, accountant(population, model, settings.pop("limit", None)))
+    privacy = fr.CentralDP(0.5, z, accountant(population, model, settings.pop("limit", None)))
     strategy = fr.FedAvg(
         seed=1, fraction_train=fraction, min_train_nodes=1, privacy=privacy, **UNIFORM, **settings
     )
@@ -246,7 +237,7 @@ def theirs(population: int, model: Any, cohort: int, z: float, rounds: int = 3) 
 def test_epsilon_over_a_grid_is_that_of_dp_accounting(
     population: int, model: Any, share: float, z: float
 ) -> None:
-    budget = AccountedBudget(CentralDP(0.5, z, accountant(population, model)))
+    budget = AccountedBudget(fr.CentralDP(0.5, z, accountant(population, model)))
     cohort = int(population * share)
     spent = [budget.spend(cohort)[0] for _ in range(3)]
     assert spent == pytest.approx(theirs(population, model, cohort, z), rel=1e-12)
@@ -317,18 +308,18 @@ def test_numbers_out_of_range_are_refused() -> None:
         ((1.0, 1.0, RdpAccountant(poisson)), "fixed size, so Poisson sampling does not"),
     ]:
         with pytest.raises(ValueError, match=message):
-            CentralDP(*arguments)
+            fr.CentralDP(*arguments)
 
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
     normed = partial(make_model, batch_norm=True)
-    privacy = CentralDP(1.0, 0.1)
+    privacy = fr.CentralDP(1.0, 0.1)
     grid = Watching(app_of(fr.FedAvgClient, normed), 4)
     with pytest.raises(ValueError, match=r"1\.running_mean.*use GroupNorm, or.*LocalBatchNorm"):
         start(fr.FedAvg("uniform", privacy=privacy), grid, 1, normed)
     assert grid.sent == []
     strategy = fr.FedBN(weighting="uniform", seed=1, privacy=privacy)
-    got = start(strategy, InProcessGrid(app_of(fr.FedBNClient, normed), 4), 2, normed)
+    got = start(strategy, fr.InProcessGrid(app_of(fr.FedBNClient, normed), 4), 2, normed)
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
@@ -341,7 +332,7 @@ def test_what_would_get_no_noise_is_left_out() -> None:
         2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
         3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
     }
-    private = PrivateRounds(CentralDP(1.0, 0.0), 1, None)
+    private = PrivateRounds(fr.CentralDP(1.0, 0.0), 1, None)
     assert private.uncovered(replies, model, ["seen"]) == {
         1: "it changed ['seen'], which are not trained and would get no noise",
         2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
@@ -373,12 +364,12 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
         if mod is LocalDpMod:
             settings, mods = {}, [LocalDpMod(clip, 0.01 * z, 1.0, 1e-5)]
         else:
-            settings, mods = {"privacy": CentralDP(clip, z)}, [mod] if mod else []
+            settings, mods = {"privacy": fr.CentralDP(clip, z)}, [mod] if mod else []
         config = {"clipping_norm": clip} if mods and settings else {}
-        grid = InProcessGrid(app_of(client_of(row), mods=mods), 3)
+        grid = fr.InProcessGrid(app_of(client_of(row), mods=mods), 3)
         return start(strategy_of(row, **settings), grid, 2, config=config)
 
-    plain = start(strategy_of(row), InProcessGrid(app_of(client_of(row)), 3), 2)
+    plain = start(strategy_of(row), fr.InProcessGrid(app_of(client_of(row)), 3), 2)
     close(trained(0.0, 1e6), plain, 1e-6)
     clipped, noisy = trained(0.0, 0.5), trained(0.5, 0.5)
     for name, a in noisy.items():
@@ -402,7 +393,7 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
 @pytest.mark.parametrize("row", ["FedFOR", "FedADC"])
 def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) -> None:
     """The direction or momentum sent beside the model follows from the noisy models alone."""
-    strategy = strategy_of(row, privacy=CentralDP(0.3, 1.0))
+    strategy = strategy_of(row, privacy=fr.CentralDP(0.3, 1.0))
     grid = Watching(app_of(client_of(row)), 3)
     start(strategy, grid, 3)
     w1, w2, w3 = (grid.sent[3 * t]["arrays"] for t in range(3))

@@ -1,7 +1,5 @@
 """check_method passes a right method, and catches a wrong one for each law, by the law's name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,6 +81,7 @@ def test_a_users_own_method_passes() -> None:
     assert re.search(r"^oracle +passed$", str(report), re.MULTILINE)
 
 
+@pytest.mark.full  # test_laws.py has its laws
 def test_a_method_of_the_package_passes_as_an_instance() -> None:
     report = check_method(
         FedFOR(alpha=0.6, downlink="delta"),

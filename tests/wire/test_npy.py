@@ -1,7 +1,5 @@
 """The reader of arrays that arrive reads what numpy writes, and refuses all else before it costs memory."""
 
-from __future__ import annotations
-
 import io
 import tracemalloc
 from typing import Any

@@ -1,7 +1,5 @@
 """Half precision on the wire: what is rounded, where, and what it does not go with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +9,6 @@ import torch
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import RoundFailed
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
@@ -138,7 +135,7 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
     method = Method(
         "", lambda **kw: fr.FedOpt(lambda p: torch.optim.SGD(p, lr=1e7), **kw), fr.FedOptClient
     )
-    with pytest.raises(RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
+    with pytest.raises(fr.RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
         train(replace(PLAIN, wire="float16"), method)
 
 

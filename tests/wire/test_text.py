@@ -1,7 +1,5 @@
 """Text and JSON of other machines: short and printable."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

@@ -1,7 +1,5 @@
 """The command, from a driver's file to the exit status; and pfl and FedJAX themselves, if they install."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

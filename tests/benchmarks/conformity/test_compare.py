@@ -1,7 +1,5 @@
 """The comparison: a right run agrees, each known wrong one is named, and its first departure is found."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

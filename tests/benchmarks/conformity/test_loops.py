@@ -1,7 +1,5 @@
 """The kit's loops are the papers', by the oracles; and each behaviour does what its name says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,28 +12,9 @@ from benchmarks.conformity.behaviours import METHODS
 from benchmarks.conformity.loops import federate
 from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.task import small_task
-from tests.oracles.client_loss.fedgkd import fedgkd
-from tests.oracles.client_loss.logits import fedlc, fedrs
-from tests.oracles.client_loss.moon import moon
-from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
-from tests.oracles.client_step.fedadc import fedadc
-from tests.oracles.client_step.fedcurv import fedcurv
-from tests.oracles.client_step.feddyn import feddyn
-from tests.oracles.client_step.fedinit import fedinit
-from tests.oracles.client_step.fedprox import fedprox
-from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
-from tests.oracles.client_step.sam import fedgamma, fedlesam, fedsam
-from tests.oracles.client_step.scaffold import scaffold
+from tests.laws import CASES
 from tests.oracles.local_sgd import local_sgd
 from tests.oracles.model import Client, gradient
-from tests.oracles.personal.apfl import apfl
-from tests.oracles.personal.ditto import ditto
-from tests.oracles.personal.fedamp import fedamp
-from tests.oracles.server_step.fedavg import fedavg
-from tests.oracles.server_step.fedexp import fedexp
-from tests.oracles.server_step.fednova import fednova
-from tests.oracles.server_step.fedopt import fedopt
-from tests.oracles.server_step.qfedavg import qfedavg
 
 TASK = small_task()
 ALL = replace(TASK, cohorts=(tuple(range(5)),) * 3)
@@ -52,41 +31,20 @@ def apart(a: Any, b: Any, names: Any = None) -> float:
 
 
 ADAPTIVE = {"server_lr": 0.1, "beta1": 0.8, "beta2": 0.95, "tau": 0.1}
-ORACLES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "FedAvg": (fedavg, {}),
-    "FedProx": (fedprox, {"mu": TASK.mu}),
-    "SCAFFOLD": (scaffold, {}),
-    "SCAFFOLD-1": (scaffold, {"option": 1}),
-    "FedDyn": (feddyn, {}),
-    "FedNova-proximal": (fednova, {"mu": TASK.mu}),
-    "FedADC-double": (
-        fedadc,
-        {"beta_local": 0.6, "beta_global": 0.6, "local_momentum": 0.5},
-    ),
-    "FedLESAM": (fedlesam, {}),
-    "FedCurv": (fedcurv, {}),
-    "FedSAM": (fedsam, {}),
-    "FedGAMMA": (fedgamma, {}),
-    "FedSpeed": (fedspeed, {}),
-    "FedSMOO": (fedsmoo, {}),
-    "FedInit": (fedinit, {}),
-    "RFedAvg": (rfedavg, {}),
-    "RFedAvgPlus": (rfedavg_plus, {}),
-    "MOON": (moon, {}),
-    "FedGKD": (fedgkd, {"gamma": 2.0, "buffer": 2, "temperature": 2.0}),
-    "FedLC": (fedlc, {}),
-    "FedRS": (fedrs, {}),
-    "FedExP": (fedexp, {}),
-    "QFedAvg": (qfedavg, {}),
-    "FedAvgM": (fedopt, {"server": "momentum", "server_lr": 0.7, "momentum": 0.6}),
-    "FedAdagrad": (fedopt, {"server": "adagrad", **ADAPTIVE, "beta1": 0.0}),
-    "FedAdam": (fedopt, {"server": "adam", **ADAPTIVE}),
-    "FedYogi": (fedopt, {"server": "yogi", **ADAPTIVE}),
-    "Ditto": (ditto, {"personal": []}),
-    "APFL": (apfl, {"personal": []}),
-    "FedAMP": (fedamp, {"personal": []}),
+ORACLES = {case.strategy.__name__: case.oracle for case in CASES}
+SETTINGS: dict[str, dict[str, Any]] = {
+    # of an oracle, where they are not the task's own
+    "FedProx": {"mu": TASK.mu},
+    "SCAFFOLD-1": {"option": 1},
+    "FedNova-proximal": {"mu": TASK.mu},
+    "FedADC-double": {"beta_local": 0.6, "beta_global": 0.6, "local_momentum": 0.5},
+    "FedGKD": {"gamma": 2.0, "buffer": 2, "temperature": 2.0},
+    "FedAvgM": {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
+    "FedAdagrad": {"server": "adagrad", **ADAPTIVE, "beta1": 0.0},
+    "FedAdam": {"server": "adam", **ADAPTIVE},
+    "FedYogi": {"server": "yogi", **ADAPTIVE},
 }
-"""Each method's oracle, and its settings where they are not the task's own."""
+PERSONAL = ("Ditto", "APFL", "FedAMP")
 
 
 def personal(kept: dict[int, Any]) -> Any:
@@ -104,21 +62,18 @@ def test_a_run_is_the_oracles(method: str) -> None:
     """To 1e-13; FedCurv's oracle rounds what travels to 32 bits."""
     cohorts = [list(c) for c in TASK.cohorts]
     given: tuple[Any, ...] = (TASK.parameters, batches(TASK), len(cohorts), lambda _: TASK.lr, 2)
-    oracle, settings = ORACLES[method]
-    settings = settings or dict(TASK.settings.get(method, {}))
-    if "personal" in settings:
-        settings = {**TASK.settings[method], "personal": []}
+    oracle: Any = ORACLES[method.partition("-")[0]]
+    settings = SETTINGS.get(method) or dict(TASK.settings.get(method, {}))
+    if method in PERSONAL:
+        settings["personal"] = []
     want = oracle(*given, cohorts=cohorts, **settings)
-    if "personal" in settings:
+    if method in PERSONAL:
         want = [personal(kept) for kept in settings["personal"]]
     found = federate(TASK, method)
     assert apart(found.models, want, want[0]) < (1e-6 if method == "FedCurv" else 1e-13)
     assert apart([found.models[0]], [found.models[-1]]) > 0.05
-    assert {at: len(p) for at, p in found.points.items() if at[0] == 1} == {
-        (1, 2): 6,
-        (1, 3): 10,
-        (1, 4): 6,
-    }
+    steps = {at[1]: len(p) for at, p in found.points.items() if at[0] == 1}
+    assert steps == {2: 6, 3: 10, 4: 6}
 
 
 def test_momentum_is_torchs_and_starts_anew_in_each_round() -> None:

@@ -15,13 +15,17 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def load_data(partition_id, num_partitions, batch_size):
+def load_data(partition_id, num_partitions=2, batch_size=8):
     drawn = torch.Generator().manual_seed(partition_id)
     images = torch.randn(40 + 8 * partition_id, 3, 4, 4, generator=drawn)
     labels = images.mean((2, 3)).argmax(1)
     rows = [{"img": x, "label": int(y)} for x, y in zip(images, labels, strict=True)]
     trainloader = DataLoader(rows[8:], batch_size=batch_size, shuffle=True, generator=drawn)
     return trainloader, DataLoader(rows[:8], batch_size=batch_size)
+
+
+def test_data():
+    return load_data(99)[1]
 
 
 def train(net, trainloader, epochs, lr, device):
@@ -45,3 +49,12 @@ def test(net, testloader, device):
             loss += float(nn.functional.cross_entropy(output, batch["label"].to(device)))
             correct += int((output.argmax(1) == batch["label"]).sum())
     return loss / len(testloader), correct / len(testloader.dataset)
+
+
+def get_weights(net):
+    return [v.numpy() for v in net.state_dict().values()]
+
+
+def set_weights(net, arrays):
+    values = map(torch.tensor, arrays)
+    net.load_state_dict(dict(zip(net.state_dict(), values, strict=True)))

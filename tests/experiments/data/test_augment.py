@@ -1,7 +1,5 @@
 """Augmentation: of training batches alone, each picture by itself, drawn from torch's random state."""
 
-from __future__ import annotations
-
 import torch
 
 from flwr_regs.experiments.data import augment

@@ -1,7 +1,5 @@
 """MNIST's folder: what is missing or incomplete is downloaded, and a failed download breaks nothing."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's own data set: every form of it is the same data, and what is wrong is said in one sentence."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of data sets, and records that stand in for their files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

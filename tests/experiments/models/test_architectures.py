@@ -1,7 +1,5 @@
 """The comparison's models: their layers, sizes and weights, for the data's shape and any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import architectures as catalogue
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.models.layers import Block, model
+from tests.conftest import drawn
 
 CNN = 2 * "Conv2d ReLU MaxPool2d " + "Flatten Linear ReLU Linear"
 CNN_BN = 2 * "Conv2d BatchNorm2d ReLU MaxPool2d " + "Flatten Linear BatchNorm1d ReLU Linear"
@@ -41,8 +40,7 @@ def test_the_packages_data_have_these_layers_and_weights_in_torchs_order(
     assert sum(p.numel() for p in made.parameters()) == parameters
     assert all(module.training for module in made.modules())
     again = models.build(dataset, "auto" if auto else kind, 3)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with drawn(3):
         for layer in again:
             if hasattr(layer, "reset_parameters"):
                 layer.reset_parameters()

@@ -1,7 +1,5 @@
 """Which examples reach a client: from the settings, the data set and the round alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flower Datasets' partitioners as partitions of a comparison."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from datasets import Dataset

@@ -1,7 +1,5 @@
 """Partitions: one law for all, over sampled seeds, clients and labels; then the property of each one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What partitions change: noise, a long tail in each round, labels that swap."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

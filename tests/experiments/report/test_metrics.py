@@ -1,7 +1,5 @@
 """What papers report, computed from hand-made histories."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

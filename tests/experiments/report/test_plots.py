@@ -1,7 +1,5 @@
 """Pictures: what the drawn artists say, and that no text covers another. Nothing is read from pixels."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import itertools
@@ -130,17 +128,6 @@ def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
     assert not artists(drawn([few, run("A", 1, [10], start=3)]), "mean A")  # none in common
     with pytest.raises(ValueError, match="'time': expected one of round, megabytes"):
         drawn([few], "time")
-
-
-@pytest.mark.parametrize(("total", "scale"), [(29, "linear"), (31, "log")])
-def test_axes_are_logarithmic_only_where_values_differ_much(total: int, scale: str) -> None:
-    spent = np.array([0, 0.5, 1])
-    two = [run(f"{m}", 1, [10, 50, 60], megabytes=m * spent) for m in (1, total)]
-    assert drawn(two, "megabytes").axes[0].get_xscale() == scale
-    assert drawn([run("A", 1, [1, total])], y="loss").axes[0].get_yscale() == scale
-    axes = drawn(two).axes[0]
-    assert axes.get_xscale() == "linear"
-    assert all(tick == int(tick) for tick in axes.get_xticks())  # rounds are whole
 
 
 def test_clients_are_quantiles_of_each_seed() -> None:
@@ -279,14 +266,6 @@ def test_label_counts_are_all_shown(clients: int, classes: int, most: int) -> No
     numbers = [int(t.get_text().replace(",", "")) for t in artists(figure, "count")]
     assert numbers == ([n for n in counts.ravel() if n] if clients < 200 else [])
     assert f"{totals.sum():,} examples" in text_of(figure, "caption")
-
-
-def test_swaps_are_drawn_as_they_are() -> None:
-    table = np.array([[0, 1, 2], [1, 0, 2], [1, 0, 2]])
-    figure = partition_plot.label_swaps(table, Look(), "swaps")
-    assert_legible(figure)
-    assert "In 2 rounds, two labels swap 1 times." in text_of(figure, "caption")
-    assert text_of(figure, "count") == "0|1|2|1|0|2|1|0|2"
 
 
 def test_files_are_whole_and_equal_whatever_the_users_style(tmp_path: Path) -> None:

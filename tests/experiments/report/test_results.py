@@ -1,7 +1,5 @@
 """Rows and tables from runs, against plain arithmetic."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's record: there after each round, whatever stops the run; and what cannot be read or written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Statistics against worked examples of the literature, plain arithmetic and simulation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

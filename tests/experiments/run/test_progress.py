@@ -1,7 +1,5 @@
 """What is said of a run before and while it trains: its cost, and what it is at."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

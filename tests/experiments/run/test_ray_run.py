@@ -1,7 +1,5 @@
 """``flwr-regs run --runner ray``: Flower's simulation under the command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that train alone, and one model on all their data, against plain loops with whole batches."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands that are stopped or killed: what ends with them, what is kept, and how they go on."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -86,6 +84,7 @@ def lines(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
+@pytest.mark.full  # attacks/test_kills.py kills forks, which are cheaper
 def test_a_killed_run_goes_on_in_the_middle_to_the_bit() -> None:
     whole, broken = Path("whole"), Path("broken")
     assert main(["run", *WORDS, f"out={whole}"]) == 0
@@ -145,8 +144,8 @@ class Slow(torch.nn.Linear):
     ("options", "training", "number"),
     [
         ([], False, signal.SIGTERM),
-        ([], False, signal.SIGINT),
-        (["--runner", "stacked"], True, signal.SIGTERM),
+        pytest.param([], False, signal.SIGINT, marks=pytest.mark.full),
+        pytest.param(["--runner", "stacked"], True, signal.SIGTERM, marks=pytest.mark.full),
         (["--workers", "2"], True, signal.SIGINT),
         pytest.param(["--runner", "ray"], True, signal.SIGTERM, marks=pytest.mark.full),
     ],
@@ -191,7 +190,7 @@ def test_a_worker_that_is_killed_says_how_to_go_on() -> None:
 
 @linux
 @pytest.mark.parametrize(
-    "options", [pytest.param(["--workers", "2"], marks=pytest.mark.full), ["--runner", "ray"]]
+    "options", [["--workers", "2"], pytest.param(["--runner", "ray"], marks=pytest.mark.full)]
 )
 def test_what_a_command_starts_ends_with_it_when_it_is_killed(options: list[str]) -> None:
     """Else they and the command that resumes write into the same records."""

@@ -1,7 +1,5 @@
 """A run: its tests, its record and its model, against the saved model; and what ends it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

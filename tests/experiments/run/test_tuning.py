@@ -1,7 +1,5 @@
 """Tuning by hand: which points train how long, which one is chosen, and what is tried beyond an edge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import log, sqrt
 

@@ -1,7 +1,5 @@
 """A client of a user's own is called as Flower calls it; its reply holds what it returned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

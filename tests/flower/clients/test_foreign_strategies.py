@@ -1,7 +1,5 @@
 """Flower's own strategies with our clients: refused, so that no run completes without training."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any
@@ -16,14 +14,7 @@ from flwr.server import strategy as older
 from flwr.serverapp import strategy as flowers
 from flwr.serverapp.exception import InconsistentMessageReplies
 
-from flwr_regs import (
-    ClientRound,
-    FedFORClient,
-    InProcessGrid,
-    RegClientApp,
-    client_app,
-    load_model,
-)
+import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import make_clients, make_model
 
@@ -36,30 +27,30 @@ def _quiet() -> None:
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 
-def client_of(context: Context, kind: Any = FedFORClient) -> Any:
+def client_of(context: Context, kind: Any = fr.FedFORClient) -> Any:
     data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
     return kind(make_model(torch.float32), data, data)
 
 
-def own_loop() -> RegClientApp:
-    app = RegClientApp()
+def own_loop() -> fr.RegClientApp:
+    app = fr.RegClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
-        return ClientRound(message, FedFORClient, make_model(torch.float32), data).reply()
+        return fr.ClientRound(message, fr.FedFORClient, make_model(torch.float32), data).reply()
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        load_model(message, FedFORClient, make_model(torch.float32))
+        fr.load_model(message, fr.FedFORClient, make_model(torch.float32))
         raise AssertionError("there was a model")
 
     return app
 
 
 APPS = {
-    "client_app": lambda: client_app(client_of),
-    "to_client": lambda: client_app(lambda context: client_of(context).to_client()),
+    "client_app": lambda: fr.client_app(client_of),
+    "to_client": lambda: fr.client_app(lambda context: client_of(context).to_client()),
     "own loop": own_loop,
 }
 
@@ -106,6 +97,6 @@ def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
     parts = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
     server = ServerApp(server_fn=lambda context: parts)
     why = WHY if app == "ClientApp" else "use ServerApp with @app.main and strategy.start"
-    its = (ClientApp if app == "ClientApp" else client_app)(lambda context: client_of(context))
+    its = (ClientApp if app == "ClientApp" else fr.client_app)(lambda context: client_of(context))
     with pytest.raises(ValueError, match=why):
-        server(InProcessGrid(its, 6), Context(1, 1, {}, RecordDict(), {}))
+        server(fr.InProcessGrid(its, 6), Context(1, 1, {}, RecordDict(), {}))

@@ -1,7 +1,5 @@
 """docs/examples/numpy-client: a client that knows only docs/protocol.md, beside the package's own."""
 
-from __future__ import annotations
-
 import runpy
 from functools import partial
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import ROOT
+from tests.conftest import ROOT, drawn
 
 FILE = ROOT / "docs/examples/numpy-client/client.py"
 EXAMPLE = runpy.run_path(str(FILE))
@@ -22,8 +20,7 @@ DATA = [[(torch.tensor(x), torch.tensor(y)) for x, y in EXAMPLE["load"](k)] for 
 
 
 def model() -> nn.Linear:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Linear(4, 3)
 
 

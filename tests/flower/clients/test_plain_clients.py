@@ -1,7 +1,5 @@
 """Methods that change the server alone: any client of Flower's works with them, as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +12,6 @@ from flwr.client import NumPyClient
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import RegClientApp, RoundFailed, client_app
 from flwr_regs.abilities import Weighs
 from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
@@ -66,12 +63,12 @@ class Plain(NumPyClient):
 
 
 def plain_app(kind: type[Plain] = Plain, dtype: torch.dtype = torch.float64) -> Any:
-    return client_app(lambda context: kind(context.node_config["partition-id"], dtype))
+    return fr.client_app(lambda context: kind(context.node_config["partition-id"], dtype))
 
 
-def message_app(dtype: torch.dtype = torch.float64) -> RegClientApp:
+def message_app(dtype: torch.dtype = torch.float64) -> fr.RegClientApp:
     """Train and evaluate functions of the Message API, as Flower's quickstarts write them."""
-    app = RegClientApp()
+    app = fr.RegClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -148,12 +145,12 @@ def test_a_plain_client_and_ours_go_together_and_ours_names_what_it_lacks() -> N
             return Plain(pid, torch.float64)
         return fr.FedAdamClient(make_model(), make_clients()[pid], make_clients()[pid])
 
-    app = client_app(client_fn)
+    app = fr.client_app(client_fn)
     got, _ = start(fr.FedAdam(seed=1), app, {"lr": RATE, "local-epochs": 1})
     want = run(fr.FedAdam(seed=1), fr.FedAdamClient, rounds=3, lr=RATE, train={"local-epochs": 1})
     close(got, want, 1e-12)
     strategy = fr.FedAdam(seed=1, min_replies=3)
-    with pytest.raises(RoundFailed, match="lacks the key 'lr', the clients' learning rate"):
+    with pytest.raises(fr.RoundFailed, match="lacks the key 'lr', the clients' learning rate"):
         start(strategy, app)
     assert sorted(strategy.history[0]["failures"]) == [0, 2]  # the plain ones trained
 
@@ -178,10 +175,6 @@ class Shrinks(Term):
         (fr.FedAvg(drop_inactive=1.0), {}, "neither; because drop_inactive=1.0 compares"),
         (fr.FedFOR(), {}, "lacks the key 'lr', the clients' learning rate$"),
         (fr.FedFOR(), {"lr": 0.1}, "neither; for how long the clients train"),
-        (fr.FedAdam(), {"lr": -1.0}, "'lr' must be a positive number"),
-        (fr.FedAdam(), {"lr": 1, "local-epochs": 1, "local-steps": 1}, "exactly one"),
-        (fr.FedAdam(), {"lr": 0.1}, "exactly one of the keys"),
-        (fr.FedAdam(), {"local-epochs": 1}, "lacks the key 'lr'"),
         (fr.FedAdam(), {"penalty": "l2"}, r"unknown.*for a key of your own, write 'user\.penalty'"),
     ],
 )
@@ -214,7 +207,7 @@ def test_steps_count_where_a_plain_client_reports_them(setting: dict[str, Any]) 
         [1, 2, 3] if "drop" in setting.values() else [*range(4)]
     )
     with pytest.raises(
-        RoundFailed, match=r"reports no steps, which incomplete='.*' needs; a client"
+        fr.RoundFailed, match=r"reports no steps, which incomplete='.*' needs; a client"
     ):
         start(fr.FedAvg(seed=1, **setting), plain_app(), config)
 
@@ -230,5 +223,5 @@ class PerStep(Term, Weighs):
 
 def test_a_method_that_reads_steps_refuses_a_client_that_reports_none() -> None:
     start(fr.RegStrategy([PerStep()], seed=1), plain_app(Stops), {"lr": 0.1, "local-steps": 2})
-    with pytest.raises(RoundFailed, match="it reports no steps, which the method reads"):
+    with pytest.raises(fr.RoundFailed, match="it reports no steps, which the method reads"):
         start(fr.RegStrategy([PerStep()], seed=1), plain_app())

@@ -1,7 +1,5 @@
 """What a client keeps to itself: entries that no server gets, and state on the client's own disk."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -18,7 +16,6 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import client_app, load_private
 from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.flower.node import NodeState
 from flwr_regs.testing.problem import SerialisingGrid
@@ -72,7 +69,7 @@ def grid_of(
         batches = data[context.node_config["partition-id"]]
         return client(build(), batches, batches, device="cpu", **settings)
 
-    return kind(client_app(client_fn), n)
+    return kind(fr.client_app(client_fn), n)
 
 
 def leaked(sent: bytes, values: Iterable[np.ndarray]) -> bool:
@@ -324,7 +321,7 @@ def test_a_disk_that_fails_costs_a_warning(
     for pid in range(3):
         (folder,) = tmp_path.glob(f"partition-{pid}/*")
         assert sorted(p.name for p in folder.iterdir())[-1] == "round-000004.safetensors"
-        load_private(tmp_path, pid)
+        fr.load_private(tmp_path, pid)
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
@@ -365,7 +362,7 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
     arrays = run(strategy, fr.FedPerClient, rounds=3, model=model, grid=grid)
     personal = model()
     personal.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
-    head = load_private(tmp_path, 1)
+    head = fr.load_private(tmp_path, 1)
     assert head.keys() == LAYER
     personal.load_state_dict(head, strict=False)
     personal.eval()
@@ -375,11 +372,11 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
     claimed = strategy.history[-1]["evaluate"]["clients"][1]["loss"]
     assert loss / sum(len(y) for _, y in data) == pytest.approx(claimed, abs=1e-12)
     (start,) = [p.name for p in (tmp_path / "partition-1").iterdir()]
-    assert load_private(tmp_path, 1, start).keys() == LAYER
+    assert fr.load_private(tmp_path, 1, start).keys() == LAYER
     with pytest.raises(FileNotFoundError, match=r"partition-9 has the trainings \[\]"):
-        load_private(tmp_path, 9)
+        fr.load_private(tmp_path, 9)
     with pytest.raises(FileNotFoundError, match=f"{start}.*, not 'abc'"):
-        load_private(tmp_path, 1, "abc")
+        fr.load_private(tmp_path, 1, "abc")
     paths = [tmp_path / "partition-1", *tmp_path.glob("partition-1/**/*")]
     modes = {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_dir()}
     assert modes == {0o700}
@@ -418,6 +415,6 @@ def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:
     got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=Wiping(app, 3))
     close(got, usual(), 0.0)
     for pid, head in heads.items():
-        torch.testing.assert_close(head, load_private(tmp_path, pid)["3.bias"], rtol=0, atol=0)
+        torch.testing.assert_close(head, fr.load_private(tmp_path, pid)["3.bias"], rtol=0, atol=0)
     with pytest.raises(fr.RoundFailed, match=r"keeps \['3.bias', '3.weight'\] to itself"):
         run(fr.FedPer("0.*", seed=1), fr.FedPerClient, rounds=1, model=model, grid=Wiping(app, 3))

@@ -3,8 +3,6 @@
 The app is that of docs/deployment.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Accidents on a real federation: the run goes on or is resumed, and the history names what was lost."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +10,12 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 
+import flwr_regs as fr
 from benchmarks.faults import accidents
 from benchmarks.faults.accident_app import Plain
 from benchmarks.faults.accidents import OTHERS
 from benchmarks.faults.federation import Federation
 from benchmarks.faults.play import APP, Outcome
-from flwr_regs import (
-    ControlVariates,
-    FedAvg,
-    InProcessGrid,
-    Private,
-    RegClient,
-    RegStrategy,
-    client_app,
-)
 from tests.flower.test_rounds import Lossy
 from tests.processes import assert_same
 
@@ -64,7 +54,7 @@ def bits(model: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def in_process(
-    strategy: RegStrategy, grid: InProcessGrid, rounds: int
+    strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return the history and the final model of a run in one process."""
     result = strategy.start(
@@ -78,22 +68,22 @@ def in_process(
 
 def unbroken(rounds: int) -> dict[str, np.ndarray]:
     """Return the final model of a run without accidents."""
-    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
-    return in_process(FedAvg(seed=7, fraction_evaluate=0.0), InProcessGrid(app, 3), rounds)[1]
+    app = fr.client_app(lambda context: Plain(int(context.node_config["partition-id"])))
+    return in_process(fr.FedAvg(seed=7, fraction_evaluate=0.0), fr.InProcessGrid(app, 3), rounds)[1]
 
 
 def keeping(
     disk: Path, loses: set[tuple[int, int]], rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return what `in_process` does for the clients of `memory_lost`; replies (round, client) are lost."""
-    terms = [ControlVariates(1), Private("2.*")]
+    terms = [fr.ControlVariates(1), fr.Private("2.*")]
 
-    def client_fn(context: Context) -> RegClient:
+    def client_fn(context: Context) -> fr.RegClient:
         kinds, data = [type(t) for t in terms], TASK["load"](context.node_config)
-        return RegClient(TASK["build"](), *data, terms=kinds, save_private=disk, device="cpu")
+        return fr.RegClient(TASK["build"](), *data, terms=kinds, save_private=disk, device="cpu")
 
-    grid = Lossy(client_app(client_fn), 3, lambda number, node: (number, node - 1000) in loses)
-    return in_process(RegStrategy(terms, seed=7, min_replies=1, max_weight=0.6), grid, rounds)
+    grid = Lossy(fr.client_app(client_fn), 3, lambda number, node: (number, node - 1000) in loses)
+    return in_process(fr.RegStrategy(terms, seed=7, min_replies=1, max_weight=0.6), grid, rounds)
 
 
 def plain_mean(rounds: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:

@@ -1,7 +1,5 @@
 """The examples run as written and learn."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import tomllib
@@ -36,9 +34,14 @@ def _quiet() -> None:
 
 
 NAMES = ["huggingface", "lightning", "mixed-precision", "pytorch", "sklearn"]
+SAMPLED = [
+    pytest.param(n, marks=[pytest.mark.full] * (n not in ("pytorch", "sklearn")))
+    for n in (*NAMES, "lora")
+]
+"""Two always; the others import what takes longer than their runs."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAMPLED[:-1])
 def test_the_server_app_runs_as_written_and_learns(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +57,7 @@ def test_the_server_app_runs_as_written_and_learns(
     assert told[-1] > max(60, told[0])
 
 
-@pytest.mark.parametrize("name", [*NAMES, "lora"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_node_without_a_partition_trains_on_its_data_path(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +77,7 @@ def test_a_node_without_a_partition_trains_on_its_data_path(
     assert "round 1" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_with_lora_only_the_trained_part_travels(capsys: pytest.CaptureFixture[str]) -> None:
     module = load("lora")
     context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 6})

@@ -1,7 +1,5 @@
 """The package's app by Flower's own ``flwr run``, in Ray and on SuperNodes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Projects of this Flower change to FedFOR as docs/migration.md says, with the wheel, on SuperNodes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
@@ -14,8 +12,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.docs.quickstart.task import Net
 from tests.docs.test_tutorials import blocks
-from tests.flower.deployed.project.task import Net
 from tests.processes import BIN, app_for, command, deployment, environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -89,6 +87,8 @@ def test_a_project_changes_to_fedfor(
 ) -> None:
     app = tmp_path / "project"
     shutil.copytree(PROJECT, app)
+    task = (ROOT / "tests/docs/quickstart/task.py").read_text()
+    (app / "task.py").write_text(task.replace(", device):", ', device="cpu"):'))
     for name, text in project(app).items():
         (app / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(site))

@@ -1,7 +1,5 @@
 """MOON, FedNTD, FedLC, FedRS and FedGKD beyond the laws: what they see, keep, refuse and go with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +15,7 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.term import Arrays, ClientContext, Term
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import close, drawn, make_clients, make_model
 
 # the teachers
 
@@ -116,8 +114,7 @@ class Sided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
+        with drawn(3):
             self.body, self.out, self.head = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 5)
             self.memory, self.spare = nn.LSTM(6, 4), nn.Linear(2, 2)
         self.double()

@@ -1,37 +1,24 @@
 """rFedAvg's own promises: features, the second exchange, bytes, privacy."""
 
-from __future__ import annotations
-
 import re
-from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, Error, Message, RecordDict
+from flwr.app import Array, Message, RecordDict
 from torch import nn
 
-from flwr_regs import (
-    FeatureTable,
-    FedAvg,
-    FedAvgClient,
-    InProcessGrid,
-    LeaveOneOutMean,
-    RegClient,
-    RFedAvg,
-    RFedAvgClient,
-    RFedAvgPlus,
-    RFedAvgPlusClient,
-)
+import flwr_regs as fr
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import Tampered, close, make_clients, make_model
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 CLIENTS = make_clients()
@@ -59,14 +46,14 @@ def test_features_are_what_enters_the_output_layer() -> None:
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("client", [RFedAvgClient, RFedAvgPlusClient])
+@pytest.mark.parametrize("client", [fr.RFedAvgClient, fr.RFedAvgPlusClient])
 def test_a_model_without_a_linear_layer_is_refused_with_a_way_out(client: Any) -> None:
     conv = nn.Sequential(nn.Conv2d(1, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match=r"no nn.Linear.*name one with classifier=\.\.\., out of"):
         client(conv, [])
     client(conv, [], classifier="0")
     with pytest.raises(ValueError, match=r"no nn.Linear"):
-        RegClient(conv, [], terms=client.terms)
+        fr.RegClient(conv, [], terms=client.terms)
 
 
 def test_the_losses_are_the_papers() -> None:
@@ -81,10 +68,12 @@ def test_the_losses_are_the_papers() -> None:
     # φ̄ = (2, 3): to (0, 0) 13, to (1, 1) 5; its own row is left out
     ids = torch.tensor([0, 1, 2])
     for first, expected in ((0, (13 + 5) / 2), (1, 5.0), (2, 0.0)):
-        value = loss(FeatureTable(0.5), ids=ids[first:], table=table[first:])
+        value = loss(fr.FeatureTable(0.5), ids=ids[first:], table=table[first:])
         assert value == pytest.approx(1 + 0.5 * expected)
-    assert loss(FeatureTable(0.5)) == loss(LeaveOneOutMean(0.5)) == 1.0  # nobody else is known
-    value = loss(LeaveOneOutMean(0.5), mean=torch.tensor([0.5, 0.5]))
+    assert (
+        loss(fr.FeatureTable(0.5)) == loss(fr.LeaveOneOutMean(0.5)) == 1.0
+    )  # nobody else is known
+    value = loss(fr.LeaveOneOutMean(0.5), mean=torch.tensor([0.5, 0.5]))
     assert value == pytest.approx(1 + 0.5 * (1.5**2 + 2.5**2))
 
 
@@ -92,61 +81,47 @@ def test_the_losses_are_the_papers() -> None:
 
 
 def trained(
-    strategy: Any, client: Any = RFedAvgPlusClient, kind: Any = InProcessGrid
+    strategy: Any, client: Any = fr.RFedAvgPlusClient, kind: Any = fr.InProcessGrid
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """The strategy, and the model after three rounds of four clients."""
     return strategy, train(strategy, client, rounds=3, grid=kind(app_of(client, CLIENTS), 4))[-1]
 
 
-class Watching(InProcessGrid):
-    """Notes the bytes of model arrays in each message to partition 0, by type."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        for m in messages:
-            if m.metadata.dst_node_id == 1000:
-                record = m.content.array_records.get("arrays", {})
-                SIZES[m.metadata.message_type].append(sum(len(a.data) for a in record.values()))
-        return super().push_messages(messages)
-
-
-SIZES: defaultdict[str, list[int]] = defaultdict(list)
-
-
 def test_the_model_travels_down_once_a_round() -> None:
-    SIZES.clear()
-    strategy, _ = trained(RFedAvgPlus(lam=0.5, **QUIET), kind=Watching)
-    assert len(SIZES[keys.PROBE]) == len(SIZES["train"]) == 3
-    assert min(SIZES[keys.PROBE]) > 0
-    assert max(SIZES["train"]) == 0
+    sizes: dict[str, list[int]] = {keys.PROBE: [], "train": []}
+
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if pid == 0 and kind in sizes:
+            record = message.content.array_records.get("arrays", {})
+            sizes[kind].append(sum(len(a.data) for a in record.values()))
+        return reply
+
+    strategy, _ = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=partial(Tampered, change=note))
+    assert len(sizes[keys.PROBE]) == len(sizes["train"]) == 3
+    assert min(sizes[keys.PROBE]) > 0
+    assert max(sizes["train"]) == 0
     entry = strategy.history[-1]
-    assert entry["bytes_down"][0] > entry["bytes_probe_down"][0] > SIZES[keys.PROBE][0]
+    assert entry["bytes_down"][0] > entry["bytes_probe_down"][0] > sizes[keys.PROBE][0]
     assert 0 < entry["bytes_probe_up"][0] < entry["bytes_up"][0]
 
 
 @pytest.mark.parametrize("where", [keys.PROBE, "train"])
 def test_a_client_that_fails_one_exchange_costs_only_itself(where: str) -> None:
-    class Failing(InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for i, reply in enumerate(replies):
-                node = reply.metadata.src_node_id
-                if reply.metadata.message_type == where and node == 1001:
-                    replies[i] = Message(Error(2, "gone"), reply_to=reply)
-                    replies[i].metadata.__dict__["_src_node_id"] = node
-            return replies
+    def fail(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        return "gone" if (kind, pid) == (where, 1) else reply
 
-    strategy, model = trained(RFedAvgPlus(lam=0.5, **QUIET), kind=Failing)
+    failing = partial(Tampered, change=fail)
+    strategy, model = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=failing)
     for entry in strategy.history:
         assert entry["replies"] == [0, 2, 3]
         assert "gone" in entry["failures"][1]
     if where == keys.PROBE:  # as if it were not there
         rest = [CLIENTS[i] for i in (0, 2, 3)]
-        same = RFedAvgPlus(lam=0.5, **QUIET)
-        close(model, train(same, RFedAvgPlusClient, rounds=3, clients=rest)[-1], 1e-12)
+        same = fr.RFedAvgPlus(lam=0.5, **QUIET)
+        close(model, train(same, fr.RFedAvgPlusClient, rounds=3, clients=rest)[-1], 1e-12)
 
 
-class Amnesiac(InProcessGrid):
+class Amnesiac(fr.InProcessGrid):
     """Partition 1 loses its state before every message: also between the two exchanges."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -156,12 +131,12 @@ class Amnesiac(InProcessGrid):
 
 def test_what_is_lost_between_the_exchanges() -> None:
     """The model is sent again; a client's own δ costs its client the round."""
-    _, plain = trained(RFedAvgPlus(lam=0.5, **QUIET))
-    strategy, again = trained(RFedAvgPlus(lam=0.5, **QUIET), kind=Amnesiac)
+    _, plain = trained(fr.RFedAvgPlus(lam=0.5, **QUIET))
+    strategy, again = trained(fr.RFedAvgPlus(lam=0.5, **QUIET), kind=Amnesiac)
     close(again, plain, 0.0)
     down = strategy.history[-1]["bytes_down"]
     assert down[1] > 1.5 * down[0]
-    strategy, _ = trained(RFedAvgPlus(lam=0.5, sum_only=True, **QUIET), kind=Amnesiac)
+    strategy, _ = trained(fr.RFedAvgPlus(lam=0.5, sum_only=True, **QUIET), kind=Amnesiac)
     assert all("lost its own δ" in e["failures"][1] for e in strategy.history)
     assert all(e["replies"] == [0, 2, 3] for e in strategy.history)
 
@@ -169,14 +144,14 @@ def test_what_is_lost_between_the_exchanges() -> None:
 def test_a_client_alone_in_its_cohort_has_no_term() -> None:
     alone: dict[str, Any] = {"clients": make_clients(1)}
     few = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1, "min_evaluate_nodes": 1}
-    own = train(RFedAvgPlus(lam=5.0, **few), RFedAvgPlusClient, **alone)
-    close(own[-1], train(FedAvg(**few), FedAvgClient, **alone)[-1], 0.0)
+    own = train(fr.RFedAvgPlus(lam=5.0, **few), fr.RFedAvgPlusClient, **alone)
+    close(own[-1], train(fr.FedAvg(**few), fr.FedAvgClient, **alone)[-1], 0.0)
 
 
 # Privacy
 
 
-def probe(term: LeaveOneOutMean, times: int = 1) -> np.ndarray:
+def probe(term: fr.LeaveOneOutMean, times: int = 1) -> np.ndarray:
     feature = torch.full((400,), 0.5, dtype=torch.float64)
     ctx = ClientContext(
         start={}, lr=0.1, num_steps=0, mean_features=lambda p, batches: feature, batch_size=5
@@ -185,34 +160,30 @@ def probe(term: LeaveOneOutMean, times: int = 1) -> np.ndarray:
 
 
 def test_delta_is_clipped_and_noised_as_in_the_paper() -> None:
-    assert np.linalg.norm(probe(LeaveOneOutMean(0.1, clip_norm=2.0))[0]) == pytest.approx(2.0)
-    assert np.linalg.norm(probe(LeaveOneOutMean(0.1, clip_norm=50.0))[0]) == pytest.approx(10.0)
-    noisy = probe(LeaveOneOutMean(0.1, noise_std=3.0, clip_norm=2.0), times=50)
-    clean = probe(LeaveOneOutMean(0.1, clip_norm=2.0))[0]
+    assert np.linalg.norm(probe(fr.LeaveOneOutMean(0.1, clip_norm=2.0))[0]) == pytest.approx(2.0)
+    assert np.linalg.norm(probe(fr.LeaveOneOutMean(0.1, clip_norm=50.0))[0]) == pytest.approx(10.0)
+    noisy = probe(fr.LeaveOneOutMean(0.1, noise_std=3.0, clip_norm=2.0), times=50)
+    clean = probe(fr.LeaveOneOutMean(0.1, clip_norm=2.0))[0]
     assert (noisy - clean).std() == pytest.approx(3.0 * 2.0 / 5, rel=0.05)  # σ C / L
     assert abs((noisy - clean).mean()) < 0.05
 
 
 @pytest.mark.parametrize("size", [1, 7], ids=lambda n: f"{n} entries")
 @pytest.mark.parametrize(
-    ("method", "client"), [(RFedAvg, RFedAvgClient), (RFedAvgPlus, RFedAvgPlusClient)]
+    ("method", "client"), [(fr.RFedAvg, fr.RFedAvgClient), (fr.RFedAvgPlus, fr.RFedAvgPlusClient)]
 )
 def test_a_delta_of_another_length_costs_its_client_alone(
     method: Any, client: Any, size: int
 ) -> None:
     """Length 1 would be broadcast silently; the others' has 6. In round 1 the majority decides."""
 
-    class Spoiling(InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in replies:
-                records = {} if reply.has_error() else reply.content.array_records
-                for name, record in records.items():
-                    if name.endswith(".upload") and reply.metadata.src_node_id == 1000:
-                        record["delta"] = Array(np.ones(size))
-            return replies
+    def spoil(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        for name, record in reply.content.array_records.items():
+            if name.endswith(".upload") and pid == 0:
+                record["delta"] = Array(np.ones(size))
+        return reply
 
-    strategy, _ = trained(method(lam=0.5, **QUIET), client, Spoiling)
+    strategy, _ = trained(method(lam=0.5, **QUIET), client, partial(Tampered, change=spoil))
     for entry in strategy.history:
         assert entry["replies"] == [1, 2, 3]
         others = "most clients'|those seen so far" if entry["round"] > 1 else "most clients'"

@@ -1,7 +1,5 @@
 """EFL beyond the laws: what ST keeps, coded steps (equal bits, catching up), and incomplete clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
-from tests.conftest import budgeted, close, make_clients
+from tests.conftest import Tampered, budgeted, close, drawn, make_clients
 
 
 def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
@@ -36,13 +34,12 @@ def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
 
 
 def wide_model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 3))
 
 
 def wide_run(
-    strategy: Any, client: Any, rounds: int, n: int, kind: type[fr.InProcessGrid] = SerialisingGrid
+    strategy: Any, client: Any, rounds: int, n: int, kind: Any = SerialisingGrid
 ) -> tuple[list[Any], Any]:
     """The models after each round, and the grid."""
     grid = kind(app_of(client, make_clients(n, torch.float32), wide_model), n)
@@ -130,17 +127,14 @@ def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
 
 
 def test_a_client_that_never_finds_its_model_is_given_up() -> None:
-    class Lacking(fr.InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            ids = list(super().push_messages(messages))
-            for reply in (self._replies[i] for i in ids):
-                if reply.metadata.message_type == keys.PROBE and reply.metadata.src_node_id == 1001:
-                    lacks = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
-                    reply.content = RecordDict({keys.CONFIG: lacks})
-            return ids
+    def lack(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if (kind, pid) == (keys.PROBE, 1):
+            lacks = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
+            reply.content = RecordDict({keys.CONFIG: lacks})
+        return reply
 
     strategy = fr.RFedAvgPlus(0.1, seed=1, fraction_evaluate=0.0)
-    wide_run(strategy, fr.RFedAvgPlusClient, 2, 3, Lacking)
+    wide_run(strategy, fr.RFedAvgPlusClient, 2, 3, partial(Tampered, change=lack))
     for entry in strategy.history:
         assert entry["replies"] == [0, 2]
         assert "it says that it lacks the model" in entry["failures"][1]

@@ -1,7 +1,5 @@
 """FedAdamW beyond the laws: a client's own AdamW, and entries that stay with the client."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

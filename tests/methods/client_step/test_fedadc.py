@@ -1,7 +1,5 @@
 """FedADC beyond the laws: bytes, K_k, distillation, class-covering cohorts, and overlap."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
+from tests.conftest import budgeted, close, drawn, make_clients, make_model, to_numpy
 from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 
@@ -23,8 +21,7 @@ HEAVY: dict[str, Any] = {"clients": make_clients(4, torch.float32)}
 
 def heavy() -> nn.Module:
     """A model whose arrays weigh more than their names."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         return nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 3))
 
 

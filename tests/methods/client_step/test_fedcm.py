@@ -1,7 +1,5 @@
 """FedCM: what it says of the clients' own momentum, and K_k under `incomplete="scale"`."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

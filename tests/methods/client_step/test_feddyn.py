@@ -1,7 +1,5 @@
 """FedDyn beyond the laws: entries without h, buffers, and robust aggregators."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

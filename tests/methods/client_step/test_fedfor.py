@@ -1,7 +1,5 @@
 """FedFOR's default alpha, 2 (1 − m) / K_k, with client momentum; and what is logged."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

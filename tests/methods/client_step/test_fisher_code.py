@@ -1,7 +1,5 @@
 """How EFL's sums travel: their code, uploads that lie, rounds without new ones, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
-from tests.conftest import close, make_clients, run
+from tests.conftest import close, drawn, make_clients, run
 from tests.methods.early_stops import Forgetful
 
 Slot = dict[str, Any]
@@ -155,13 +153,12 @@ class Wide(nn.Sequential):
     """24,003 parameters."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with drawn():
             super().__init__(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 3))
 
 
 class ForgetfulOne(Forgetful):
-    who, before = 1, 6
+    who, before = (1,), 6
 
 
 def test_sums_of_every_third_round_travel_once() -> None:

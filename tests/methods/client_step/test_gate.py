@@ -1,7 +1,5 @@
 """VRL-SGD and FedGATE beyond the laws: a server's optimiser, and the means that clients still need."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,27 +1,18 @@
 """Implicit steps of quadratic pulls: their stability, and when a warning asks for them."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flwr_regs import (
-    EFL,
-    EFLClient,
-    FedCurv,
-    FedCurvClient,
-    FedProx,
-    FedProxClient,
-    RoundFailed,
-)
+import flwr_regs as fr
 from tests.conftest import make_clients, run
 
 
 @pytest.mark.parametrize(
-    ("strategy", "client"), [(EFL, EFLClient), (FedCurv, FedCurvClient), (FedProx, FedProxClient)]
+    ("strategy", "client"),
+    [(fr.EFL, fr.EFLClient), (fr.FedCurv, fr.FedCurvClient), (fr.FedProx, fr.FedProxClient)],
 )
 def test_a_strong_pull_diverges_explicitly_and_is_finite_implicitly(
     strategy: Any, client: Any
@@ -31,7 +22,7 @@ def test_a_strong_pull_diverges_explicitly_and_is_finite_implicitly(
         data = make_clients()
         return run(made, client, rounds=6, clients=data, lr=0.5, train={"local-steps": 60})
 
-    with pytest.raises(RoundFailed, match=r"NaN|beyond"):
+    with pytest.raises(fr.RoundFailed, match=r"NaN|beyond"):
         train()
     assert all(np.abs(a).max() < 10 for a in train(implicit=True).values())
 
@@ -51,7 +42,11 @@ OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 @pytest.mark.parametrize(
     ("strategy", "client", "times"),
-    [(EFL, EFLClient, 1), (FedCurv, FedCurvClient, 2), (FedProx, FedProxClient, 0)],
+    [
+        (fr.EFL, fr.EFLClient, 1),
+        (fr.FedCurv, fr.FedCurvClient, 2),
+        (fr.FedProx, fr.FedProxClient, 0),
+    ],
 )
 def test_a_strength_beyond_stability_is_named_once_in_a_training(
     strategy: Any, client: Any, times: int, caplog: pytest.LogCaptureFixture

@@ -1,15 +1,12 @@
 """Mime and MimeLite beyond the laws: who counts in c, the second gradient of a step, robust aggregators."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import Message
 from torch import nn
 
 import flwr_regs as fr
@@ -17,34 +14,21 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire import keys
-from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.conftest import Tampered, close, make_clients, make_model, to_numpy
 from tests.oracles.client_step.mime import mime
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
-class Silent(fr.InProcessGrid):
-    """Client 1 fails in the exchange `where`, in rounds 2 and 3."""
-
-    where, seen = "", 0
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = list(super().pull_messages(message_ids))
-        for i, reply in enumerate(replies):
-            node = reply.metadata.src_node_id
-            if reply.metadata.message_type == self.where and node == 1001:
-                self.seen += 1
-                if self.seen in (2, 3):
-                    replies[i] = Message(Error(2, "gone"), reply_to=reply)
-                    replies[i].metadata.__dict__["_src_node_id"] = node
-        return replies
-
-
 @pytest.mark.parametrize("where", [keys.PROBE, "train"])
 def test_a_client_that_drops_out_between_the_exchanges_stays_in_c(where: str) -> None:
     """One that drops out before the first does not."""
-    grid = Silent(app_of(fr.MimeClient, make_clients(5)), 5)
-    grid.where = where
+
+    def fail(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        lost = (kind, pid) == (where, 1) and message.content["config"]["server-round"] in (2, 3)
+        return "gone" if lost else reply
+
+    grid = Tampered(app_of(fr.MimeClient, make_clients(5)), 5, fail)
     strategy = fr.Mime(0.7, **QUIET)
     models = train(strategy, fr.MimeClient, rounds=4, grid=grid)
     replies = [e["replies"] for e in strategy.history]

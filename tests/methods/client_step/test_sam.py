@@ -1,7 +1,5 @@
 """FedSAM and FedLESAM: what the second gradient leaves alone, and what stands left of the terms."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """SCAFFOLD beyond the laws: who keeps the control variates, and c beside rounded updates."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

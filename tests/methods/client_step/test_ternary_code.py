@@ -1,7 +1,5 @@
 """The codec of sparse ternary updates: exact, near the entropy bound, and no message misread."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """FedBN and private entries: what stays, what never travels, and which entries they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

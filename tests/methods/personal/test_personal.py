@@ -1,7 +1,5 @@
 """Clients' own models (Ditto, APFL, FedBABU, FedAMP, calibration): trained, evaluated, lost, saved."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import product
@@ -23,7 +21,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.conftest import close, drawn, make_clients, make_model, to_numpy
 from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
 from tests.oracles.personal.apfl import apfl, mixed
@@ -95,8 +93,7 @@ def shuffling(pid: int) -> Any:
 
 
 def dropping() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn():
         layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)
         return nn.Sequential(*layers)
 

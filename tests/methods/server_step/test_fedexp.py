@@ -1,7 +1,5 @@
 """FedExP: its server step size, the mean of the last two models, and hostile updates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FedNova beyond the laws: a server's optimiser, buffers, privacy, and what one client's claims can do."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

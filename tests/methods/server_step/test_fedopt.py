@@ -1,7 +1,5 @@
 """The server optimisers beside Flower's own and torch's."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

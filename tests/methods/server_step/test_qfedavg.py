@@ -1,7 +1,5 @@
 """q-FedAvg: its weights, and hostile losses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Aggregators against plain loops, and what they make of a whole round."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +19,7 @@ from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
-from flwr_regs.term import ParameterError, Slot, Term
+from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
@@ -123,13 +121,6 @@ def test_too_few_vectors_are_refused_with_both_numbers(aggregator: Any, n: int) 
     with pytest.raises(TooFewVectors, match=text):
         result(aggregator, np.ones((n, 7)))
     result(aggregator, np.ones((n + 1, 7)))
-
-
-def test_wrong_arguments_are_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="TrimmedMean: share must be a number from 0 to below"):
-        fr.TrimmedMean(0.5)
-    with pytest.raises(ParameterError, match="NormBound: max_norm must be a positive number, or"):
-        fr.NormBound(0.0)
 
 
 # Weights

@@ -1,7 +1,5 @@
 """Sums of updates against their definition in whole arrays, the step that follows, and their memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace

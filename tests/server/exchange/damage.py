@@ -5,8 +5,6 @@ only errors. A `Playback` serves these replies again, with that client's damaged
 refused, the run must equal the recorded one to the bit.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct
@@ -29,7 +27,6 @@ from flwr.app import (
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RegClient, RegStrategy
 from flwr_regs.testing.problem import app_of
 from tests.conftest import make_clients, make_model
 
@@ -40,7 +37,7 @@ How = Callable[[str, int, RecordDict], RecordDict | str | None]
 """(kind of message, round, a reply's content) -> the damaged content, an error's text, or None."""
 
 
-class Recording(InProcessGrid):
+class Recording(fr.InProcessGrid):
     """Runs real clients and keeps their replies; the server gets errors from the bad one."""
 
     def __init__(self, *args: Any) -> None:
@@ -63,7 +60,7 @@ class Recording(InProcessGrid):
         return ids
 
 
-class Playback(InProcessGrid):
+class Playback(fr.InProcessGrid):
     """Serves recorded replies; those of the bad client are damaged by `how`."""
 
     def __init__(self, kept: Mapping[tuple[int, str, int], RecordDict | str], how: How) -> None:
@@ -132,7 +129,7 @@ class Case:
     length: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] | None = None
 
-    def start(self, grid: InProcessGrid, rounds: int = 2, evaluate: bool = True) -> Any:
+    def start(self, grid: fr.InProcessGrid, rounds: int = 2, evaluate: bool = True) -> Any:
         """Train on a grid; return the strategy."""
         strategy = self.strategy()
         strategy.wait_timeout = 0.0
@@ -155,7 +152,7 @@ class Case:
 
 def composed(*terms: type[Any]) -> Callable[..., Any]:
     """Return a client of several terms, as a class of `RegClient`."""
-    return lambda *args, **settings: RegClient(*args, terms=list(terms), **settings)
+    return lambda *args, **settings: fr.RegClient(*args, terms=list(terms), **settings)
 
 
 SEED: dict[str, Any] = {"seed": 3}
@@ -176,7 +173,7 @@ CASES: dict[str, Case] = {
         fr.FedAvgClient,
     ),
     "FedFOR+FedBN+ternary": Case(
-        lambda: RegStrategy(
+        lambda: fr.RegStrategy(
             [fr.FirstOrder(0.5), fr.LocalBatchNorm(), fr.SparseTernary(0.3)], **SEED
         ),
         composed(fr.FirstOrder, fr.LocalBatchNorm, fr.SparseTernary),

@@ -3,8 +3,6 @@
 Real replies are damaged at random (damage.py). ``FUZZ`` multiplies the examples.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

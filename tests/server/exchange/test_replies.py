@@ -3,8 +3,6 @@
 Messages are real; client 3's replies are exchanged for what the accident makes of them (damage.py).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

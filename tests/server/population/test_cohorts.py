@@ -1,7 +1,5 @@
 """Which clients a round asks: seeded, and if wanted covering every class."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

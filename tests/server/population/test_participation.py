@@ -1,7 +1,5 @@
 """Who takes part in a round, and which round of the schedule it is."""
 
-from __future__ import annotations
-
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
@@ -41,19 +39,3 @@ def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
     assert who.remaining([0, 1], now) == [1]
     assert now.events["dropped_for_good"] == [0]
     assert who.remaining([0], Round(5)) == [0]
-
-
-def test_a_round_says_what_came_what_was_used_and_why_not_the_rest() -> None:
-    replies = {
-        0: REPLY,
-        1: Reply({}, {}, {}, 1.0, steps=(2, 5)),
-        2: Reply({}, {}, {}, 1.0, steps=(0, 5)),
-    }
-    for incomplete, used in (("average", [0, 1]), ("scale", [0, 1]), ("drop", [0])):
-        now = ended(Participation(incomplete, None, False, 3), [0, 1, 2, 3], replies)
-        assert sorted(now.used) == used
-        assert (now.inactive, now.incomplete) == ([2], [1])
-        assert now.steps == {1: 2, 2: 0}
-        entry = now.entry()
-        assert entry["replies"] == used
-        assert {"bytes_ahead", "train_metrics"} & set(entry) == set()  # there was none

@@ -1,7 +1,5 @@
 """Who is there: waiting, leaving, coming back, and nodes that do not reply."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Each test reads its own files: nothing that was loaded before stays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A few records of each data set, written in the format of its source."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

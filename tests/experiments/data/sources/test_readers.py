@@ -1,7 +1,5 @@
 """Readers: what each one returns of the same made files, in each format; and what they refuse."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Synthetic(alpha, beta) has the moments of its definition; the quadratics have their closed forms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
