@@ -12,7 +12,8 @@ import hashlib
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,65 +111,73 @@ def listed(labels: Sequence[str]) -> str:
     return ", ".join(f"`{label}`" for label in labels) or "none"
 
 
-def trust(bench: Bench) -> str:
-    """Say which methods are decided better or worse than the first one, panel by panel."""
-    gains: dict[str, list[str]] = {}
-    losses: dict[str, list[str]] = {}
+def trust(bench: Bench) -> Iterator[str]:
+    """Say which methods are decided better or worse than the first one: for panels of equal methods."""
+    alike: dict[frozenset[str], list[tuple[str, Results]]] = {}
     for panel, _, results in bench.panels:
-        for row in methods_of(results):
-            if row["decided"]:
-                of = gains if row["difference"] > 0 else losses
-                of.setdefault(row["method"], []).append(panel.name)
-    many, first = len(bench.panels), bench.panels[0][2].baseline
-    mixed = [label for label in gains if label in losses]
-    text = []
-    for words, of in (("better", gains), ("worse", losses)):
-        each = [
-            f"`{label}` ({'all' if len(names) == many > 1 else '; '.join(names)})"
-            for label, names in sorted(of.items(), key=lambda item: -len(item[1]))
-        ]
-        if each:
-            text.append(f"Decided {words} than `{first}`: {', '.join(each)}.")
-        else:
-            text.append(f"No method is decided {words} than `{first}` in any panel.")
-    if mixed:
-        text.append(f"{listed(mixed)} are better in some panels and worse in others.")
-    for panel, _, results in bench.panels:
-        rows = [row for row in results.rows() if row["last5"] is not None]
-        compared = [row for row in rows if row["method"] not in metrics.references(results.runs)]
-        best = max(compared, key=lambda row: float(row["last5"]))
-        row = next((r for r in methods_of(results) if r["method"] == best["method"]), None)
-        how = "which is the first method itself"
-        if row is not None and row["difference"] is not None:
-            points = f"{100 * row['difference']:+.2f} points"
-            how = f"{points}, {'decided' if row['decided'] else 'not decided'}"
-        cell = per_cent(best["last5"], best["last5_interval"])
-        text.append(f"{panel.name}: `{best['method']}` has the highest mean, {cell} ({how}).")
-    if bench.ranks:
-        ranks = bench.ranks[0]
-        within = ranks.mean[ranks.mean <= ranks.mean.iloc[0] + ranks.critical]
-        text.append(
-            f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best ({ranks.mean.iloc[0]:.1f}); "
-            f"{len(within)} of {len(ranks.mean)} methods are within the critical difference of it."
+        labels = frozenset(row["method"] for row in methods_of(results))
+        alike.setdefault(labels, []).append((panel.name, results))
+    for labels, panels in alike.items():
+        yield f"### {'; '.join(name for name, _ in panels)}"
+        counts = {"better": Counter[str](), "worse": Counter[str]()}
+        highest = []
+        for name, results in panels:
+            for row in methods_of(results):
+                if row["decided"]:
+                    counts["better" if row["difference"] > 0 else "worse"][row["method"]] += 1
+            references = metrics.references(results.runs)
+            best = max(
+                (row for row in results.rows() if row["method"] not in references),
+                key=lambda row: float(-1 if row["last5"] is None else row["last5"]),
+            )
+            cell = per_cent(best["last5"], best["last5_interval"])
+            how = "decided" if best["decided"] else "not decided"
+            how = "the first method itself" if best["method"] == results.baseline else how
+            highest.append(f"{name}: `{best['method']}`, {cell} ({how})")
+        first = panels[0][1].baseline
+        said = [_decided(words, first, of, len(panels)) for words, of in counts.items()]
+        said.append(f"Highest mean accuracy: {'; '.join(highest)}.")
+        for ranks in bench.ranks:
+            if labels <= {*ranks.mean.index}:
+                near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
+                said.append(
+                    f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best "
+                    f"({ranks.mean.iloc[0]:.1f}); {near} of {len(ranks.mean)} methods are within the "
+                    "critical difference of it."
+                )
+        yield "\n".join(f"- {line}" for line in said)
+        yield (
+            f"Differences to `{first}` in points; **decided** ones are bold, and `?` is not decided:"
         )
-    return " ".join(text)
+        yield glance(bench, panels)
 
 
-def glance(bench: Bench) -> str:
-    """Return a table of all differences: a row for each method, a column for each panel."""
+def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
+    """Say of each number of panels which methods are decided better, or worse, in so many."""
+    if not of:
+        return f"No method is decided {words} than `{first}`."
+    parts = []
+    for times in sorted({*of.values()}, reverse=True):
+        labels = listed([label for label, count in of.items() if count == times])
+        parts.append(f"in {times} of {panels} {labels}" if panels > 1 else labels)
+    return f"Decided {words} than `{first}`: {'; '.join(parts)}."
+
+
+def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
+    """Return a table of differences: a row for each method, in the order of the ranks, a column a panel."""
     cells: dict[str, dict[str, str]] = {}
-    for panel, _, results in bench.panels:
+    for name, results in panels:
         for row in methods_of(results):
             cell = "–"
             if row["difference"] is not None:
                 cell = f"{100 * row['difference']:+.2f}"
                 cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
-            cells.setdefault(row["method"], {})[panel.name] = cell
+            cells.setdefault(row["method"], {})[name] = cell
     place = {
         label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
     }
     labels = sorted(cells, key=lambda label: place.get(label, len(place)))
-    names = [panel.name for panel, *_ in bench.panels]
+    names = [name for name, _ in panels]
     return table(
         ["method", *names],
         [[f"`{label}`", *(cells[label].get(name, "") for name in names)] for label in labels],
@@ -210,19 +219,11 @@ def page(name: str) -> str:
     made = card_files.of_folder(bench.folder)[1]
     digest = hashlib.sha256(bench.archive.read_bytes()).hexdigest()[:HASH]
     versions = ", ".join(f"{what} {which}" for what, which in made["versions"].items())
-    first, seeds = bench.panels[0][2], ", ".join(map(str, bench.panels[0][2].seeds))
+    seeds = ", ".join(map(str, bench.panels[0][2].seeds))
     parts = [
         f"# {bench.experiment.title}",
-        f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
-        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
-        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
-        f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
-        f"`tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
         "## Which method to trust where",
-        trust(bench),
-        f"Differences to `{first.baseline}` in points, in the order of the ranks; **decided** differences "
-        "are bold, and `?` is not decided:",
-        glance(bench),
+        *trust(bench),
     ]
     if bench.unfinished:
         states = ", ".join(f"{name} ({state})" for name, state in bench.unfinished.items())
@@ -231,9 +232,16 @@ def page(name: str) -> str:
             f"on: `tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs bench "
             "--resume FOLDER --runner stacked --workers 2 data-dir=DIR`.",
         ]
+    parts += [
+        "## What ran",
+        f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
+        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
+        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
+        f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
+        f"`tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
+    ]
     if bench.experiment.departures:
-        notes = [f"- {text}" for text in bench.experiment.departures]
-        parts += ["## What ran", "\n".join(notes)]
+        parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))
     if bench.ranks:
         parts += ["## Ranks", f"![mean ranks over the panels](../img/results/{name}-ranks.png)"]
     parts += [
