@@ -130,7 +130,7 @@ class RunRecord:
         if self.status == "unfinished":
             cut = ", and its record ends within a line" if self.torn else ""
             return f"it has {len(self.rounds)} of {self.job['rounds']} rounds{cut}"
-        return " ".join(self.error.split())[:300]
+        return " ".join(self.error.split())
 
     def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
         """Keep each client's accuracy with the final model."""
