@@ -126,7 +126,7 @@ def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
     (line,) = artists(drawn([many, few]), "mean A")
     assert line.get_xydata().tolist() == [[1, 30], [2, 40]]
     assert not artists(drawn([few, run("A", 1, [10], start=3)]), "mean A")  # none in common
-    with pytest.raises(ValueError, match="one of round, megabytes, .* not 'time'"):
+    with pytest.raises(ValueError, match=r"one of round, megabytes, .* not 'time'"):
         drawn([few], "time")
 
 
