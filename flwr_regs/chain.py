@@ -123,7 +123,10 @@ class Chain(
             right = self.terms[i + 1 :]
             last = not any(r.acts("finish") and not r.keeps_update for r in right)
             context = own_context(ctx, t, delta_is_sent=last)
-            delta, upload[t.name], client[t.name] = t.finish(delta, context)
+            made = t.finish(delta, context)
+            delta, upload[t.name], client[t.name] = _several(
+                made, t, "finish", ("delta", "upload", "client slot")
+            )
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -296,18 +299,28 @@ class Chain(
             if isinstance(t, Folds):
                 sent = (folded or {}).get(t.name, {})
             context = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
-            new[t.name], delta = t.update(server[t.name], delta, sent, context)
+            made = t.update(server[t.name], delta, sent, context)
+            new[t.name], delta = _several(made, t, "update", ("server slot", "delta"))
         return new, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in self.terms:
-            new[t.name], step = t.release(server[t.name], step, ctx)
+            made = t.release(server[t.name], step, ctx)
+            new[t.name], step = _several(made, t, "release", ("server slot", "step"))
         return new, step
 
     def overriding(self, hook: str) -> list[Term]:
         """Return the terms whose class overrides a hook of every step: the others cost nothing."""
         return [t for t in self.terms if getattr(type(t), hook) is not getattr(Term, hook)]
+
+
+def _several(made: Any, term: Term, hook: str, names: Sequence[str]) -> Any:
+    """Return what a hook made if it is as many values as it must return; TypeError else."""
+    if isinstance(made, tuple) and len(made) == len(names):
+        return made
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+    raise TypeError(f"{type(term).__name__}.{hook} must return ({', '.join(names)}), not {got}")
 
 
 def name_of(terms: Iterable[Term | type[Term]]) -> str:

@@ -131,6 +131,21 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(
     assert second == "the term Nothing has no hook and no ability, so it changes nothing"
 
 
+@pytest.mark.parametrize(
+    ("hook", "wrong", "said"),
+    [
+        ("finish", lambda delta, *_: delta, r"\(delta, upload, client slot\), not a dict"),
+        ("finish", lambda delta, *_: (delta, {}), r"client slot\), not a tuple of 2"),
+        ("update", lambda server, *_: server, r"\(server slot, delta\), not a dict"),
+        ("release", lambda _, step, __: (step,), r"\(server slot, step\), not a tuple of 1"),
+    ],
+)
+def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:
+    kind = type("Mine", (Term,), {"name": "mine", hook: staticmethod(wrong)})
+    with pytest.raises(Exception, match=rf"Mine\.{hook} must return .*{said}"):
+        run(RegStrategy([kind()]), RegClient, rounds=1, terms=[kind])
+
+
 def test_terms_see_trainable_parameters_alone_from_init_on() -> None:
     """Though the server learns of buffers only from the first replies."""
     seen: dict[str, set[str]] = {}

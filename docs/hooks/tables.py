@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,22 @@ def driven() -> str:
     return table(("library", "method", "largest difference", "equals"), rows)
 
 
+def costs(row: Method) -> str:
+    """Return the table of a method's page on what it costs and goes with."""
+    (call, head), *rows = listings.costs(row)
+    return table((f"`{call}`", head), rows)
+
+
+def composes(row: Method) -> str:
+    """Return what of the package a method does not go with, and the reason that the package gives."""
+    text, refused = listings.composes(row)
+    text = textwrap.fill(text, 118)
+    if not refused:
+        return text
+    head, *rows = refused
+    return f"{text}\n\n{table(head, [(f'`{what}`', why) for what, why in rows])}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "uses": uses,
     "guide": guide,
@@ -222,7 +239,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "fidelity driven": driven,
 }
 """What a mark names -> its table."""
-OF_A_METHOD = {"costs": listings.costs, "composes": listings.composes}
+OF_A_METHOD = {"costs": costs, "composes": composes}
 """What a mark with a method's name names -> its text."""
 MARK = re.compile(
     rf"(<!-- ({'|'.join([*PARTS, *OF_A_METHOD])})(?:: (\w+))? -->\n).*?(?=<!-- end -->)", re.S

@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,7 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     told = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for name, verb in told["commands"].items():
         text = verb["help"]
-        made = verbs.add_parser(name, help=text, description=text, epilog=verb.get("epilog"))
+        made = verbs.add_parser(
+            name,
+            help=text,
+            description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {verb.get('more', '')}", 80),
+            epilog=verb.get("epilog"),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         what = {"what": verb["what"]} if "what" in verb else {}
         made.set_defaults(do=verb["do"], runner="process", gpus_per_client=0.0, **what)
         shared = [option for group in verb.get("groups", ()) for option in told["groups"][group]]

@@ -156,7 +156,7 @@ def _train_panel(
     _say(results.text() + f"results: {folder}")
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
-        print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
+        print(f"flwr-regs: {run.label}, seed {run.seed}, failed", file=sys.stderr)
     bad = bool(failed) or all(run.error for run in results.runs) or bool(missing(tests, folder))
     if not experiment.smoke:
         bad |= any(run.diverged for run in results.runs)

@@ -7,6 +7,7 @@ import inspect
 import shlex
 import textwrap
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from flwr_regs.experiments import settings
@@ -80,14 +81,22 @@ def methods() -> str:
 def method(name: str) -> str:
     """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
     if name in METHODS:
-        return f"{costs(METHODS[name])}\n\n{composes(METHODS[name])}"
+        text, refused = composes(METHODS[name])
+        lines = [*_wrapped(costs(METHODS[name])), "", *textwrap.wrap(text, 80)]
+        return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
     kind = light(name)
     takes = inspect.signature(kind).replace(return_annotation=inspect.Signature.empty)
     return f"{name}{takes}\n\n{inspect.getdoc(kind)}"
 
 
-def costs(row: Method) -> str:
-    """Return the table of a method's page on what it costs and goes with."""
+def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return rows of two cells in columns, at most 80 characters wide."""
+    width = 78 - max(len(left) for left, _ in rows)
+    return columns([(a, textwrap.fill(b, width, break_on_hyphens=False)) for a, b in rows])
+
+
+def costs(row: Method) -> list[tuple[str, str]]:
+    """Return what a method costs and goes with, as rows; the first one is the head."""
     down = f"{_models(row.down)} to each client"
     if row.down_delta is not None:
         down += f'; {_models(row.down_delta)} with `downlink="delta"`, if it is in sync'
@@ -96,36 +105,36 @@ def costs(row: Method) -> str:
         "central differential privacy": row.central_dp,
         "robust aggregators": row.robust,
     }
-    lines = {
-        f"`{row.example}`": "cost",
-        "---": "---",
-        "down in a round": down,
-        "up in a round": f"{_models(row.up)} from each client",
-        "small extras": row.beside or "nothing",
-        "exchanges with a client in a round": str(row.exchanges),
-        "a client keeps between rounds": row.state or "nothing",
-        "extra computation on a client": row.gradients or "nothing",
-        "made for": f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
-        "goes with": ", ".join(what for what, yes in goes.items() if yes) or "–",
-        "does not go with": ", ".join(what for what, yes in goes.items() if not yes) or "–",
-    }
-    return "\n".join(f"| {left} | {right} |" for left, right in lines.items())
+    return [
+        (row.example, "cost"),
+        ("down in a round", down),
+        ("up in a round", f"{_models(row.up)} from each client"),
+        ("small extras", row.beside or "nothing"),
+        ("exchanges with a client in a round", str(row.exchanges)),
+        ("a client keeps between rounds", row.state or "nothing"),
+        ("extra computation on a client", row.gradients or "nothing"),
+        (
+            "made for",
+            f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
+        ),
+        ("goes with", ", ".join(what for what, yes in goes.items() if yes) or "–"),
+        ("does not go with", ", ".join(what for what, yes in goes.items() if not yes) or "–"),
+    ]
 
 
-def composes(row: Method) -> str:
-    """Return what of the package a method does not go with, and the reason that the package gives."""
+def composes(row: Method) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a method goes with, in a sentence, and what it does not, as rows under a head, if any.
+
+    The reasons are those that the package gives.
+    """
     refused = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[row.name]
-    text = textwrap.fill(
+    text = (
         f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
         "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
-        + (", except these:" if refused else "."),
-        118,
     )
     if not refused:
-        return text
-    lines = ["| refused | the package's reason |", "| --- | --- |"]
-    lines += [f"| `{what}` | {why} |" for what, why in refused.items()]
-    return "\n".join([text, "", *lines])
+        return f"{text}.", []
+    return f"{text}, except these:", [("refused", "the package's reason"), *refused.items()]
 
 
 def _short(row: Method) -> tuple[str, ...]:

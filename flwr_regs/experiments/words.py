@@ -174,6 +174,10 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"'{text}' is not of the form key=value")
+        if name == "seeds":
+            raise ValueError(
+                f"'seeds' is no setting: several seeds are --seeds {value} of run, sweep and bench"
+            )
         if name in given:
             raise ValueError(f"'{name}' is given twice: give it once")
         given[name] = read(name, value)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from flwr_regs.experiments.commands import chosen_of
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.report import results
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
+from flwr_regs.experiments.settings import DEFAULTS
 from flwr_regs.experiments.space import Space, points
 from tests.conftest import ROOT
 from tests.experiments.test_user_code import OWN
@@ -134,6 +136,21 @@ def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "bench"])
+def test_help_says_what_runs_by_default_and_has_an_example_that_parses(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    told = " ".join((text := capsys.readouterr().out).split())
+    assert DEFAULTS["methods"].replace(",", " and ") in told
+    assert DEFAULTS["dataset"] in told
+    (example,) = re.findall(r"^Example: flwr-regs (.*)$", text, re.M)
+    args = cli.parsed(shlex.split(example))
+    assert args.command == command
+    words.experiment_of(args)[0].checked()
 
 
 def test_run_says_little_writes_all_and_is_traceable(trained: tuple[Path, str]) -> None:

@@ -260,7 +260,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 text = status + ", in no mean" * (status == "unfinished")
                 if status == "diverged":
                     text += f" (in the mean as {bad[0].untrained:.1%})"
-                why = f"seed {bad[0].seed}: {bad[0].stopped[:160]}"
+                why = f"seed {bad[0].seed}: {bad[0].stopped}"
                 sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]
         if fallen := [r for r in whole if collapsed(r)]:

@@ -31,6 +31,7 @@ from scipy import stats
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.statistics import LEVEL, Ranks
+from flwr_regs.wire.config import nearest
 
 X = {
     "round": "round",
@@ -88,9 +89,10 @@ def over_rounds(
 
     Raises ValueError if `x` or `y` is another word.
     """
-    for word, legal in ((x, X), (y, Y)):
+    for axis, word, legal in (("x", x, X), ("y", y, Y)):
         if word not in legal:
-            raise ValueError(f"a picture of {word!r}: expected one of {', '.join(legal)}")
+            expected = f"{axis} must be one of {', '.join(legal)}"
+            raise ValueError(f"{expected}, not {word!r}{nearest(word, legal)}")
     look = look or Look()
     if y != "accuracy":
         points = points[~points["filled"]]

@@ -20,6 +20,7 @@ from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.report.terminal import columns
+from flwr_regs.experiments.settings import DEFAULTS
 from flwr_regs.server.checkpoint.checkpoint import versions
 
 if TYPE_CHECKING:
@@ -90,6 +91,16 @@ class Results:
         return f"{self._of('dataset')}, partition {self._of('partition')}, {clients} clients"
 
     @property
+    def _title(self) -> str:
+        """The title of a picture: also a model and a rate that all runs have and that are no defaults."""
+        said = self.title
+        for setting, unit in (("model", ""), ("lr", "lr ")):
+            value, *others = {run.job[setting] for run in self.runs}
+            if not others and value != DEFAULTS[setting]:
+                said += f", {unit}{value}"
+        return said
+
+    @property
     def _left(self) -> str:
         """What is left of the data set, in brackets, where that is not all."""
         parts = [run.left for run in self.runs if run.left]
@@ -129,7 +140,8 @@ class Results:
         Parameters
         ----------
         title : str
-            Above the axes, by default the data and the partition; empty: none.
+            Above the axes, by default the data and the partition, and model and learning rate where
+            they are not the default; empty: none.
         size : (float, float)
             Width and height in inches, by default 6.3 and as high as it needs.
         font_size : float
@@ -148,7 +160,7 @@ class Results:
             x,
             y,
             target=100 * self.target if y == "accuracy" and x != "clients" else None,
-            title=self.title,
+            title=self._title,
             heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
             band="95 % interval" if self.baseline else "standard deviation",
@@ -212,6 +224,11 @@ class Results:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
+    @property
+    def _by_clock(self) -> bool:
+        """Whether the processor's seconds of a whole run are not known: all rows have the clock's then."""
+        return any(run.whole and run.processor_seconds is None for run in self.runs)
+
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         """Return a row's cells by heading."""
         several, goal = len(self.seeds) > 1, f"{100 * self.target:.4g}%"
@@ -230,8 +247,10 @@ class Results:
             cells["best"] = metrics.per_cent(row["best"])
         cells |= {f"to {goal}": reached, "worst": metrics.per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
-        cpu = row["processor_seconds"]
-        cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
+        if self._by_clock:
+            cells["s"] = number(row["seconds"])
+        else:
+            cells["CPU s"] = number(row["processor_seconds"])
         return cells
 
     def _legend(self) -> list[str]:
@@ -259,11 +278,12 @@ class Results:
             worst = "worst: the lowest of a client, on its own test data"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        clock = "; s: the clock's, as a run was resumed or in Ray" if self._by_clock else ""
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
-            "per client, both ways, the whole training.",
+            f"per client, both ways, the whole training{clock}.",
         ]
 
     def decisions(self) -> list[str]:

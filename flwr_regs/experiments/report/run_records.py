@@ -60,6 +60,8 @@ class RunRecord:
         Whether that was because its numbers left the finite ones.
     ended : bool
         Whether it ran to its end, or diverged: nothing is left to do.
+    torn : bool
+        Whether its record, as it was read, ends within a line: it was cut, or the process was killed.
     """
 
     label: str
@@ -78,6 +80,7 @@ class RunRecord:
     warnings: list[str] = field(default_factory=list)
     diverged: bool = False
     ended: bool = False
+    torn: bool = False
 
     @property
     def trained(self) -> list[dict[str, Any]]:
@@ -125,8 +128,9 @@ class RunRecord:
         if self.status == "diverged":
             return f"diverged in round {len(self.trained) + 1}"
         if self.status == "unfinished":
-            return f"it has {len(self.rounds)} of {self.job['rounds']} rounds"
-        return " ".join(self.error.split())[:300]
+            cut = ", and its record ends within a line" if self.torn else ""
+            return f"it has {len(self.rounds)} of {self.job['rounds']} rounds{cut}"
+        return " ".join(self.error.split())
 
     def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
         """Keep each client's accuracy with the final model."""
@@ -219,6 +223,8 @@ def read(path: Path) -> RunRecord:
     lines = path.read_bytes().splitlines()
     contents: list[dict[str, Any]] = []
     try:
+        if not lines:
+            raise ValueError("it is empty")
         for number, text in enumerate(lines, start=1):
             try:
                 contents.append(json.loads(text))
@@ -231,13 +237,14 @@ def read(path: Path) -> RunRecord:
             if any(checks) and check != _check(json.dumps(content)):  # older ones have none
                 raise ValueError(f"line {number} is not as it was written")
         run = RunRecord(**contents[0]["run"])
+        run.torn = len(contents) < len(lines)
         for content in contents[1:]:
             if "round" in content:
                 run.rounds.append(content["round"])
             if "test" in content:
                 run.test.append(content["test"])
             vars(run).update(content.get("end", {}))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} is damaged ({error}): restore it; or remove it, and --resume trains the run again"
         ) from error

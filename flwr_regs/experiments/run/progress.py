@@ -50,7 +50,7 @@ class Progress:
         self.seen[label, seed] = self.rounds.get((label, seed), 0)
         self.show(label, seed)
         if note:
-            self.say(f"{label}, seed {seed}: {note[:300]}")
+            self.say(f"{label}, seed {seed}: {note}")
 
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Show a round; without an accuracy, the end of a run."""

@@ -126,7 +126,7 @@ def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
     (line,) = artists(drawn([many, few]), "mean A")
     assert line.get_xydata().tolist() == [[1, 30], [2, 40]]
     assert not artists(drawn([few, run("A", 1, [10], start=3)]), "mean A")  # none in common
-    with pytest.raises(ValueError, match="'time': expected one of round, megabytes"):
+    with pytest.raises(ValueError, match=r"one of round, megabytes, .* not 'time'"):
         drawn([few], "time")
 
 
@@ -279,6 +279,22 @@ def test_files_are_whole_and_equal_whatever_the_users_style(tmp_path: Path) -> N
         figure = drawn(curves, title="one")
         assert [p.read_bytes() for p in drawing.save(figure, tmp_path / "b")] == first
     assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_title_has_a_model_and_a_rate_that_are_no_defaults() -> None:
+    one, two = recorded("A", [0.5, 0.6]), recorded("B", [0.5, 0.6])
+    plain = text_of(Results([one, two]).plot(), "title")
+    assert plain.endswith("clients")
+    for record in (one, two):
+        record.job |= {"model": "cnn", "lr": 0.01}
+    assert text_of(Results([one, two]).plot(), "title") == f"{plain}, cnn, lr 0.01"
+    two.job["lr"] = 0.1
+    assert text_of(Results([one, two]).plot(), "title") == f"{plain}, cnn"
+
+
+def test_an_axis_that_is_none_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"y must be one of accuracy, loss, not 'los'.*'loss'"):
+        Results([recorded("A", [0.5])]).plot(y="los")
 
 
 def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:

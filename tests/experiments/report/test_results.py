@@ -87,6 +87,23 @@ def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None
     assert paired["difference"] == pytest.approx((0.9 + 0.1 - 0.5 - 0.8) / 2)
 
 
+def test_seconds_are_the_clocks_in_all_rows_where_a_resumed_run_has_no_others() -> None:
+    both = [run("A", GOOD), run("B", GOOD)]
+    assert "CPU s" in (text := Results(both).text())
+    assert "clock" not in text
+    both[1].processor_seconds = None
+    text = " ".join(Results(both).text().split())
+    assert "CPU s" not in text
+    assert "3.00 B" in text  # the end of row A
+    assert "s: the clock's, as a run was resumed or in Ray" in text
+
+
+def test_a_failed_run_has_its_whole_cause_in_the_table() -> None:
+    cause = " ".join(f"word{n}" for n in range(80))
+    failed = run("A", [0.5], error=cause, ended=False)
+    assert cause in " ".join(Results([failed]).text().split())
+
+
 def test_a_seed_that_is_not_finished_is_counted_and_in_no_mean() -> None:
     both = [run("A", GOOD, 1), run("A", [0.2, 0.3], 2, ended=False)]
     (row,) = metrics.rows(both)

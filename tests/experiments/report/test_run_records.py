@@ -31,7 +31,9 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
         assert (kept.accuracy, len(kept.rounds), kept.ended) == (whole.accuracy[:t], t, False)
     text = path.read_text()
     path.write_text(text[:-7])  # killed while it wrote
-    assert records.read(path).accuracy == whole.accuracy[:-1]
+    cut = records.read(path)
+    assert cut.accuracy == whole.accuracy[:-1]
+    assert "ends within a line" in cut.stopped
     path.write_text(text)
     record.ended, record.seconds, record.per_client = True, math.inf, {"clients": [math.nan]}
     recorder.end(record)
@@ -50,6 +52,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     Recorder(tmp_path, record).end(record)
     path = records.record_path(tmp_path, "FedAvg", 7)
     assert records.missing([one], tmp_path) == []
+    assert not records.read(path).torn
     torn = path.read_text().replace('"round"', '"round', 1)
     for damaged in ("", "{", "{}\n", "[1]\n", '{"run": {"label": "A"}}\n', torn):
         path.write_text(damaged)
