@@ -334,7 +334,11 @@ FAILING: list[tuple[Any, Any, str]] = [
         app_of(sabotage=burning),
         r"round 1 of FedAvg: 2 usable.*of 3, needed 3.*on fire",
     ),
-    (fr.FedAvg(), app_of(sabotage=lambda pid, _: 1 / 0), r"0 usable.*partitions 0-2\) failed.*division"),
+    (
+        fr.FedAvg(),
+        app_of(sabotage=lambda pid, _: 1 / 0),
+        r"0 usable.*partitions 0-2\) failed.*division",
+    ),
     (
         fr.FedFOR(alpha=0.1),
         app_of(fr.FedProxClient),
