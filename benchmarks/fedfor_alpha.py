@@ -273,26 +273,14 @@ def draw_default(by_setting: Sequence[Row], path: Path) -> None:
         axes.set_xlim(left=left)
         axes.set_ylim(-0.6, len(by_setting) - 0.4)
         axes.set_xlabel("test accuracy of FedFOR's default minus FedAvg's (points)")
+        sides = (
+            (BLUE, "o", "mean and one-sided 95 % bounds"),
+            (RED, "s", "the lower one is below −1"),
+        )
         key = [
-            Line2D(
-                [],
-                [],
-                color=BLUE,
-                marker="o",
-                ms=5,
-                ls="-",
-                lw=1.4,
-                label="mean and one-sided 95 % bounds",
-            ),
-            Line2D(
-                [],
-                [],
-                color=RED,
-                marker="s",
-                ms=5,
-                ls="-",
-                lw=1.4,
-                label="the lower one is below −1",
+            *(
+                Line2D([], [], color=c, marker=m, ms=5, ls="-", lw=1.4, label=t)
+                for c, m, t in sides
             ),
             Line2D([], [], color=GREY, marker="|", ms=7, ls="", label="a seed"),
         ]

@@ -234,11 +234,12 @@ def page(name: str) -> str:
         ]
     parts += [
         "## What ran",
-        f"Trained by `{shlex.join(made['command'])}`, commit `{made['commit']}`, on {made['platform']}, "
-        f"with {versions}. The raw runs are [{bench.archive.name}]({bench.archive.name}), sha256 "
-        f"`{digest}…`; `python -m benchmarks.results report` makes this page of them. To train runs again "
-        f"and compare: `flwr-regs bench --verify docs/results/{bench.archive.name}` trains one, drawn; "
-        f"`tar -xf docs/results/{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER` all.",
+        f"Trained by `{shlex.join(made['command'])}`, begun at commit `{made['commit']}`, on "
+        f"{made['platform']}, with {versions}. The raw runs are [{bench.archive.name}]"
+        f"({bench.archive.name}), sha256 `{digest}…`; `python -m benchmarks.results report` makes this "
+        f"page of them. To train runs again and compare: `flwr-regs bench --verify docs/results/"
+        f"{bench.archive.name}` trains one, drawn; `tar -xf docs/results/{bench.archive.name} -C FOLDER`, "
+        f"then `flwr-regs reproduce FOLDER` all.",
     ]
     if bench.experiment.departures:
         parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))

@@ -21,13 +21,10 @@ def check(options: Any) -> None:
     check_ranges(vars(options))
     for sentence, excluded in pairs(options).items():
         if excluded:
-            behind = [t for t in options.term.terms if t is excluded or t.name in _listed(excluded)]
+            names = excluded if isinstance(excluded, list) else ()
+            behind = [t for t in options.term.terms if t is excluded or t.name in names]
             who = " and ".join(type(term).__name__ for term in behind)
             raise Refused(sentence, {**vars(options), "who": who})
-
-
-def _listed(excluded: Any) -> Sequence[str]:
-    return excluded if isinstance(excluded, list) else ()
 
 
 class Refused(ValueError):
