@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import shlex
 import textwrap
 import tomllib
@@ -70,7 +71,8 @@ def methods() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
     cells = [HEAD, *map(_short, METHODS.values())]
     terms = [name for name in catalogue() if name not in METHODS]
-    lines = [*columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
+    lines = _wrapped([(name, summary(name)) for name in METHODS])
+    lines += ["", *columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
     lines += [f"  {row.example}" for row in METHODS.values()]
     lines += ["terms, which compose with + (FedADC+SparseTernary(density_up=0.01));"]
     lines += ["`flwr-regs methods SparseTernary` shows the arguments of one:"]
@@ -82,11 +84,18 @@ def method(name: str) -> str:
     """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
     if name in METHODS:
         text, refused = composes(METHODS[name])
-        lines = [*_wrapped(costs(METHODS[name])), "", *textwrap.wrap(text, 80)]
+        lines = textwrap.wrap(f"{summary(name)} {METHODS[name].paper}.", 80)
+        lines += ["", *_wrapped(costs(METHODS[name])), "", *textwrap.wrap(text, 80)]
         return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
     kind = light(name)
     takes = inspect.signature(kind).replace(return_annotation=inspect.Signature.empty)
     return f"{name}{takes}\n\n{inspect.getdoc(kind)}"
+
+
+def summary(name: str) -> str:
+    """Return the first line of a method's docstring, as plain text."""
+    line, *_ = (inspect.getdoc(light(name)) or "").splitlines()
+    return re.sub(r":class:`(\w+)`", r"\1", line)
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:

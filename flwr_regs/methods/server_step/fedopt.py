@@ -300,7 +300,7 @@ class FedOptClient(RegClient):
 
 
 class FedAvgM(RegStrategy):
-    """FedAvg with server momentum (Hsu et al. 2019): torch's SGD on the server."""
+    """FedAvg with momentum on the server, by torch's SGD (Hsu et al. 2019)."""
 
     method = "FedAvgM"
 
@@ -324,7 +324,10 @@ class FedAvgMClient(RegClient):
 
 
 class FedAdagrad(RegStrategy):
-    """Adagrad on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+    """FedAvg with Adagrad on the server (Reddi et al. 2021).
+
+    Parameters as in :class:`AdaptiveServer`.
+    """
 
     method = "FedAdagrad"
 
@@ -349,7 +352,10 @@ class FedAdagradClient(RegClient):
 
 
 class FedAdam(RegStrategy):
-    """Adam on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+    """FedAvg with Adam on the server (Reddi et al. 2021).
+
+    Parameters as in :class:`AdaptiveServer`.
+    """
 
     method = "FedAdam"
     rule: ClassVar[str] = "adam"
@@ -378,7 +384,10 @@ class FedAdamClient(RegClient):
 
 
 class FedYogi(FedAdam):
-    """Yogi on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+    """FedAvg with Yogi on the server (Reddi et al. 2021).
+
+    Parameters as in :class:`AdaptiveServer`.
+    """
 
     method = "FedYogi"
     rule = "yogi"
