@@ -138,10 +138,15 @@ def _test(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(run: RunRecord) -> dict[str, Any]:
-    names = ("seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
-    clients = {k: v for k, v in run.per_client.items() if k in ("worst", "std")}
+    names = ("error", "warnings", "diverged", "ended")
+    ticks = run.processor_seconds
+    took = {
+        "seconds": round(run.seconds, 3),
+        "processor_seconds": None if ticks is None else round(ticks, 3),
+    }
+    clients = {k: round(run.per_client[k], 5) for k in ("worst", "std") if k in run.per_client}
     clients["clients"] = [round(a, 4) for a in run.per_client.get("clients", ())]
-    return {**{name: getattr(run, name) for name in names}, "per_client": clients}
+    return {**took, **{name: getattr(run, name) for name in names}, "per_client": clients}
 
 
 def command(experiment: Experiment) -> list[str]:
