@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Return the words of a command line by name; exit with status 2 if they are none."""
     parser = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     args, rest = parser.parse_known_args(argv)
     # settings, and the name of a card, may stand on either side of an option
     settings, card = "settings" in args, args.command == "bench"
@@ -126,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flwr-regs {flwr_regs.__version__}")
     verbs = parser.add_subparsers(dest="command", required=True)
 
-    types = {"int": int, "float": float, "path": Path, "inches": _inches}
+    types = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
     told = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for name, verb in told["commands"].items():
         text = verb["help"]
@@ -136,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
             description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {verb.get('more', '')}", 80),
             epilog=verb.get("epilog"),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         what = {"what": verb["what"]} if "what" in verb else {}
         made.set_defaults(do=verb["do"], runner="process", gpus_per_client=0.0, **what)
@@ -154,3 +158,14 @@ def _inches(text: str) -> tuple[float, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is no size: write 3.3x2.5") from None
     return width, height
+
+
+def _span(text: str) -> tuple[float, float]:
+    """Return the ends of ``80..95``."""
+    try:
+        low, high = map(float, text.split(".."))
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not low < high:
+        raise argparse.ArgumentTypeError(f"'{text}' is no range: write 80..95")
+    return low, high

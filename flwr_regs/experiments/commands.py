@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.experiments import words
+from flwr_regs.experiments.calls import pieces
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.metrics import last
-from flwr_regs.experiments.report.results import Results, provenance, ranks_over
+from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted
@@ -344,6 +345,8 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
     if args.what == "partition":
+        if args.methods or args.accuracy:
+            raise ValueError("--methods and --accuracy go with results: flwr-regs plot FOLDER")
         run, out = words.first_run(args)
         from flwr_regs.experiments.report import partition_plot
 
@@ -355,22 +358,25 @@ def plot(args: argparse.Namespace) -> int:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
     folder = Path(args.what)
     experiment, _ = card_files.of_folder(folder)
+    look = _look(args)
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
-    each = []
-    for panel, place in begun or every[:1]:
-        each.append(results_of(experiment, panel, place))
-        each[-1].save(place, look=_look(args))
-        _draw_tuning(place, _look(args))
-        print(each[-1].text() + f"results: {place}")
-    _draw_ranks(experiment, each, folder, _look(args))
+    each = {place: results_of(experiment, panel, place) for panel, place in begun or every[:1]}
+    check_rows(look.methods, [run.label for of_panel in each.values() for run in of_panel.runs])
+    whole = replace(look, methods=(), accuracy=None)
+    for place, results in each.items():
+        results.save(place, look=look)
+        _draw_tuning(place, whole)
+        print(results.text() + f"results: {place}")
+    _draw_ranks(experiment, [*each.values()], folder, whole)
     return 0
 
 
 def _look(args: argparse.Namespace) -> Look:
     from flwr_regs.experiments.report.drawing import Look
 
-    return Look(args.title, args.size, args.font_size)
+    methods = [label.strip() for _, label in pieces(args.methods, ",;") if label.strip()]
+    return Look(args.title, args.size, args.font_size, methods, args.accuracy)
 
 
 def resources(args: argparse.Namespace) -> int:

@@ -229,8 +229,8 @@ class Experiment:
     def rows_of(self, panel: Panel) -> dict[str, Row]:
         """Return label -> row of a panel, in order.
 
-        A sweep's rows have their names. The label of a method is its text without what is tuned, unless two
-        rows had the same then.
+        A sweep's rows have their names. The label of a method is its text without what is tuned and without
+        the file or module of a user's own code, unless two rows had the same then.
         """
         rows = [row for row in self.rows if panel.has(row)]
         if self.heading != "method":
@@ -239,7 +239,7 @@ class Experiment:
 
         def untuned_part(call: Call) -> Call:
             kept = {k: v for k, v in call.kwargs.items() if f"{call.target}.{k}" not in tuned}
-            return replace(call, kwargs=kept)
+            return replace(call, target=call.target.rpartition(":")[2], kwargs=kept)
 
         untuned = [text_of(map(untuned_part, row.calls)) for row in rows]
         labelled: dict[str, Row] = {}

@@ -56,7 +56,12 @@ class Space:
         if key in FIXED:
             raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
         if not dots:
-            tried = [literal(one) if "." in key else read(key, one) for one in values(given)]
+            try:
+                tried = [literal(one) if "." in key else read(key, one) for one in values(given)]
+            except ValueError as error:
+                raise ValueError(
+                    f"--tune {text}: {error}; a range is LOW..HIGH, values are A,B,C"
+                ) from error
             return cls(text, key, choices=tuple(tried))
         try:
             ends = float(low), float(high)

@@ -253,11 +253,13 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
     assert card_files.of_folder(Path("here"))[1]["command"] == made["command"]
 
 
-def test_what_is_tuned_is_not_in_the_name_of_a_row() -> None:
-    methods = "FedProx(mu=0.1); EFL(lam=1, density_up=0.1); FedADC(beta=0.6); FedADC(beta=0.9)"
+def test_what_is_tuned_and_where_own_code_is_are_not_in_the_name_of_a_row() -> None:
+    methods = "FedProx(mu=0.1); EFL(lam=1, density_up=0.1); FedADC(beta=0.6); FedADC(beta=0.9); "
+    methods += "mine.py:Mine(); FedAvg+mine.py:Two(x=1); a.py:Same; b.py:Same"
     spaces = tuple(map(Space.read, ("FedProx.mu=0.1,1", "EFL.lam=0.1..1", "FedADC.beta=0.3,0.6")))
     bench = Experiment.of_methods({"methods": methods}, tune=spaces)
     rows = ["FedProx", "EFL(density_up=0.1)", "FedADC(beta=0.6)", "FedADC(beta=0.9)"]
+    rows += ["Mine", "FedAvg+Two(x=1)", "a.py:Same", "b.py:Same"]
     assert [*bench.rows_of(*bench.panels)] == rows
 
 

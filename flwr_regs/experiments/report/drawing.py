@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,27 @@ class Look:
         Width and height in inches; None: 6.3 wide, and as high as its content needs.
     font_size : float
         In points.
+    methods : sequence of str
+        The labels of the lines to draw; all where a picture has none of them.
+    accuracy : (float, float) or None
+        The part of an axis of accuracies that is drawn, in per cent; None: what the lines need.
     """
 
     title: str | None = None
     size: tuple[float, float] | None = None
     font_size: float = 8.0
+    methods: Sequence[str] = ()
+    accuracy: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what cannot be drawn, before a picture is replaced."""
+        if not 4 <= self.font_size <= 40:
+            raise ValueError(f"the font size must be from 4 to 40 points, not {self.font_size:g}")
+        if self.size is not None and not all(1.5 <= side <= 40 for side in self.size):
+            width, height = self.size
+            raise ValueError(
+                f"a picture's sides must be from 1.5 to 40 inches, not {width:g}x{height:g}"
+            )
 
 
 def style(look: Look) -> AbstractContextManager[None]:

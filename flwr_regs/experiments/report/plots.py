@@ -94,8 +94,13 @@ def over_rounds(
             expected = f"{axis} must be one of {', '.join(legal)}"
             raise ValueError(f"{expected}, not {word!r}{nearest(word, legal)}")
     look = look or Look()
+    chosen = points["label"].isin(look.methods)
+    points = points[chosen] if chosen.any() else points
     if y != "accuracy":
         points = points[~points["filled"]]
+    in_minutes = x == "hours" and points[x].max() < 1
+    if in_minutes:
+        points = points.assign(hours=60 * points[x])
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
     points = points.assign(stopped=points["stopped"] | ~finite, x=points[x], y=points[y])
     labels, whole = points["label"].unique(), points[~points["stopped"]]
@@ -126,7 +131,8 @@ def over_rounds(
         axes.margins(x=0.015, y=0.04)
         if y == "accuracy":
             low, top = axes.get_ylim()
-            axes.set_ylim(max(low, -1), min(top, 101))  # half a line's width beyond what can be
+            low, top = max(low, -1), min(top, 101)  # half a line's width beyond what can be
+            axes.set_ylim(*(look.accuracy or (low, top)))
             axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
         elif _wide(points[y]):
             axes.set_yscale("log")
@@ -141,7 +147,8 @@ def over_rounds(
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
-        axes.set(xlabel=X[x], ylabel=Y[y])
+        across = X[x].replace("hours", "minutes") if in_minutes else X[x]
+        axes.set(xlabel=across, ylabel=Y[y])
         words = seeds_in_words(seeds.to_dict())
         caption = f"{words}." if words else ""
         if seeds.max() > 1:

@@ -22,6 +22,7 @@ from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.report.terminal import columns
 from flwr_regs.experiments.settings import DEFAULTS
 from flwr_regs.server.checkpoint.checkpoint import versions
+from flwr_regs.wire.config import nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,6 +132,8 @@ class Results:
         title: str | None = None,
         size: tuple[float, float] | None = None,
         font_size: float = 8.0,
+        methods: Sequence[str] = (),
+        accuracy: tuple[float, float] | None = None,
     ) -> Figure:
         """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
@@ -145,11 +148,16 @@ class Results:
         size : (float, float)
             Width and height in inches, by default 6.3 and as high as it needs.
         font_size : float
-            In points.
+            In points, from 4 to 40.
+        methods : sequence of str
+            The rows of the table to draw, by default all.
+        accuracy : (float, float)
+            The part of an axis of accuracies that is drawn, in per cent.
         """
         from flwr_regs.experiments.report.drawing import Look
 
-        return self._picture(x, y, Look(title, size, font_size))
+        check_rows(methods, [run.label for run in self.runs])
+        return self._picture(x, y, Look(title, size, font_size, methods, accuracy))
 
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
@@ -349,6 +357,16 @@ class Results:
                 if known.get(name, True):
                     picture = self._picture(*axes, look or drawing.Look())
                     drawing.save(picture, folder / name)
+
+
+def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError for a label that is no row of the table."""
+    known = list(dict.fromkeys(known))
+    for label in labels:
+        if label not in known:
+            raise ValueError(
+                f"the table has no row '{label}'{nearest(label, known)} (it has {', '.join(known)})"
+            )
 
 
 def ranks_over(results: Sequence[Results]) -> list[Ranks]:

@@ -313,8 +313,36 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
         for entry in record.rounds:
             entry["cohort"] = [0, 1]
     # 1 MB at 0.75 MB/s, 0.5 MB at 0.25 MB/s, 7 times half of 2 s, 10 s, and half a second
-    hours = artists(results.plot("hours"), "mean A")[0].get_xdata()
-    assert hours[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 3600)
+    picture = results.plot("hours")
+    minutes = artists(picture, "mean A")[0].get_xdata()
+    assert minutes[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 60)
+    assert "(minutes;" in picture.axes[0].get_xlabel()
+
+
+def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results([recorded(label, [0.5, 0.6]) for label in ("A", "B(x=1, y=2)", "C")])
+    picture = results.plot(methods=["A", "B(x=1, y=2)"], accuracy=(40, 70))
+    assert artists(picture, "mean A")
+    assert artists(picture, "mean B(x=1, y=2)")
+    assert not artists(picture, "mean C")
+    assert picture.axes[0].get_ylim() == (40, 70)
+    with pytest.raises(ValueError, match="no row 'B'.*it has A, B"):
+        results.plot(methods=["B"])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "rounds=1", "num-clients=2", "examples=60", "out=a"]) == 0
+    drawn = Path("a/accuracy.png").read_bytes()
+    for words, why in {
+        "--font-size -3": "from 4 to 40",
+        "--size 0.2x4": "from 1.5 to 40 inches",
+        "--methods FedFORR": "did you mean 'FedFOR'",
+    }.items():
+        assert cli.main(["plot", "a", *words.split()]) == 2
+        assert why in capsys.readouterr().err
+    assert Path("a/accuracy.png").read_bytes() == drawn
+    assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "5..20"]) == 0
+    assert Path("a/accuracy.png").read_bytes() != drawn
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
