@@ -84,20 +84,15 @@ def said(row: Method, pattern: str) -> str:
 
 
 def uses() -> str:
-    """Return a list of links to the methods' pages, with what each is for."""
+    """Return links to the methods' pages, with what each is for, by family."""
     when = r"\*\*Use it when\*\* (.+?)[.:]\s"
-    return "\n".join(
-        f"- [{row.name}]({page(row)}): use it when {said(row, when)}." for row in METHODS.values()
-    )
-
-
-def guide() -> str:
-    """Return README's table: links to the methods' pages, by what they are for."""
-    links: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    lines: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for row in METHODS.values():
         family = said(row, r"<!-- family: (\w+) -->")
-        links[family].append(f"[{row.name}](docs/{page(row)})")
-    return table(("for", "methods"), [(FAMILIES[f], ", ".join(links[f])) for f in FAMILIES])
+        lines[family].append(f"- [{row.name}]({page(row)}): use it when {said(row, when)}.")
+    return "\n\n".join(
+        "\n".join([f"**{FAMILIES[family].capitalize()}**", "", *of]) for family, of in lines.items()
+    )
 
 
 def data_sets() -> str:
@@ -226,7 +221,6 @@ def composes(row: Method) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "uses": uses,
-    "guide": guide,
     "table": methods,
     "data sets": data_sets,
     "augmentations": augmentations,

@@ -297,7 +297,7 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
     name = shlex.quote(str(folder))
     on_farewell(
         f"\nflwr-regs: interrupted; the rounds that have ended, if any, are in {folder}\n"
-        f"its tables and pictures are not made: flwr-regs plot {name}\n"
+        f"tables and pictures were not written; to make them: flwr-regs plot {name}\n"
         f"go on with: flwr-regs {command} --resume {name}"
     )
     try:

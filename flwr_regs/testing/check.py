@@ -40,9 +40,9 @@ class Report(dict[str, str]):
 
 def check_method(
     strategy: Callable[..., RegStrategy] | RegStrategy,
-    client: Callable[..., Any] | None,
-    terms: Term | Sequence[Term],
-    oracle: Oracle | None,
+    client: Callable[..., Any] | None = None,
+    terms: Term | Sequence[Term] | None = None,
+    oracle: Oracle | None = None,
     *,
     settings: Mapping[str, Any] | None = None,
     neutral: Mapping[str, Any] | RegStrategy | None = None,
@@ -67,7 +67,7 @@ def check_method(
         A named client's class, or ``client(model, train_data, eval_data, **settings)``. RegClient itself,
         or None: a RegClient with the terms' classes.
     terms : Term or sequence of Term
-        The terms that the strategy runs with `settings`.
+        The terms that the strategy must run with `settings`; None: those that it runs.
     oracle : callable, optional
         The method once more, in plain numpy and float64::
 
@@ -127,6 +127,9 @@ def check_method(
             "a strategy's instance has its settings: give `settings` and `neutral` with a class or a "
             "callable, or give the neutral strategy's instance"
         )
+    if terms is None:
+        built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
+        terms = built.term.terms
     method = Method(
         strategy,
         None if client is RegClient else client,

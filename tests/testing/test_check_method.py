@@ -67,9 +67,7 @@ def method(kind: type[Term] = Anchor, **settings: Any) -> Method:
 def test_a_users_own_method_passes() -> None:
     report = check_method(
         of(Anchor),
-        None,
-        Anchor(0.3),
-        anchored,
+        oracle=anchored,
         settings={"rate": 0.3},
         neutral={"rate": 0.0},
         oracle_settings={"rate": 0.3},

@@ -328,7 +328,7 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     assert artists(picture, "mean B(x=1, y=2)")
     assert not artists(picture, "mean C")
     assert picture.axes[0].get_ylim() == (40, 70)
-    with pytest.raises(ValueError, match="no row 'B'.*it has A, B"):
+    with pytest.raises(ValueError, match=r"no row 'B'.*it has A, B"):
         results.plot(methods=["B"])
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "rounds=1", "num-clients=2", "examples=60", "out=a"]) == 0
