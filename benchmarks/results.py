@@ -143,7 +143,8 @@ def trust(bench: Bench) -> Iterator[str]:
                 said.append(
                     f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best "
                     f"({ranks.mean.iloc[0]:.1f}); {near} of {len(ranks.mean)} methods are within the "
-                    "critical difference of it."
+                    f"critical difference of it: {ranks.blocks} ranks for each method, without the sizes "
+                    "of differences, tell fewer apart than the paired differences within a panel."
                 )
         yield "\n".join(f"- {line}" for line in said)
         yield (
@@ -220,8 +221,15 @@ def page(name: str) -> str:
     digest = hashlib.sha256(bench.archive.read_bytes()).hexdigest()[:HASH]
     versions = ", ".join(f"{what} {which}" for what, which in made["versions"].items())
     seeds = ", ".join(map(str, bench.panels[0][2].seeds))
+    shared = [
+        f"`{key}={value}`"
+        for key, value in bench.experiment.settings.items()
+        if key not in comparisons.ELSEWHERE
+    ]
     parts = [
         f"# {bench.experiment.title}",
+        f"Every run has {', '.join(shared)}; a panel below is a way to split the data, or sets more. "
+        "[What ran](#what-ran) has the command.",
         "## Which method to trust where",
         *trust(bench),
     ]
