@@ -308,7 +308,7 @@ class Results:
             f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {len(compared)} "
             f"comparisons; never where the interval holds 0): {', '.join(decided) or 'none'}. "
             f"Not decided: {', '.join(others) or 'none'}.",
-            "Power: the smallest difference that these seeds show with 80 % probability, in a comparison "
+            "Smallest difference that these seeds detect with 80 % power, in a comparison "
             f"by itself: {middle} points for the median method ({low} to {high}).",
         ]
 

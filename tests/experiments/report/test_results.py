@@ -125,7 +125,7 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
     assert "Far. Not decided: Near." in text
     # 5.6535 / sqrt(3) deviations, which are 0.01 and 0.0635: the larger of two is the median
     assert "20.73 points for the median method (3.26 to 20.73)" in text
-    assert "Power" not in Results(every[::3], baseline="Base").text()  # one seed
+    assert "80 % power" not in Results(every[::3], baseline="Base").text()  # one seed
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:
