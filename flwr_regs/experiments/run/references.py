@@ -39,7 +39,7 @@ class _OneClient(ClientFactory):
     """Makes one client, which trains on the data of all `members`."""
 
     def __init__(self, run: Run, clients: ClientData, members: Sequence[int]) -> None:
-        swift = clients.settings._replace(straggler_share=0.0, drop_out=0.0)
+        swift = replace(clients.settings, straggler_share=0.0, drop_out=0.0)
         super().__init__(run, replace(clients, settings=swift))
         self.members = members
 
