@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.partition import flower_partitions, shifts, splits
+from flwr_regs.experiments.partition import flower_partitions, splits
 from flwr_regs.experiments.partition.flower_partitions import PREFIX
 from flwr_regs.experiments.settings import SETTINGS, Settings, field, key
 
@@ -105,56 +105,26 @@ def partition(
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
-    of_flower = kind.startswith(PREFIX)
-    if kind not in PARTITIONS and not of_flower:
+    if kind not in PARTITIONS and not kind.startswith(PREFIX):
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    labels = np.asarray(labels)
-    rng = np.random.default_rng(seed)
-    n, s = num_clients, Settings.of({key(name): value for name, value in settings.items()})
-
-    def grouped() -> Array:
-        return _per_example(labels, groups, "groups", "group (writer, speaker, user or domain)")
-
-    def random() -> list[Array]:
-        return np.array_split(rng.permutation(len(labels)), n)
-
-    def by_class() -> list[Array]:
-        return splits.by_class(labels, n, s.dirichlet_alpha, rng)
-
-    def by_domain() -> list[Array]:
-        return splits.domains(grouped(), n, rng)
-
-    def by_tree() -> list[Array]:
-        fine = _per_example(labels, fine_labels, "fine_labels", "fine label")
-        return splits.pachinko(labels, fine, n, s.pachinko_alpha, s.pachinko_beta, rng)
-
-    def first_round() -> list[Array]:
-        drawn = {"share": s.sample_share, "ratio": s.long_tail}
-        return [shifts.long_tail(labels, client, 1, seed, **drawn) for client in range(n)]
-
-    split: dict[str, Callable[[], list[Array]]] = {
-        PREFIX: lambda: flower_partitions.split(kind, labels, groups, n, seed),
-        "iid": random,
-        "noise": random,
-        "shards": lambda: splits.shards(labels, n, s.shards_per_client, rng),
-        "shards-mcmahan": lambda: splits.mcmahan(labels, n, s.shards_per_client, rng),
-        "classes": lambda: splits.exact_classes(labels, n, s.classes_per_client, rng),
-        "dirichlet-hsu": lambda: splits.by_client(labels, n, s.dirichlet_alpha, rng),
-        "dirichlet-niid-bench": by_class,
-        "dirichlet": by_class,
-        "similarity": lambda: splits.sorted_but(labels, n, s.similarity, rng),
-        "pachinko": by_tree,
-        "quantity": lambda: splits.quantity(len(labels), n, s.quantity_alpha, rng),
-        "domains": by_domain,
-        "natural": lambda: splits.natural(grouped(), n, rng),
-        "interpolated": lambda: splits.interpolated(grouped(), n, s.interpolation, rng),
-        "long-tail-rounds": first_round,
-        "label-swaps-rounds": random if groups is None else by_domain,
-    }
+    of, n = np.asarray(labels), num_clients
+    s = Settings.of({key(name): value for name, value in {"seed": seed, **settings}.items()})
+    like = kind
+    if kind == "label-swaps-rounds":
+        like = "iid" if groups is None else "domains"
     try:
-        if n > len(labels) and kind != "long-tail-rounds":
+        if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
-        parts = split[PREFIX if of_flower else kind]()
+        if like.startswith(PREFIX):
+            parts = flower_partitions.split(kind, of, groups, n, seed)
+        else:
+            if like in BY_GROUP:
+                what = "group (writer, speaker, user or domain)"
+                of = _per_example(of, groups, "groups", what)
+            elif like == "pachinko":
+                of = np.stack([of, _per_example(of, fine_labels, "fine_labels", "fine label")])
+            split = getattr(splits, like.replace("-", "_"))
+            parts = split(of, n, np.random.default_rng(seed), s)
         if empty := sum(len(p) == 0 for p in parts):
             raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
     except ValueError as error:
