@@ -89,7 +89,7 @@ class ClientData:
         """The hash of the split: equal ones have the same examples on the same clients."""
         return partition_hash(self.parts)
 
-    @property
+    @cached_property
     def label_counts(self) -> Array:
         """How many examples of each class each training client has: (clients, classes), int64."""
         classes, labels = self.data.num_classes, self.data.train_y
