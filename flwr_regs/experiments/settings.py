@@ -81,8 +81,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         for name in given:
             if name not in DEFAULTS:
                 raise ValueError(nearest_setting(name))
-        values = {**DEFAULTS, **given}
-        return cls(*(_checked(of, values[name]) for name, of in SETTINGS.items()))
+        return cls(**{field(name): _checked(SETTINGS[name], of) for name, of in given.items()})
 
     @property
     def config(self) -> dict[str, Any]:
