@@ -310,7 +310,7 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
 
 def _dry_run(experiment: Experiment, folder: Path, workers: int) -> None:
     """Say what would run, or what is missing in a folder."""
-    from flwr_regs.experiments.run.estimate import Timed, estimate
+    from flwr_regs.experiments.run.costs import Timed, estimate
 
     known: dict[Any, Timed] = {}
     for panel, place in places(experiment, folder):
@@ -382,7 +382,7 @@ def _look(args: argparse.Namespace) -> Look:
 def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
     run, _ = words.first_run(args)
-    from flwr_regs.experiments.run.resources import measure
+    from flwr_regs.experiments.run.costs import measure
 
     print(measure(run).text(run.settings.num_clients))
     return 0

@@ -18,7 +18,6 @@ from typing import Any
 from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.data.catalogue import DATASETS, parsed
 from flwr_regs.experiments.models.architectures import MODELS
-from flwr_regs.experiments.partition.partitions import PARTITIONS, PERSONAL_SHARE
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
 
@@ -41,7 +40,6 @@ class Setting:
 _CHOICES = {
     "dataset": DATASETS,
     "model": MODELS,
-    "partition": PARTITIONS,
     "optimizer": tuple(OPTIMIZERS),
 }
 _FILE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -54,11 +52,13 @@ DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.
 """Setting -> its default."""
 PLACES = ("out", "code-dir", "data-dir")
 """Those that are folders of a machine."""
+PERSONAL_SHARE = 0.2
+"""The share of each client's data that personalise holds out."""
 FIELD_KEYS = {"num-server-rounds": "rounds", "learning-rate": "lr"}
 """The usual names of other Flower apps -> ours; with the value 0, ours counts."""
 
 
-_FIELDS = [(name.replace("-", "_"), type(of.default)) for name, of in SETTINGS.items()]
+_FIELDS = [(n.replace("-", "_"), type(of.default), of.default) for n, of in SETTINGS.items()]
 
 
 class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore[misc]
@@ -81,8 +81,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         for name in given:
             if name not in DEFAULTS:
                 raise ValueError(nearest_setting(name))
-        values = {**DEFAULTS, **given}
-        return cls(*(_checked(of, values[name]) for name, of in SETTINGS.items()))
+        return cls(**{field(name): _checked(SETTINGS[name], of) for name, of in given.items()})
 
     @property
     def config(self) -> dict[str, Any]:

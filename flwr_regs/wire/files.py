@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 
-def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write or replace a file that only its owner can read; raise OSError.
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> None:
+    """Write or replace a file, which by its `mode` only its owner can read; raise OSError.
 
     A crash leaves the old file or the new one, and perhaps ``.<name>.<process>.part`` beside it.
     """
@@ -18,7 +18,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     beside.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(beside, flags, 0o600), "wb") as file:
+        with open(os.open(beside, flags, mode), "wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())

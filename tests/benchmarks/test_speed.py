@@ -10,7 +10,7 @@ import torch
 import flwr_regs as fr
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import clients, jobs, report
-from flwr_regs.experiments.run.resources import Taken
+from flwr_regs.experiments.run.costs import Taken
 
 IN_PROCESS = [name for name in command.PARTS if name not in ("ray", "gpu")]
 

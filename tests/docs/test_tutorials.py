@@ -13,7 +13,7 @@ import torch
 from flwr_regs.experiments import cli, commands
 from flwr_regs.experiments.cards import choices
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.run import resources
+from flwr_regs.experiments.run import costs
 from tests.conftest import ROOT
 from tests.experiments.test_user_code import OWN
 
@@ -88,7 +88,7 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.setattr(commands, "save", lambda *_: None)  # it loads the data
     monkeypatch.setattr(Experiment, "checked", partialmethod(Experiment.checked, data=False))
     monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
-    monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
+    monkeypatch.setattr(costs, "measure", lambda _: costs.Taken(1.0, 1))
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")
     line = shlex.split(command, comments=True)[1:]

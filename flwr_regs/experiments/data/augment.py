@@ -1,14 +1,15 @@
-"""What training pictures go through, batch by batch, and what test pictures do instead.
+"""What training pictures go through, batch by batch, as augment.toml lists it.
 
 All draws are torch's own, and a client's round seeds torch: the same seed, client and round give the same
-pictures. Constants have their source beside them.
+pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,30 +18,35 @@ from torch.utils.data import TensorDataset
 
 from flwr_regs.experiments.extras import needed
 
-PADDING = 4  # He et al. (2016), Sec. 4.2: zeros around CIFAR's images, then a crop, and flips
-CROP = 24  # McMahan et al. (2017), Sec. 3, as in TensorFlow's tutorial; the Field Guide's code too
-DEGREES = 30.0  # Li et al. (2021), FedBN's code for Office-Caltech10 and DomainNet
-# Inception's preprocessing, in the Field Guide's code for GLD
-AREA, RATIO = (0.05, 1.0), (3 / 4, 4 / 3)
-
 
 @dataclass(frozen=True)
 class Augmentation:
-    """One way to change pictures, float32 ``(n, channels, height, width)``.
-
-    Attributes
-    ----------
-    meaning : str
-        One line.
-    train : callable
-        Of a training batch; random.
-    test : callable
-        Of all other pictures; not random.
-    """
+    """One way to change pictures, float32 ``(n, channels, height, width)``; see augment.toml."""
 
     meaning: str
-    train: Callable[[Tensor], Tensor]
-    test: Callable[[Tensor], Tensor] = lambda x: x
+    training: Sequence[Any] = ()
+    testing: Sequence[Any] = ()
+    standardised: bool = False
+
+    def train(self, x: Tensor) -> Tensor:
+        """Return a training batch, changed at random."""
+        return self._changed(self.training, x, lambda change: torch.stack([*map(change, x)]))
+
+    def test(self, x: Tensor) -> Tensor:
+        """Return other pictures, changed without draws."""
+        return self._changed(self.testing, x, lambda change: change(x))
+
+    def _changed(self, steps: Sequence[Any], x: Tensor, apply: Callable[[Any], Tensor]) -> Tensor:
+        if not steps:
+            return x
+        v2 = needed("torchvision.transforms.v2", "torchvision", "an augmentation")
+        transforms = []
+        for name, *arguments in steps:
+            named = arguments.pop() if isinstance([name, *arguments][-1], dict) else {}
+            given = [[*x.shape[2:]] if one == "size" else one for one in arguments]
+            transforms.append(getattr(v2, name)(*given, **named))
+        changed = apply(v2.Compose(transforms))
+        return by_picture(changed) if self.standardised else changed
 
 
 def by_picture(x: Tensor) -> Tensor:
@@ -49,46 +55,8 @@ def by_picture(x: Tensor) -> Tensor:
     return (x - mean) / deviation.clamp_min(x[0].numel() ** -0.5)
 
 
-def _each(x: Tensor, *names: str) -> Tensor:
-    """Return each picture under torchvision's transforms of these names, drawn for it alone."""
-    v2 = needed("torchvision.transforms.v2", "torchvision", "an augmentation")
-    size = [*x.shape[2:]]
-    known: dict[str, Callable[[], Any]] = {
-        "flip": v2.RandomHorizontalFlip,
-        "crop": partial(v2.RandomCrop, size, PADDING),
-        "crop-24": partial(v2.RandomCrop, CROP),
-        "rotate": partial(v2.RandomRotation, DEGREES),
-        "cut": partial(v2.RandomResizedCrop, size, AREA, RATIO, antialias=False),
-    }
-    change = v2.Compose([known[name]() for name in names])
-    return torch.stack([change(picture) for picture in x])
-
-
-def _middle(x: Tensor) -> Tensor:
-    v2 = needed("torchvision.transforms.v2.functional", "torchvision", "an augmentation")
-    return by_picture(v2.center_crop(x, [CROP, CROP]))
-
-
-AUGMENTATIONS = {
-    "": Augmentation("none", lambda x: x),
-    "crop-flip": Augmentation(
-        "4 pixels of zeros around, a random part of the old size, flipped or not",
-        lambda x: _each(x, "crop", "flip"),
-    ),
-    "crop-24": Augmentation(
-        "a random part of 24 x 24, flipped or not, standardised by itself; tests: the middle",
-        lambda x: by_picture(_each(x, "crop-24", "flip")),
-        _middle,
-    ),
-    "flip-rotate": Augmentation(
-        "flipped or not, then rotated by up to 30 degrees",
-        lambda x: _each(x, "flip", "rotate"),
-    ),
-    "cut-flip": Augmentation(
-        "a random part of at least 5 % of the area, scaled to the old size, flipped or not",
-        lambda x: _each(x, "cut", "flip"),
-    ),
-}
+_LIST = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+AUGMENTATIONS = {name: Augmentation(**row) for name, row in tomllib.loads(_LIST).items()}
 """Name -> augmentation."""
 
 

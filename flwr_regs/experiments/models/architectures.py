@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ class Net:
     smallest: int = 0
     example: tuple[int, ...] = (3, 32, 32)
     classes: int = 10
+    plan: Sequence[Any] = ()
+    hidden: Sequence[Any] = ()
+    kernel: int = 3
+    norm: bool = False
+    bias: bool = True
 
     @property
     def words(self) -> bool:
@@ -29,6 +35,9 @@ class Net:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
         from flwr_regs.experiments.models import layers
 
+        if self.hidden:
+            of_each = self.plan, self.hidden, self.kernel, self.norm, self.bias
+            return layers.stacked(size[0], *of_each)
         return getattr(layers, self.name.replace("-", "_"))(*size)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,28 +14,21 @@ from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import (
     BY_GROUP,
     BY_ROUND,
-    PERSONAL_SHARE,
+    PARTITION_SETTINGS,
     partition,
     partition_hash,
 )
 from flwr_regs.experiments.partition.splits import test_split
+from flwr_regs.experiments.settings import PERSONAL_SHARE, Settings
 
 Array = np.ndarray[Any, Any]
 
-PARTITION_SETTINGS = (
-    *("seed", "shards_per_client", "classes_per_client", "dirichlet_alpha", "similarity"),
-    *("pachinko_alpha", "pachinko_beta", "quantity_alpha", "interpolation", "sample_share"),
-    "long_tail",
-)
-"""The settings that a partition takes beside its kind and the number of clients."""
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-DataSettings = namedtuple(
-    "DataSettings",
-    "seed dataset partition shards_per_client classes_per_client dirichlet_alpha similarity "
-    "pachinko_alpha pachinko_beta quantity_alpha interpolation sample_share long_tail "
-    "swap_probability examples_per_client held_out_clients held_out_share personalise "
-    "test_split test_examples straggler_share straggler_speed drop_out",
+DATA_SETTINGS = (
+    *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
+    *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
+    *("drop_out", *PARTITION_SETTINGS),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
@@ -47,14 +39,13 @@ class ClientData:
 
     Attributes
     ----------
-    settings : DataSettings
-        Or a :class:`flwr_regs.experiments.settings.settings.Settings`, which has the same names.
+    settings : Settings
     data : Data
     num_clients : int
         The clients that train.
     """
 
-    settings: Any
+    settings: Settings
     data: Data
     num_clients: int
 
@@ -73,9 +64,7 @@ class ClientData:
             labels, fine_labels = data.coarse, data.train_y
         clients = self.num_clients + settings.held_out_clients
         parts = partition(
-            labels,
-            settings.partition,
-            clients,
+            *(labels, settings.partition, clients, settings.seed),
             groups=data.groups,
             fine_labels=fine_labels,
             **given,
@@ -100,7 +89,7 @@ class ClientData:
         """The hash of the split: equal ones have the same examples on the same clients."""
         return partition_hash(self.parts)
 
-    @property
+    @cached_property
     def label_counts(self) -> Array:
         """How many examples of each class each training client has: (clients, classes), int64."""
         classes, labels = self.data.num_classes, self.data.train_y
@@ -212,7 +201,7 @@ def client_data_of(settings: Any, num_clients: int = 0) -> ClientData:
     `num_clients` is how many there are, by default as many as the settings say. Raises as
     :func:`data_of` does.
     """
-    shared = DataSettings(*(getattr(settings, name) for name in DataSettings._fields))
+    shared = Settings(**{name: getattr(settings, name) for name in DATA_SETTINGS})
     return _client_data(shared, data_of(settings), num_clients or settings.num_clients)
 
 

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.partition import flower_partitions, shifts, splits
+from flwr_regs.experiments.partition import flower_partitions, splits
 from flwr_regs.experiments.partition.flower_partitions import PREFIX
+from flwr_regs.experiments.settings import SETTINGS, Settings, field, key
 
 Array = np.ndarray[Any, Any]
 
-PARTITIONS = {
-    "shards": "shards-per-client label-sorted shards of one label each",
-    "shards-mcmahan": "shards-per-client label-sorted shards of equal size; one may hold two labels",
-    "classes": "exactly classes-per-client classes",
-    "dirichlet-hsu": "clients of equal size, each with class shares drawn by dirichlet-alpha",
-    "dirichlet-niid-bench": "each class spread over the clients by shares drawn by dirichlet-alpha",
-    "dirichlet": "another name of dirichlet-niid-bench",
-    "similarity": "similarity per cent of the data at random, the rest sorted by label",
-    "iid": "at random",
-    "pachinko": "clients of equal size; shares of coarse and fine labels by pachinko-alpha and -beta",
-    "quantity": "at random, in sizes drawn by quantity-alpha",
-    "noise": "as iid, with Gaussian noise of a level of its own on the inputs: up to noise-level",
-    "domains": "one domain; the clients of a domain share it at random",
-    "natural": "the examples of one writer, speaker or user",
-    "interpolated": "as natural, with a share of interpolation shuffled across clients",
-    "long-tail-rounds": "in each round a new random sample, trimmed to a long tail of classes",
-    "label-swaps-rounds": "as domains or iid; in each round two labels swap by swap-probability",
-}
+PARTITIONS = SETTINGS["partition"].choices
 """Name -> what each client gets, in one line."""
 BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 """The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
-PERSONAL_SHARE = 0.2
-"""The share of each client's data that personalise holds out."""
+PARTITION_SETTINGS = [
+    field(name) for name, of in SETTINGS.items() if of.needs.startswith("partition=")
+]
+"""The settings that some partition takes beside the seed and the number of clients."""
 
 
 def partition(
@@ -46,18 +32,9 @@ def partition(
     num_clients: int,
     seed: int,
     *,
-    shards_per_client: int = 2,
-    classes_per_client: int = 2,
-    dirichlet_alpha: float = 0.1,
-    similarity: float = 0.0,
     groups: Array | None = None,
     fine_labels: Array | None = None,
-    pachinko_alpha: float = 0.1,
-    pachinko_beta: float = 10.0,
-    quantity_alpha: float = 0.5,
-    interpolation: float = 0.5,
-    sample_share: float = 0.1,
-    long_tail: float = 100.0,
+    **settings: Any,
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
 
@@ -73,7 +50,7 @@ def partition(
     groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
     fine_labels : the fine labels, ``(n,)``, for ``pachinko``
     **settings
-        Each belongs to the kinds that name it.
+        Each belongs to the kinds that name it; what is not given has its default.
 
     ``shards``
         FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
@@ -128,56 +105,26 @@ def partition(
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
-    of_flower = kind.startswith(PREFIX)
-    if kind not in PARTITIONS and not of_flower:
+    if kind not in PARTITIONS and not kind.startswith(PREFIX):
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    labels = np.asarray(labels)
-    rng = np.random.default_rng(seed)
-    n, s = num_clients, shards_per_client
-
-    def grouped() -> Array:
-        return _per_example(labels, groups, "groups", "group (writer, speaker, user or domain)")
-
-    def random() -> list[Array]:
-        return np.array_split(rng.permutation(len(labels)), n)
-
-    def by_class() -> list[Array]:
-        return splits.by_class(labels, n, dirichlet_alpha, rng)
-
-    def by_domain() -> list[Array]:
-        return splits.domains(grouped(), n, rng)
-
-    def by_tree() -> list[Array]:
-        fine = _per_example(labels, fine_labels, "fine_labels", "fine label")
-        return splits.pachinko(labels, fine, n, pachinko_alpha, pachinko_beta, rng)
-
-    def first_round() -> list[Array]:
-        drawn = {"share": sample_share, "ratio": long_tail}
-        return [shifts.long_tail(labels, client, 1, seed, **drawn) for client in range(n)]
-
-    split: dict[str, Callable[[], list[Array]]] = {
-        PREFIX: lambda: flower_partitions.split(kind, labels, groups, n, seed),
-        "iid": random,
-        "noise": random,
-        "shards": lambda: splits.shards(labels, n, s, rng),
-        "shards-mcmahan": lambda: splits.mcmahan(labels, n, s, rng),
-        "classes": lambda: splits.exact_classes(labels, n, classes_per_client, rng),
-        "dirichlet-hsu": lambda: splits.by_client(labels, n, dirichlet_alpha, rng),
-        "dirichlet-niid-bench": by_class,
-        "dirichlet": by_class,
-        "similarity": lambda: splits.sorted_but(labels, n, similarity, rng),
-        "pachinko": by_tree,
-        "quantity": lambda: splits.quantity(len(labels), n, quantity_alpha, rng),
-        "domains": by_domain,
-        "natural": lambda: splits.natural(grouped(), n, rng),
-        "interpolated": lambda: splits.interpolated(grouped(), n, interpolation, rng),
-        "long-tail-rounds": first_round,
-        "label-swaps-rounds": random if groups is None else by_domain,
-    }
+    of, n = np.asarray(labels), num_clients
+    s = Settings.of({key(name): value for name, value in {"seed": seed, **settings}.items()})
+    like = kind
+    if kind == "label-swaps-rounds":
+        like = "iid" if groups is None else "domains"
     try:
-        if n > len(labels) and kind != "long-tail-rounds":
+        if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
-        parts = split[PREFIX if of_flower else kind]()
+        if like.startswith(PREFIX):
+            parts = flower_partitions.split(kind, of, groups, n, seed)
+        else:
+            if like in BY_GROUP:
+                what = "group (writer, speaker, user or domain)"
+                of = _per_example(of, groups, "groups", what)
+            elif like == "pachinko":
+                of = np.stack([of, _per_example(of, fine_labels, "fine_labels", "fine label")])
+            split = getattr(splits, like.replace("-", "_"))
+            parts = split(of, n, np.random.default_rng(seed), s)
         if empty := sum(len(p) == 0 for p in parts):
             raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
     except ValueError as error:

@@ -1,4 +1,8 @@
-"""Splits by labels, and by groups (writer, speaker, user, domain). See `partitions.partition`."""
+"""Splits by labels, and by groups (writer, speaker, user, domain). See `partitions.partition`.
+
+The function of a partition has its name, with ``_`` for ``-``. It takes the labels or groups of the
+examples, the number of clients, a generator and the settings, and returns each client's examples.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,51 @@ from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.partition import shifts
+from flwr_regs.experiments.settings import Settings
+
 Array = np.ndarray[Any, Any]
+Rng = np.random.Generator
 
 FEWEST = 10
 """Examples that each client gets at least where NIID-Bench draws the sizes."""
 TRIES = 1000
 
 
-def shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
+def iid(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
+    """Return a random split into equal parts."""
+    return np.array_split(rng.permutation(len(labels)), n)
+
+
+noise = iid
+
+
+def shards(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return FedADC's sort-and-partition: each of n clients gets s shards of one label each."""
-    classes = _by_label(labels)
-    if len(classes) > n * s:
-        return _dealt(_equal_shards(labels, n * s), n, rng)
+    classes, count = _by_label(labels), n * s.shards_per_client
+    if len(classes) > count:
+        return shards_mcmahan(labels, n, rng, s)
     sizes = np.array([len(rows) for rows in classes])
-    cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
+    cuts = _cuts(sizes, min(count, len(labels)), sizes)
     shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
     return _dealt(shards, n, rng)
 
 
-def mcmahan(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
+def shards_mcmahan(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return McMahan et al.'s split: each of n clients gets s of n·s equal shards."""
-    return _dealt(_equal_shards(labels, n * s), n, rng)
+    order = np.argsort(labels, kind="stable")
+    return _dealt(np.array_split(order, n * s.shards_per_client), n, rng)
 
 
-def _equal_shards(labels: Array, count: int) -> list[Array]:
-    return np.array_split(np.argsort(labels, kind="stable"), count)
-
-
-def _dealt(shards: list[Array], n: int, rng: np.random.Generator) -> list[Array]:
+def _dealt(shards: list[Array], n: int, rng: Rng) -> list[Array]:
     """Return the hands of n clients that get the shards at random."""
     hands = np.array_split(rng.permutation(len(shards)), n)
     return [np.concatenate([shards[j] for j in hand]) for hand in hands]
 
 
-def exact_classes(labels: Array, n: int, m: int, rng: np.random.Generator) -> list[Array]:
+def classes(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return EFL's split: exactly m classes for each of n clients."""
-    classes = _by_label(labels)
+    classes, m = _by_label(labels), s.classes_per_client
     sizes = np.array([len(rows) for rows in classes])
     most = np.minimum(sizes, n)  # clients that a class can serve
     if m > len(classes):
@@ -71,7 +84,7 @@ def exact_classes(labels: Array, n: int, m: int, rng: np.random.Generator) -> li
     return [parts[client] for client in range(n)]
 
 
-def by_client(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+def dirichlet_hsu(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return Hsu et al.'s split: each of n equal clients draws class shares from Dir(α · prior)."""
     classes = [rng.permutation(rows) for rows in _by_label(labels)]
     left = np.array([len(rows) for rows in classes])
@@ -79,20 +92,21 @@ def by_client(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> 
     parts = []
     for client in range(n):
         size = len(labels) // n + (client < len(labels) % n)
-        taken = _drawn(size, alpha * prior, left, rng)
+        taken = _drawn(size, s.dirichlet_alpha * prior, left, rng)
         left = left - taken
         parts.append(_taken(classes, left, taken))
     return parts
 
 
-def pachinko(
-    coarse: Array, fine: Array, n: int, alpha: float, beta: float, rng: np.random.Generator
-) -> list[Array]:
+def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return Reddi et al.'s split: shares of coarse labels from Dir(α), of their fine labels from Dir(β).
+
+    `labels` are both, ``(2, n)``.
 
     Examples are drawn by them without replacement. A fine label that runs out leaves its share to the
     others of its coarse label, and a coarse label to the other coarse labels.
     """
+    coarse, fine = labels
     trees = []
     for rows in _by_label(coarse):
         trees.append([rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])])
@@ -102,16 +116,16 @@ def pachinko(
         size = len(coarse) // n + (client < len(coarse) % n)
         room = np.array([counts.sum() for counts in left])
         chunks = []
-        for i, count in enumerate(_drawn(size, np.full(len(trees), alpha), room, rng)):
+        for i, count in enumerate(_drawn(size, np.full(len(trees), s.pachinko_alpha), room, rng)):
             if count:
-                taken = _drawn(count, np.full(len(trees[i]), beta), left[i], rng)
+                taken = _drawn(count, np.full(len(trees[i]), s.pachinko_beta), left[i], rng)
                 left[i] = left[i] - taken
                 chunks.append(_taken(trees[i], left[i], taken))
         parts.append(np.concatenate(chunks))
     return parts
 
 
-def _drawn(size: int, concentration: Array, left: Array, rng: np.random.Generator) -> Array:
+def _drawn(size: int, concentration: Array, left: Array, rng: Rng) -> Array:
     """Return how many of each kind to take: `size` by shares from a Dirichlet, at most what is `left`.
 
     When a kind runs out, the shares are those of the others, scaled to sum to 1.
@@ -133,7 +147,7 @@ def _taken(kinds: list[Array], left: Array, taken: Array) -> Array:
     return np.concatenate([c[k : k + t] for c, k, t in zip(kinds, left, taken, strict=True)])
 
 
-def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return NIID-Bench's split: each class is spread over n clients by shares from Dir(α)."""
     classes = _by_label(labels)
     if len(labels) < FEWEST * n:
@@ -145,7 +159,7 @@ def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> l
         parts: list[list[Array]] = [[] for _ in range(n)]
         for c in classes:
             rows = rng.permutation(c)
-            cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(rows)
+            cuts = np.cumsum(rng.dirichlet(np.full(n, s.dirichlet_alpha)))[:-1] * len(rows)
             for client, chunk in zip(parts, np.split(rows, cuts.astype(int)), strict=True):
                 client.append(chunk)
         joined = [np.concatenate(p) for p in parts]
@@ -159,11 +173,14 @@ def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> l
     )
 
 
-def quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+dirichlet = dirichlet_niid_bench
+
+
+def quantity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return a random split in sizes from Dir(α), each at least `FEWEST`."""
-    order = rng.permutation(total)
+    order, alphas = rng.permutation(len(labels)), np.full(n, s.quantity_alpha)
     for _ in range(TRIES):
-        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * total).astype(int)
+        cuts = (np.cumsum(rng.dirichlet(alphas))[:-1] * len(labels)).astype(int)
         parts = np.split(order, cuts)
         if min(map(len, parts)) >= FEWEST:
             return parts
@@ -173,10 +190,10 @@ def quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list
     )
 
 
-def sorted_but(labels: Array, n: int, percent: float, rng: np.random.Generator) -> list[Array]:
-    """Return rFedAvg's split: `percent` of the examples at random, the rest sorted by label."""
+def similarity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
+    """Return rFedAvg's split: so many per cent of the examples at random, the rest sorted by label."""
     order = rng.permutation(len(labels))
-    cut = round(len(labels) * percent / 100)
+    cut = round(len(labels) * s.similarity / 100)
     rest = order[cut:]
     rest = rest[np.argsort(labels[rest], kind="stable")]
     return [
@@ -210,7 +227,7 @@ def _cuts(sizes: Array, total: int, most: Array) -> Array:
     return cuts
 
 
-def natural(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
+def natural(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return one group for each of n clients: n groups at random, in order. Nobody has the others."""
     kinds = np.unique(groups)
     if n > len(kinds):
@@ -222,7 +239,7 @@ def natural(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
     return [np.flatnonzero(groups == g) for g in kinds[chosen]]
 
 
-def domains(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
+def domains(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return client k's share of group k mod g: a group's clients get equal random pieces of it."""
     kinds = np.unique(groups)
     parts: dict[int, Array] = {}
@@ -233,17 +250,23 @@ def domains(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
     return [parts[client] for client in range(n)]
 
 
-def interpolated(groups: Array, n: int, share: float, rng: np.random.Generator) -> list[Array]:
+def interpolated(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return the natural split with a share of the examples shuffled across clients; sizes stay.
 
-    Each client puts a random `share` of its examples into a pool, and gets as many back from the shuffled
+    Each client puts a random share of its examples into a pool, and gets as many back from the shuffled
     pool.
     """
-    parts = [rng.permutation(rows) for rows in natural(groups, n, rng)]
-    cuts = [round(share * len(rows)) for rows in parts]
+    parts = [rng.permutation(rows) for rows in natural(groups, n, rng, s)]
+    cuts = [round(s.interpolation * len(rows)) for rows in parts]
     pool = rng.permutation(np.concatenate([p[:cut] for p, cut in zip(parts, cuts, strict=True)]))
     dealt = np.split(pool, np.cumsum(cuts)[:-1])
     return [np.concatenate([p[cut:], d]) for p, cut, d in zip(parts, cuts, dealt, strict=True)]
+
+
+def long_tail_rounds(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
+    """Return what each of n clients draws for round 1."""
+    drawn = {"share": s.sample_share, "ratio": s.long_tail}
+    return [shifts.long_tail(labels, client, 1, s.seed, **drawn) for client in range(n)]
 
 
 def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list[Array]:

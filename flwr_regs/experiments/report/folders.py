@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from flwr_regs.wire.files import claim
+from flwr_regs.wire.files import claim, write_atomically
 
 LOCK = ".lock"
 
@@ -60,13 +60,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; a text in UTF-8."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with writing(path):
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
+    with writing(path):
+        write_atomically(path, [content.encode() if isinstance(content, str) else content], 0o666)
 
 
 @contextmanager

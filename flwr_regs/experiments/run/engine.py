@@ -31,7 +31,7 @@ from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run import references
 from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
-from flwr_regs.experiments.run.estimate import announcement
+from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress

@@ -33,13 +33,15 @@ from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
 
 Array = np.ndarray[Any, Any]
+Test = Callable[[Sequence[int], ArrayRecord, int], Array]
+"""Of some clients, their model and a round: its loss, its accuracy, and its accuracy for each of them."""
 
 
 class _OneClient(ClientFactory):
     """Makes one client, which trains on the data of all `members`."""
 
     def __init__(self, run: Run, clients: ClientData, members: Sequence[int]) -> None:
-        swift = clients.settings._replace(straggler_share=0.0, drop_out=0.0)
+        swift = replace(clients.settings, straggler_share=0.0, drop_out=0.0)
         super().__init__(run, replace(clients, settings=swift))
         self.members = members
 
@@ -50,43 +52,32 @@ class _OneClient(ClientFactory):
         return Augmented(augment, *whole) if augment else TensorDataset(*whole), None
 
 
-class _Tests:
-    """Tests models of a run as those of methods are tested."""
+def _tester(run: Run, clients: ClientData, threads: int) -> Test:
+    """Return what tests models of a run as those of methods are tested."""
+    factory = ClientFactory(run, clients)
+    model, loss_fn = factory.new_model().eval(), LOSSES[clients.data.loss]
+    server = None if run.settings.test_on_clients else ServerTest(model, clients, threads)
 
-    def __init__(self, run: Run, clients: ClientData, threads: int) -> None:
-        self.factory = ClientFactory(run, clients)
-        self.server: ServerTest | None = None
-        if not run.settings.test_on_clients:
-            self.server = ServerTest(self.factory.new_model(), clients, threads)
-        self.model, self.loss = self.factory.new_model().eval(), LOSSES[clients.data.loss]
+    def by_server(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
+        assert server is not None
+        figures = server.measured(arrays, server_round)
+        each = server.expected_accuracies()[[*members]]
+        return np.array([figures["loss"], figures["accuracy"], *each])
 
-    def on(self, members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
-        """Return a model's loss and accuracy: of the server's test, or the members' means."""
-        if self.server is not None:
-            figures = self.server.measured(arrays, server_round)
-            return np.array([figures["loss"], figures["accuracy"]])
-        each = self._each(members, arrays)
-        return np.array(each.mean(0))
-
-    def of_clients(self, members: Sequence[int], arrays: ArrayRecord) -> Array:
-        """Return the accuracy for each member, of the model that was tested last."""
-        if self.server is not None:
-            return np.asarray(self.server.expected_accuracies()[[*members]])
-        return self._each(members, arrays)[:, 1]
-
-    def _each(self, members: Sequence[int], arrays: ArrayRecord) -> Array:
-        self.model.load_state_dict(arrays.to_torch_state_dict())
-        rows = []
+    def by_members(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
+        model.load_state_dict(arrays.to_torch_state_dict())
+        losses, accuracies = [], []
         for member in members:
-            test = self.factory.examples(member)[1]
+            test = factory.examples(member)[1]
             assert test is not None  # the clients test
             x, y = test.tensors
             with torch.no_grad():
-                output = self.model(x)
-            rows.append(
-                (float(self.loss(output, y)), float((output.argmax(1) == y).double().mean()))
-            )
-        return np.array(rows)
+                output = model(x)
+            losses.append(float(loss_fn(output, y)))
+            accuracies.append(float((output.argmax(1) == y).double().mean()))
+        return np.array([np.mean(losses), np.mean(accuracies), *accuracies])
+
+    return by_members if server is None else by_server
 
 
 def train(
@@ -116,30 +107,31 @@ def train(
         steps = settings.local_steps * number or settings.local_epochs * epoch
         config.pop("local-epochs", None)
         config["local-steps"] = max(round(share * steps), 1)
-    tests, trained = _Tests(run, clients, threads), list[_Trained]()
+    test, curves, histories = _tester(run, clients, threads), list[list[Array]](), list[Any]()
     for done, members in enumerate(groups, 1):
         heartbeat.at(f"model {done}/{len(groups)}")
-        trained.append(_Trained(run, members, turns, config, tests))
-        if error := trained[-1].error:
-            record.error, record.ended = f"{type(error).__name__}: {error}", False
-            record.diverged = record.ended = diverged(record.error, trained[-1].history)
+        curve, history, record.error = _alone(run, clients, members, turns, config, test)
+        curves.append(curve)
+        histories.append(history)
+        if record.error:
+            record.diverged = record.ended = diverged(record.error, history)
             break
-    curve = np.mean([*zip(*(one.curve for one in trained), strict=False)], axis=1)
+    means = np.mean([[of[:2] for of in turn] for turn in zip(*curves, strict=False)], axis=1)
     record.test = [
-        {"round": t, "loss": float(curve[turn, 0]), "accuracy": float(curve[turn, 1])}
+        {"round": t, "loss": float(means[turn, 0]), "accuracy": float(means[turn, 1])}
         for t, turn in enumerate(turns)
-        if turn < len(curve)
+        if turn < len(means)
     ]
-    record.rounds = [{"round": test["round"], "seconds": {}} for test in record.test[1:]]
+    record.rounds = [{"round": point["round"], "seconds": {}} for point in record.test[1:]]
     for entry in record.rounds:
         turn = turns[entry["round"]]
         new = turn > turns[entry["round"] - 1]
-        each = [one.history[turn - 1] for one in trained if new]
+        each = [history[turn - 1] for history in histories if new]
         entry["examples_processed"] = sum(of["examples_processed"] for of in each)
         entry["seconds"]["clients"] = float(sum(sum(of["seconds"].values()) for of in each))
     if not record.error:
         record.ended = True
-        record.keep_clients(np.concatenate([one.of_clients for one in trained]))
+        record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))
     record.seconds, record.processor_seconds = time.monotonic() - began, time.process_time() - ticks
     record.warnings = [*warnings]
     Recorder(folder, record).end(record)
@@ -148,41 +140,43 @@ def train(
     return record
 
 
-class _Trained:
-    """A model that has trained by itself on the members' data, as FedAvg with one client does.
+def _alone(
+    run: Run,
+    clients: ClientData,
+    members: Sequence[int],
+    turns: Sequence[int],
+    config: dict[str, Any],
+    test: Test,
+) -> tuple[list[Array], list[dict[str, Any]], str]:
+    """Train a model by itself on the members' data, as FedAvg with one client does.
 
-    `curve` has loss and accuracy after each turn, `of_clients` the members' accuracies at the end.
+    `turns` are those after each round. Return the model's test after each turn, the history, and why the
+    training ended early.
     """
+    curve, error = list[Array](), ""
+    strategy = build(
+        run.calls,
+        seed=run.seed,
+        on_divergence=run.settings.on_divergence,
+        lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
+        fraction_evaluate=0.0,
+        min_train_nodes=1,
+        min_available_nodes=1,
+    )
 
-    def __init__(
-        self, run: Run, members: Sequence[int], turns: Sequence[int], config: Any, tests: _Tests
-    ) -> None:
-        self.curve = list[Array]()
-        self.error: RoundFailed | None = None
-        strategy = build(
-            run.calls,
-            seed=run.seed,
-            on_divergence=run.settings.on_divergence,
-            lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
-            fraction_evaluate=0.0,
-            min_train_nodes=1,
-            min_available_nodes=1,
+    def after_turn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        curve.append(test(members, arrays, server_round))
+        return MetricRecord({})
+
+    factory = _OneClient(run, clients, members)
+    try:
+        strategy.start(
+            InProcessGrid(factory.app(), 1),
+            ArrayRecord(factory.new_model().state_dict()),
+            turns[-1],
+            train_config=ConfigRecord(config),
+            evaluate_fn=after_turn,
         )
-
-        def test(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-            self.curve.append(tests.on(members, arrays, server_round))
-            return MetricRecord({})
-
-        factory = _OneClient(run, tests.factory.clients, members)
-        try:
-            strategy.start(
-                InProcessGrid(factory.app(), 1),
-                ArrayRecord(factory.new_model().state_dict()),
-                turns[-1],
-                train_config=ConfigRecord(config),
-                evaluate_fn=test,
-            )
-            self.of_clients = tests.of_clients(members, strategy.arrays)
-        except RoundFailed as error:
-            self.error = error
-        self.history = strategy.history
+    except RoundFailed as failed:
+        error = f"{type(failed).__name__}: {failed}"
+    return curve, strategy.history, error

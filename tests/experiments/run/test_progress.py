@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments.run import engine, estimate, progress
+from flwr_regs.experiments.run import costs, engine, progress
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
@@ -76,20 +76,20 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     """One of each for a model, whatever the methods."""
     given = {"rounds": 10, "fraction_train": 0.5, "local_epochs": 2, "examples_per_client": 64}
     runs = runs_of(methods="FedAvg, EFL(1.0)", **given)
-    of_model = estimate.Timed(step=0.002, turn=0.5, test=0.25, tested=250)
-    cost = estimate.cost_of(runs[0], of_model)
+    of_model = costs.Timed(step=0.002, turn=0.5, test=0.25, tested=250)
+    cost = costs.cost_of(runs[0], of_model)
     assert (cost.cohort, cost.steps, cost.test) == (5, 4, pytest.approx(0.36))
     assert cost.run == pytest.approx(10 * 5 * (0.5 + 4 * 0.002) + 11 * 0.36)
     on_clients = replace(
         runs[0], settings=replace(runs[0].settings, test_on_clients=True, test_examples=9)
     )
-    assert estimate.cost_of(on_clients, of_model).test == pytest.approx(10 * 9 * 0.001)
+    assert costs.cost_of(on_clients, of_model).test == pytest.approx(10 * 9 * 0.001)
     asked: list[Any] = []
-    monkeypatch.setattr(estimate, "timed", lambda run: asked.append(run) or of_model)
+    monkeypatch.setattr(costs, "timed", lambda run: asked.append(run) or of_model)
     again = [replace(run, settings=replace(run.settings, seed=8)) for run in runs]
     again[0] = replace(again[0], label="FedAvg [lr=0.1]")  # a trial
     known: dict[Any, Any] = {}
-    lines = [*estimate.estimate([*runs, *again], 1, known)]
+    lines = [*costs.estimate([*runs, *again], 1, known)]
     assert len(asked) == 1
     assert "partition shards over 10 clients, 10 rounds" in lines[0]
     assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
@@ -98,7 +98,7 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
     whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
     assert lines[4] == f"in all {whole}"
-    (line,) = estimate.estimate([*runs, *again], 1, known, "card, two")
+    (line,) = costs.estimate([*runs, *again], 1, known, "card, two")
     assert line.startswith("card, two: digits, partition shards over 10 clients, 10 rounds; 2 rows")
     assert line.endswith(f", {whole}")
 
@@ -109,13 +109,13 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
 def test_one_client_is_tried_out_of_any_method(method: str) -> None:
     given = {"dataset": "digits-domains", "partition": "iid"} if method == "FedBN" else {}
     (run,) = runs_of(methods=method, num_clients=5, straggler_share=1.0, **given)
-    entry = estimate.try_out(run, local_steps=2)
+    entry = costs.try_out(run, local_steps=2)
     assert len(entry["cohort"]) == 1
     assert entry["steps"] == {entry["cohort"][0]: 2}
-    assert estimate.cost_of(run, estimate.timed(run)).run > 0
+    assert costs.cost_of(run, costs.timed(run)).run > 0
 
 
 def test_a_run_that_would_fail_is_no_estimate() -> None:
     (run,) = runs_of(methods="FedAvg", lr=1e30)
     with pytest.raises(RuntimeError, match=r"^FedAvg: TooFewReplies"):
-        estimate.try_out(run)
+        costs.try_out(run)

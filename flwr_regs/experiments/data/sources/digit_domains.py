@@ -16,26 +16,10 @@ from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import pickles
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
-DIGITS = ("MNIST", "SVHN", "USPS", "SynthDigits", "MNIST_M")
-OFFICE = ("amazon", "caltech", "dslr", "webcam")
-DOMAINNET = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
-OFFICE_CLASSES = (
-    *("back_pack", "bike", "calculator", "headphones", "keyboard"),
-    *("laptop_computer", "monitor", "mouse", "mug", "projector"),
-)
-DOMAINNET_CLASSES = (
-    *("bird", "feather", "headphones", "ice_cream", "teapot"),
-    *("tiger", "whale", "windmill", "wine_glass", "zebra"),
-)
-LISTED = {
-    "office-caltech": ("office_caltech_10", OFFICE, OFFICE_CLASSES),
-    "domainnet": ("DomainNet", DOMAINNET, DOMAINNET_CLASSES),
-}
-"""Data set -> its folder, domains and classes."""
 PARTS_OF_DIGITS = 10
 
 
-def digits_five(data_dir: str, share: float) -> Parts:
+def digits_five(data_dir: str, domains: Sequence[str], share: float) -> Parts:
     """Return five sets of real digits, 28 x 28 in colour, in [-1, 1]; groups are the domains.
 
     As FedBN's ``fed_digits.py``: the first `share`, in tenths, of the 7,438 training images that each
@@ -46,9 +30,9 @@ def digits_five(data_dir: str, share: float) -> Parts:
         raise ValueError(f"share must be from 0.1 to 1, not {share}")
     train = {
         str(i): [f"{domain}/partitions/train_part{k}.pkl" for k in range(tenths)]
-        for i, domain in enumerate(DIGITS)
+        for i, domain in enumerate(domains)
     }
-    test = {str(i): [f"{domain}/test.pkl"] for i, domain in enumerate(DIGITS)}
+    test = {str(i): [f"{domain}/test.pkl"] for i, domain in enumerate(domains)}
     needed = [path for paths in (*train.values(), *test.values()) for path in paths]
     folder = _folder(data_dir, ("", "digit_dataset", "data"), needed)
 
@@ -70,21 +54,27 @@ def _digits(path: Path) -> tuple[Array, Array]:
     return files.pictures(images, "RGB", 28) * 2 - 1, labels.reshape(-1)
 
 
-def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
+def listed(
+    data_dir: str,
+    within: str,
+    domains: Sequence[str],
+    classes: Sequence[str],
+    share: float,
+    size: int,
+) -> Parts:
     """Return Office-Caltech10 or ten classes of DomainNet in [0, 1]; groups are the domains.
 
-    As FedBN's ``fed_office.py`` and ``fed_domainnet.py``, from ``FOLDER/DOMAIN_train.pkl`` and
+    As FedBN's ``fed_office.py`` and ``fed_domainnet.py``, from ``WITHIN/DOMAIN_train.pkl`` and
     ``…_test.pkl``, each (paths, class names): scaled to 256 x 256; of each domain, as many training images
     as `share` of those of the smallest one, from the first on; all test images. Training batches are
     flipped and rotated by up to 30 degrees. A test image of 256 x 256 takes 0.8 MB.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
-    name, domains, classes = LISTED[dataset]
-    needed = [f"{name}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
+    needed = [f"{within}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
     folder = _folder(data_dir, ("", "data", ".."), needed)
     train, test = (
-        {str(i): _pair(folder / name / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
+        {str(i): _pair(folder / within / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
         for part in ("train", "test")
     )
     fewest = int(min(len(paths) for paths, _ in train.values()) * share)
@@ -95,7 +85,7 @@ def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
     def read(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         if unknown := sorted({*map(str, pair[1])} - {*classes}):
             raise ValueError(
-                f"a list of {dataset} has the class '{unknown[0]}'; expected {', '.join(classes)}"
+                f"a list of {within} has the class '{unknown[0]}'; expected {', '.join(classes)}"
             )
         where = [files.inside(folder, str(path)) for path in pair[0]]
         if missing := [path for path in where if not path.is_file()]:

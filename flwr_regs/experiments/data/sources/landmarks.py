@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,12 @@ import pandas as pd
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
-TABLES = {
-    "gld-23k": ("mini_gld_train_split.csv", "mini_gld_test.csv"),
-    "gld-160k": ("federated_train.csv", "test.csv"),
-}
 FOLDERS = ("", "gld", "gldv2", "landmarks-user-160k")
 CENTRE = 0.875
 """The part of a test picture's height and width that is kept: Inception's preprocessing."""
 
 
-def landmarks(data_dir: str, dataset: str, size: int, most: int) -> Parts:
+def landmarks(data_dir: str, dataset: str, tables: Sequence[str], size: int, most: int) -> Parts:
     """Return GLD-23k or GLD-160k (Hsu et al. 2020): pictures in [-1, 1], ``(n, 3, size, size)``.
 
     Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): at most `most`
@@ -31,7 +27,7 @@ def landmarks(data_dir: str, dataset: str, size: int, most: int) -> Parts:
     The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
     or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
     """
-    paths = files.matching(data_dir, FOLDERS, *TABLES[dataset])
+    paths = files.matching(data_dir, FOLDERS, *tables)
     if paths is None:
         raise files.Missing
     (train_table,), (test_table,) = paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +15,6 @@ from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 from flwr_regs.experiments.extras import needed
 
-CIFAR = {
-    10: ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    100: ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
-}
-"""Number of classes -> the training images' mean and standard deviation, by channel, in [0, 1]."""
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 
 
@@ -58,12 +54,20 @@ def _grey(x: Array) -> Array:
     return np.asarray(shades[x][:, None])
 
 
-def cifar(data_dir: str, classes: int, augment: str, hub: bool) -> Parts:
+def cifar(
+    data_dir: str,
+    classes: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    augment: str,
+    hub: bool,
+    superclasses: Sequence[int] = (),
+) -> Parts:
     """Return CIFAR from parquet files, torchvision's raw files, or the hub (`hub`).
 
     With the augmentation ``crop-24`` the pixels stay in [0, 255], because each image is standardised by
-    itself after it was cut out; otherwise they are standardised by channel. Of CIFAR-100, ``coarse`` has
-    the training images' superclasses.
+    itself after it was cut out; otherwise they are standardised by channel. With
+    `superclasses`, ``coarse`` has those of the training images.
     """
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
@@ -83,21 +87,12 @@ def cifar(data_dir: str, classes: int, augment: str, hub: bool) -> Parts:
         if augment == "crop-24":
             x *= 255
         else:
-            x -= np.array(CIFAR[classes][0], np.float32)[:, None, None]
-            x /= np.array(CIFAR[classes][1], np.float32)[:, None, None]
+            x -= np.array(mean, np.float32)[:, None, None]
+            x /= np.array(std, np.float32)[:, None, None]
     parts = files.parts_of(*zip(images, labels, strict=True))
-    if classes == 100:
-        parts["coarse"] = np.array(_SUPERCLASSES.split(), np.int64)[labels[0]]
+    if superclasses:
+        parts["coarse"] = np.array(superclasses, np.int64)[labels[0]]
     return {**parts, "augment": augment}
-
-
-# Krizhevsky (2009): superclass of each of the 100 classes, in alphabetical order of their names
-_SUPERCLASSES = (
-    "04 01 14 08 00 06 07 07 18 03 03 14 09 18 07 11 03 09 07 11 06 11 05 10 07 06 13 15 03 15 "
-    "00 11 01 10 12 14 16 09 11 05 05 19 08 08 15 13 14 17 18 10 16 04 17 04 02 00 17 04 18 17 "
-    "10 03 02 12 12 16 12 01 09 19 02 10 00 01 16 12 09 13 15 13 16 19 02 04 06 19 05 05 08 19 "
-    "18 01 02 15 06 00 17 08 14 13"
-)
 
 
 def image_folder(data_dir: str, size: int, grey: bool, groups: bool) -> Parts:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from flwr_regs.experiments.data.sources import digit_domains
+from flwr_regs.experiments.data.catalogue import SOURCES
 from flwr_regs.experiments.data.sources.texts import CSV_FIELDS, WINDOW
 
 PLAY = """First Citizen:
@@ -164,14 +164,14 @@ class Files:
     def digits_five(self) -> None:
         shapes = [(28, 28), (32, 32, 3), (16, 16), (32, 32, 3), (28, 28, 3)]
         names = {"partitions/train_part0": 12, "partitions/train_part1": 12, "test": 10}
-        for domain, shape in zip(digit_domains.DIGITS, shapes, strict=True):
+        for domain, shape in zip(SOURCES["digits-five"].fixed["domains"], shapes, strict=True):
             for name, count in names.items():
                 part = self.pixels(count, *shape), np.arange(count) % 10
                 self.pickled(f"{domain}/{name}.pkl", part)
 
     def listed(self, dataset: str) -> None:
         """Each domain has 20 training pictures, the first one 24, and 10 test pictures."""
-        name, domains, classes = digit_domains.LISTED[dataset]
+        name, domains, classes = SOURCES[dataset].fixed.values()
         for domain in domains:
             for part, count in (("train", 24 if domain == domains[0] else 20), ("test", 10)):
                 labels = [classes[i % len(classes)] for i in range(count)]

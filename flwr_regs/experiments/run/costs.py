@@ -1,19 +1,23 @@
-"""What runs cost, from a step and a test batch of each model; the rest is arithmetic."""
+"""What runs cost: from a step and a test batch of each model, and what one client takes in Ray."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
 
-from flwr_regs import InProcessGrid, Mean
+from flwr_regs import InProcessGrid, Mean, StackedGrid
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.experiments.calls import Call
 from flwr_regs.experiments.data.losses import LOSSES
@@ -33,31 +37,52 @@ DOMINANT = 0.5
 """A share of a run's time; where tests take more, a way to shorten them is named."""
 
 
+MARGIN = 1.2
+"""The memory that is asked for, over what was seen: an allocator's needs differ from round to round."""
+ROUNDS = 4
+"""Of a stack, with and without ``torch.compile``."""
+STEPS = 100
+"""A GPU's shares are rounded up to a multiple of 1 / STEPS."""
+
+
+def _trained(run: Run, rounds: int, one: bool, grid: Callable[..., Grid], **changes: Any) -> Any:
+    """Train a run for some rounds on a new grid, no client dropping out; return strategy and grid.
+
+    With `one`, a round has one client. `changes` are of the settings. Raises RuntimeError if the run would
+    fail.
+    """
+    settings = replace(run.settings, rounds=rounds, drop_out=0.0, **changes)
+    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
+    strategy, share = factory.run.strategy(), one / settings.num_clients
+    strategy.fraction_evaluate = min(strategy.fraction_evaluate, share)
+    if one:
+        strategy.fraction_train, strategy.min_replies, strategy.aggregator = share, 1, Mean()
+    made = grid(factory.app(), settings.num_clients)
+    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+        warm_up()
+        try:
+            strategy.start(
+                grid=made,
+                initial_arrays=ArrayRecord(factory.new_model().state_dict()),
+                num_rounds=rounds,
+                train_config=ConfigRecord(settings.train_config),
+                evaluate_config=ConfigRecord(settings.evaluate_config),
+            )
+        except Exception as error:
+            raise RuntimeError(f"{run.method}: {type(error).__name__}: {error}") from error
+    return strategy, made
+
+
 def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     """Train one client of a run for two rounds, no client slow; return the second round's entry.
 
     The first round tells less: some methods take it easy there. `changes` are of the settings. Raises
     RuntimeError if the run would fail.
     """
-    short = {"rounds": 2, "cohorts": "uniform", "straggler_share": 0.0, "drop_out": 0.0}
-    settings = replace(run.settings, **{**short, **changes})
-    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
-    strategy, one = factory.run.strategy(), 1 / settings.num_clients
-    strategy.fraction_train, strategy.min_replies, strategy.aggregator = one, 1, Mean()
-    strategy.fraction_evaluate = min(strategy.fraction_evaluate, one)
-    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
-        warm_up()
-        try:
-            strategy.start(
-                grid=InProcessGrid(factory.app(), settings.num_clients),
-                initial_arrays=ArrayRecord(factory.new_model().state_dict()),
-                num_rounds=2,
-                train_config=ConfigRecord(settings.train_config),
-                evaluate_config=ConfigRecord(settings.evaluate_config),
-            )
-        except Exception as error:
-            raise RuntimeError(f"{run.method}: {type(error).__name__}: {error}") from error
-    return strategy.history[-1]
+    usual = {"cohorts": "uniform", "straggler_share": 0.0, **changes}
+    strategy, _ = _trained(run, 2, True, InProcessGrid, **usual)
+    entry: dict[str, Any] = strategy.history[-1]
+    return entry
 
 
 class Cost(NamedTuple):
@@ -213,3 +238,102 @@ def estimate(
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:
     return min(workers, len(runs), os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one client took.
+
+    Attributes
+    ----------
+    seconds : float
+        Of its second round.
+    resident : int
+        The most bytes that the process has had in memory, with torch and the data.
+    gpu_used, gpu_total : int
+        The most bytes in use on the GPU, with the process' CUDA context; the GPU's bytes. 0 without one.
+    compiling : str
+        What ``StackedGrid(compile=True)`` gains a cohort of the run.
+    """
+
+    seconds: float
+    resident: int
+    gpu_used: int = 0
+    gpu_total: int = 0
+    compiling: str = ""
+
+    @property
+    def gpus(self) -> float:
+        """The share of a GPU to ask for: its memory with a margin, rounded up; 0 without a GPU."""
+        if not self.gpu_total:
+            return 0.0
+        return min(math.ceil(STEPS * MARGIN * self.gpu_used / self.gpu_total) / STEPS, 1.0)
+
+    def text(self, clients: int) -> str:
+        """Return what was measured, and the option of ``flwr run`` for so many clients."""
+        option = "client-resources-num-cpus=1"
+        memory = "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
+        if self.gpu_total:
+            used, total = self.gpu_used / 2**20, self.gpu_total / 2**20
+            memory = (
+                f"{used:,.0f} of the GPU's {total:,.0f} MiB, and a fifth more to be safe: "
+                f"{int(1 / self.gpus)} clients at a time on a GPU"
+            )
+            option += f" client-resources-num-gpus={self.gpus:g}"
+        return (
+            f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
+            f"for its process\n{memory}\n"
+            f'--federation-config "num-supernodes={clients} {option}"'
+            + (f"\n{self.compiling}" if self.compiling else "")
+        )
+
+
+def measure(run: Run) -> Taken:
+    """Train one client of a run for two rounds, and return what it took.
+
+    On a GPU, all that is in use there counts: measure where nothing else runs. Raises RuntimeError if the
+    run would fail.
+    """
+    entry = try_out(run)
+    spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
+    return Taken(spent / len(entry["cohort"]), _resident(), *_gpu(), compiling(run))
+
+
+def compiling(run: Run) -> str:
+    """Return from how many rounds on ``StackedGrid(compile=True)`` pays for a run, as measured."""
+    plain, compiled = (_stacked(run, compile=way) for way in (False, True))
+    if plain is None or compiled is None:
+        return "in a stack: clients of this run train one by one"
+    (first, *later), (first_compiled, *later_compiled) = plain, compiled
+    before, after = min(later), min(later_compiled)
+    text = f"a cohort in a stack: {before:.2g} s a round, {after:.2g} s with compile=True"
+    if after >= before:
+        return f"{text}, which does not pay"
+    rounds = max(math.ceil((first_compiled - first) / (before - after)), 1)
+    return f"{text}, which pays from {rounds} rounds on"
+
+
+def _stacked(run: Run, compile: bool) -> list[float] | None:
+    """Return the seconds of some rounds in a stack; None if its clients train one by one."""
+    stacks = partial(StackedGrid, check=False, compile=compile)
+    strategy, grid = _trained(run, ROUNDS, False, stacks)
+    return None if grid.fallbacks else [e["seconds"]["clients"] for e in strategy.history]
+
+
+def _resident() -> int:
+    """Return the most bytes that this process has had in memory; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _gpu() -> tuple[int, int]:
+    """Return the most bytes in use on the GPU, and its bytes; (0, 0) without a CUDA GPU."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    free, total = torch.cuda.mem_get_info()
+    given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+    return total - free + given_back, total
