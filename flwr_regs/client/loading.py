@@ -104,7 +104,7 @@ def load(
         check_arrays(given, shared, "the global model")
     except ProtocolError as error:
         raise ProtocolError(
-            f"{error}; give the state_dict of the model that the clients build"
+            f"{error}, as in this client's model; server and clients must have the same one"
         ) from None
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
         raise ProtocolError(OTHER_FROZEN)

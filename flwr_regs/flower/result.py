@@ -26,7 +26,7 @@ class Best:
     arrays: ArrayRecord
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainingResult(Result):
     """Flower's result, and the best round's model, where `keep_best` asks for it."""
 

@@ -31,7 +31,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import Refused
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
-from flwr_regs.term import ParameterError, Term
+from flwr_regs.term import COUNT, ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
 from flwr_regs.wire.records import plainly_named, record_of_state, to_record, views_of
@@ -202,8 +202,7 @@ class RegStrategy(Driven):
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
-        if num_rounds < 1:
-            raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")
+        COUNT.check("start", "num_rounds", num_rounds)
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         if isinstance(grid, InProcessGrid):

@@ -89,8 +89,16 @@ def common_metrics(
 
 
 def weighted_mean(metrics: Sequence[Mapping[str, float]], weight: str) -> dict[str, float]:
-    """Return the clients' mean under each name but `weight`, which weighs them: as Flower's own mean."""
+    """Return the clients' mean under each name but `weight`, which weighs them: as Flower's own mean.
+
+    Where all agree, it is what they say, without rounding.
+    """
     total = sum(m[weight] for m in metrics)
     shares = [m[weight] / total for m in metrics]
-    names = [name for name in metrics[0] if name != weight]
-    return {n: sum(m[n] * share for m, share in zip(metrics, shares, strict=True)) for n in names}
+    means = {}
+    for name in metrics[0]:
+        values = [m[name] for m in metrics]
+        if name != weight:
+            mean = sum(value * share for value, share in zip(values, shares, strict=True))
+            means[name] = values[0] if len({*values}) == 1 else mean
+    return means

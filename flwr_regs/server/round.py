@@ -142,11 +142,11 @@ class Round:
             return
         named = {"inactive": self.inactive, "incomplete": self.incomplete}
         why = [name_failures(self.failures)] if self.failures else []
+        why += [f"{name}: {pids}" for name, pids in named.items() if pids]
         kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
         raise kind(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
-            f"{len(self.cohort)}, needed {least}: "
-            + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])
+            f"{len(self.cohort)}, needed {least}" + (": " * bool(why)) + "; ".join(why)
         )
 
     def entry(self) -> dict[str, Any]:

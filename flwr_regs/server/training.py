@@ -240,6 +240,11 @@ class Training:
             this_round.continue_from(failed)
         members = self._participation.remaining(clients, this_round)
         this_round.cohort = self._draw(number, members, network, failed)
+        if failed is None and len(this_round.cohort) < options.min_replies:  # before they train
+            raise TooFewReplies(
+                f"round {number} of {self.method}: a cohort of {len(this_round.cohort)} cannot give "
+                f"min_replies={options.min_replies}"
+            )
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)

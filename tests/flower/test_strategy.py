@@ -24,6 +24,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.flower.grids.contexts import Contexts
+from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -169,7 +170,8 @@ def test_a_client_that_lost_or_changed_its_model_is_found_and_served_in_the_roun
 
 def test_the_history_is_plain_numbers_and_complete() -> None:
     strategy = fr.FedFOR(alpha=0.1, seed=2, lr_schedule=lambda t: 1 / t)
-    start(strategy, fr.InProcessGrid(app_of(fr.FedFORClient), 4), 3)
+    result = start(strategy, fr.InProcessGrid(app_of(fr.FedFORClient), 4), 3)
+    assert len(repr(result)) < 3000  # sizes, no bytes
     json.dumps(strategy.history, allow_nan=False)
     entry = strategy.history[-1]
     model = sum(a.nbytes for a in from_record(initial()).values())
@@ -179,6 +181,11 @@ def test_the_history_is_plain_numbers_and_complete() -> None:
     assert set(entry["seconds"]) == {"configure", "clients", "aggregate", "evaluate"}
     assert set(entry["evaluate"]["clients"][0]) == {"num-examples", "accuracy", "loss"}
     assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
+
+
+def test_a_mean_of_equal_numbers_is_that_number() -> None:
+    metrics = [{"num-examples": n, "local-steps": 10} for n in (12, 38, 31)]
+    assert weighted_mean(metrics, "num-examples") == {"local-steps": 10}
 
 
 def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,8 +230,11 @@ STEPS = {"lr": 0.1, "local-epochs": 1}
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(fr.FedAvg(), Untouchable(app_of(), 3), config=ConfigRecord(config))
-    with pytest.raises(ValueError, match="num_rounds must be at least 1, not 0"):
-        fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), 0)
+    for number in (0, "3"):
+        with pytest.raises(
+            ValueError, match="num_rounds must be a whole number of at least 1, not"
+        ):
+            fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), number)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +339,11 @@ class Overflow(Term):
 
 
 FAILING: list[tuple[Any, Any, str]] = [
+    (
+        fr.FedAvg(min_replies=4),
+        app_of(sabotage=burning),
+        "round 1 of FedAvg: a cohort of 3 cannot give min_replies=4",
+    ),
     (
         fr.FedAvg(min_replies=3),
         app_of(sabotage=burning),

@@ -18,6 +18,16 @@ from flwr_regs.wire.config import OPTIMIZER_KEYS
 OptimizerFn = Callable[..., torch.optim.Optimizer]
 
 
+def check_optimizer(owner: str, optimizer: object) -> None:
+    """Raise TypeError unless a client's `optimizer` makes one: an instance holds other parameters."""
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            f"{owner}: optimizer must be called as optimizer(params, lr=lr), such as torch.optim.AdamW or "
+            f"functools.partial(torch.optim.SGD, momentum=0.9); not an instance of "
+            f"{type(optimizer).__name__}"
+        )
+
+
 @dataclass(frozen=True)
 class KeptOptimizer(Term, Carries):
     """Keeps the state of a client's optimiser between rounds, as the client slot of this term.

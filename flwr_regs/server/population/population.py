@@ -127,7 +127,11 @@ class Population(Snapshots):
             if late or (self.refused and all_here and not self._complete):
                 raise PopulationError(self._too_few(came, wanted))
             if time.monotonic() - logged > 10:
-                LOG.info("waiting for clients: %d of %d are connected", len(came), wanted)
+                LOG.info(
+                    "waiting for clients: %d of %d are connected%s; at most %.0f s more",
+                    *(len(came), wanted, f", {self.missing} missing" if self.missing else ""),
+                    deadline - time.monotonic(),
+                )
                 logged = time.monotonic()
             time.sleep(0.1)
 
@@ -236,35 +240,36 @@ class Population(Snapshots):
             return
         request = Request(keys.IDENTIFY, dict.fromkeys(due, Parcel()), {n: n for n in due})
         replies = network.ask(request, min(self._timeout, LONGEST))
+        before = dict(self.refused)
         self._place(replies, present)
-        for node in set(due) - self._known:
+        for node in sorted(set(due) - self._known):
             # In training the pause doubles: otherwise a silent node would cost time in every round.
             pause = 2 * max(self._retry.get(node, (0, 0.05))[1], time.monotonic() - began)
             if not self._complete or node in replies.came:
                 pause = min(pause, LONGEST if self._complete else 1.0)
             self._retry[node] = (time.monotonic() + pause, pause)
             if node in replies.failures and node not in replies.silent:
-                self._refuse(
-                    node,
-                    f"node {node} does not report its partition ({replies.failures[node]}); build its "
-                    "ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own",
+                self.refused[node] = (
+                    f"no report of its partition ({replies.failures[node]}); build its ClientApp with "
+                    "flwr_regs.client_app, or RegClientApp for a loop of your own"
                 )
+        # each is asked again later, as it may restart
+        if news := {n: why for n, why in self.refused.items() if before.get(n) != why}:
+            LOG.warning("going on without %s", name_failures(news, "node", "id", "refused"))
 
     def _place(self, replies: Replies, present: set[int]) -> None:
         """Note the partitions that nodes report."""
         reported, failures = read_each(replies.came, _identity)
-        for node, why in failures.items():
-            self._refuse(node, why)
+        self.refused |= failures
         placed: dict[int, int] = {}
         for node, (pid, total) in reported.items():
             if "partition-id" not in replies.came[node].config:
                 LOG.warning("node %d has no partition-id; its node id stands in for it", node)
             other = placed.get(pid, self.nodes.get(pid, node))
             if other != node and other in present:
-                self._refuse(
-                    node,
+                self.refused[node] = (
                     f"nodes {other} and {node} both serve partition-id {pid}; "
-                    "give each SuperNode a --node-config partition-id of its own",
+                    "give each SuperNode a --node-config partition-id of its own"
                 )
                 continue
             if pid in self.nodes:
@@ -282,12 +287,6 @@ class Population(Snapshots):
         if self._given is None and self.totals:  # one node's word does not count
             said = Counter(self.totals.get(n, 0) for n in self.nodes.values())
             self.expected = min(said, key=lambda total: (-said[total], total)) or None
-
-    def _refuse(self, node: int, why: str) -> None:
-        """Go on without a node, and say so once; it is asked again later: it may restart."""
-        if self.refused.get(node) != why:
-            LOG.warning("%s; going on without it", why)
-        self.refused[node] = why
 
 
 def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:

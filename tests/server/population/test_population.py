@@ -116,7 +116,7 @@ def test_a_node_that_cannot_say_who_it_is_is_left_out() -> None:
     network.mute[1] = "unknown message type"  # type: ignore[attr-defined]
     who = Population(2, 3, 1.0)
     assert who.refresh(network) == [0, 2]
-    assert "node 101 does not" in who.refused[101]
+    assert "no report of its partition" in who.refused[101]
     assert "unknown message type" in who.refused[101]
     network.mute.clear()  # type: ignore[attr-defined]
     time.sleep(0.3)
@@ -137,9 +137,11 @@ def test_of_two_nodes_with_one_partition_the_second_is_left_out() -> None:
 
 def test_too_few_that_can_take_part_end_the_run_at_once_with_the_reasons() -> None:
     network = network_of(3)
-    network.mute.update({1: "no such type", 2: "no such kind"})  # type: ignore[attr-defined]
+    network.mute.update({0: "no such type", 1: "no such type", 2: "no such kind"})  # type: ignore[attr-defined]
     began = time.monotonic()
-    sentence = "1 of 2 clients can take part(?s:.*)no such type(?s:.*)no such kind"
+    sentence = (
+        r"0 of 2 clients can take part(?s:.*)2 nodes \(ids 100-101\).*no such type(?s:.*)such kind"
+    )
     with pytest.raises(PopulationError, match=sentence):
         Population(2, 3, 30.0).refresh(network)
     assert time.monotonic() - began < 5
