@@ -56,6 +56,7 @@ def over_rounds(
     y: str = "accuracy",
     *,
     target: float | None = None,
+    expected: bool = False,
     title: str = "",
     heading: str = "",
     ordered: bool = False,
@@ -77,6 +78,7 @@ def over_rounds(
     x : a key of `X`; megabytes are logarithmic if the labels' totals differ by more than 30 times
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
+    expected : whether accuracies follow from label shares, and are no tests
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
@@ -148,7 +150,8 @@ def over_rounds(
             ticks = MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
         across = X[x].replace("hours", "minutes") if in_minutes else X[x]
-        axes.set(xlabel=across, ylabel=Y[y])
+        up = "accuracy expected from the client's label shares (%)" if expected else Y[y]
+        axes.set(xlabel=across, ylabel=up)
         words = seeds_in_words(seeds.to_dict())
         caption = f"{words}." if words else ""
         if seeds.max() > 1:

@@ -168,6 +168,7 @@ class Results:
             x,
             y,
             target=100 * self.target if y == "accuracy" and x != "clients" else None,
+            expected=x == "clients" and not self._clients_test,
             title=self._title,
             heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
@@ -261,6 +262,12 @@ class Results:
             cells["CPU s"] = number(row["processor_seconds"])
         return cells
 
+    @property
+    def _clients_test(self) -> bool:
+        """Whether accuracies are what the clients measure on data of their own."""
+        tested = any("evaluate" in entry for run in self.runs for entry in run.rounds)
+        return tested and not self.runs[0].job["personalise"]
+
     def _legend(self) -> list[str]:
         job = self.runs[0].job
         seeds, goal = ", ".join(map(str, self.seeds)), f"{100 * self.target:.4g}%"
@@ -271,10 +278,7 @@ class Results:
         elif job["held-out-share"]:
             data = "what the clients hold out"
         worst = "worst: the lowest expected accuracy of a client, from its label shares"
-        if (
-            any("evaluate" in entry for run in self.runs for entry in run.rounds)
-            and not job["personalise"]
-        ):
+        if self._clients_test:
             labels = [
                 label
                 for label, runs in metrics.by_label(self.runs).items()
