@@ -298,7 +298,7 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
     on_farewell(
         f"\nflwr-regs: interrupted; the rounds that have ended, if any, are in {folder}\n"
         f"tables and pictures were not written; to make them: flwr-regs plot {name}\n"
-        f"go on with: flwr-regs {command} --resume {name}"
+        f"to resume: flwr-regs {command} --resume {name}"
     )
     try:
         yield

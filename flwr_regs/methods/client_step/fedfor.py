@@ -62,9 +62,9 @@ class FirstOrder(LastStep):
             if ctx.momentum is None:
                 log_once(
                     logging.WARNING,
-                    "FedFOR's default alpha takes a client's momentum for 0: its optimiser has no such "
-                    "setting, or was not made by loop.optimizer(...). With Adam and its like the default "
-                    "is far too strong: start with alpha = 0.01 / (local steps)",
+                    "FedFOR's default alpha assumes that a client has no momentum: its optimiser has no "
+                    "such setting, or was not made by loop.optimizer(...). With Adam and its like the "
+                    "default is far too strong: start with alpha = 0.01 / (local steps)",
                     self.name,
                     ctx,
                 )

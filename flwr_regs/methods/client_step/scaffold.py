@@ -156,8 +156,8 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
 
 
 _REFUSED = (
-    "SCAFFOLD's option 2 takes a client's control variate from its steps of plain SGD, but {}: leave that "
-    "out, or give the strategy option=1"
+    "SCAFFOLD's option 2 derives a client's control variate from its steps of plain SGD, but {}: leave "
+    "that out, or give the strategy option=1"
 )
 
 

@@ -169,7 +169,7 @@ def test_a_signal_ends_a_command_whatever_it_computes(
         assert until(lambda: not processes(), 5)
     text = Path("log").read_text()
     assert "tables and pictures were not written; to make them: flwr-regs plot" in text
-    assert "go on with: flwr-regs run --resume" in text
+    assert "to resume: flwr-regs run --resume" in text
     assert "Traceback" not in text
     assert main(["plot", "here"]) == 0
     assert "FedAvg" in Path("here/summary.csv").read_text()

@@ -65,7 +65,7 @@ def test_an_optimiser_without_momentum_is_noted_once_in_a_training(warnings: Any
     for count in (1, 2):
         train(FedFOR(**OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
         assert len(warnings()) == count
-    assert "takes a client's momentum for 0" in warnings()[0]
+    assert "assumes that a client has no momentum" in warnings()[0]
     assert "With Adam and its like the default is far too strong" in warnings()[0]
     train(FedFOR(0.1, **OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
     train(FedFOR(**OPTIONS), FedFORClient, **short)
