@@ -13,7 +13,7 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files, card_report
 from flwr_regs.experiments.experiment import Experiment, Panel
 from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
+from flwr_regs.experiments.report.drawing import Picture
 from flwr_regs.experiments.report.metrics import per_cent
 from flwr_regs.experiments.report.results import Results, number, ranks_over
 from flwr_regs.experiments.report.run_records import missing
@@ -164,6 +165,57 @@ def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
     return f"Decided {words} than `{first}`: {'; '.join(parts)}."
 
 
+def ranked(bench: Bench, labels: Iterable[str]) -> list[str]:
+    """Return labels in the order of the ranks; those without one come last."""
+    place = {
+        label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
+    }
+    return sorted(labels, key=lambda label: place.get(label, len(place)))
+
+
+def differences(bench: Bench) -> Picture:
+    """Draw each method's difference to the first one, with its interval: a column for each ranked panel."""
+    ranks, look = bench.ranks[0], drawing.Look(font_size=7)
+    panels = [
+        (panel.name, {row["method"]: row for row in methods_of(results)})
+        for panel, _, results in bench.panels
+        if {*ranks.mean.index} <= {row["method"] for row in results.rows()}
+    ]
+    first = bench.panels[0][2].baseline
+    labels = [label for label in ranks.mean.index if label != first]
+    with drawing.style(look):
+        picture = Picture(look)
+        every = picture.subplots(1, len(panels), sharex=True, sharey=True)
+        for axes, (name, rows) in zip(every, panels, strict=True):
+            axes.axvline(0, color="0.35", linewidth=0.8)
+            for at, label in enumerate(labels):
+                row = rows[label]
+                x, half = 100 * row["difference"], 100 * row["difference_interval"]
+                colour = ("#0072b2" if x > 0 else "#d55e00") if row["decided"] else "0.6"
+                fill = colour if row["decided"] else "white"
+                axes.errorbar(
+                    *(x, at, None, half, "o"),
+                    color=colour,
+                    markerfacecolor=fill,
+                    markersize=3,
+                    linewidth=0.9,
+                )
+            axes.set_title(drawing.wrap(name, 1.0), fontsize="medium")
+        short = [label.partition("(")[0] for label in labels]
+        every[0].set_yticks(range(len(labels)), short, parse_math=False)
+        every[0].set_ylim(len(labels) - 0.4, -0.6)
+        every[0].tick_params(axis="y", length=0)
+        drawing.head(
+            picture,
+            f"{bench.experiment.title}: points above {first}",
+            "Mean and 95 % interval of the difference, paired by seed; methods in the order of their mean "
+            "ranks. Blue: decided better; orange: decided worse (Holm's adjusted p below 0.05); hollow: "
+            "not decided.",
+        )
+        drawing.finish(picture, every[0], 0.019 * look.font_size * len(labels))
+    return picture
+
+
 def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
     """Return a table of differences: a row for each method, in the order of the ranks, a column a panel."""
     cells: dict[str, dict[str, str]] = {}
@@ -174,11 +226,7 @@ def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
                 cell = f"{100 * row['difference']:+.2f}"
                 cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
             cells.setdefault(row["method"], {})[name] = cell
-    place = {
-        label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
-    }
-    labels = sorted(cells, key=lambda label: place.get(label, len(place)))
-    names = [name for name, _ in panels]
+    labels, names = ranked(bench, cells), [name for name, _ in panels]
     return table(
         ["method", *names],
         [[f"`{label}`", *(cells[label].get(name, "") for name in names)] for label in labels],
@@ -252,7 +300,11 @@ def page(name: str) -> str:
     if bench.experiment.departures:
         parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))
     if bench.ranks:
-        parts += ["## Ranks", f"![mean ranks over the panels](../img/results/{name}-ranks.png)"]
+        parts += [
+            "## Pictures",
+            f"![difference of each method to the first one](../img/results/{name}-differences.png)",
+            f"![mean ranks over the panels](../img/results/{name}-ranks.png)",
+        ]
     parts += [
         "## Panels",
         f"Accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t). Differences "
@@ -352,12 +404,13 @@ def names() -> list[str]:
 
 
 def draw(name: str) -> None:
-    """Draw the ranks over most methods."""
+    """Draw the ranks over most methods, and their differences to the first one."""
     bench = Bench.of(name)
     if bench.ranks:
         look = drawing.Look(font_size=7)
         picture = plots.over_panels(bench.ranks[0], title=bench.experiment.title, look=look)
         write_png(picture, PICTURES / f"{name}-ranks.png")
+        write_png(differences(bench), PICTURES / f"{name}-differences.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
