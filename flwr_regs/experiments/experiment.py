@@ -20,20 +20,19 @@ from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.settings import SETTINGS, Settings
+from flwr_regs.experiments.settings import field as field_of
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
 from flwr_regs.methods.registry import METHODS
+from flwr_regs.server.options import Options
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
 
     from flwr_regs import CentralDP, RegStrategy
 
-OF_STRATEGIES = (
-    *("seed", "fraction_train", "cohorts", "overlap", "wire_dtype", "drop_inactive"),
-    *("restart_lr", "on_divergence", "weighting", "incomplete"),
-)
-"""The settings that a strategy takes by the same name."""
+OF_STRATEGIES = Options.names() & {*map(field_of, SETTINGS)} - {"checkpoint_every"}
+"""The settings that a strategy takes by the same name; a run has checkpoints in a folder of its own."""
 HALVED = 6
 """Of so many points or more, the worse ones do not train for all rounds."""
 SERVER_LR = "a method with a server learning rate, such as FedAdam"
