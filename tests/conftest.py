@@ -21,6 +21,7 @@ from flwr_regs.testing.problem import make_clients as make_clients
 from flwr_regs.testing.problem import to_numpy as to_numpy
 
 ROOT = Path(__file__).parents[1]
+Log = Callable[..., list[str]]
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
@@ -98,6 +99,19 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> No
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    """A function to the messages of Flower's logger since it was last called: (part of it, least level)."""
+    caplog.set_level(logging.INFO, logger="flwr")
+
+    def messages(part: str = "", level: int = logging.INFO) -> list[str]:
+        records = [r for r in caplog.records if r.levelno >= level]
+        caplog.clear()
+        return [r.getMessage() for r in records if part in r.getMessage()]
+
+    return messages
 
 
 @pytest.fixture(autouse=True)

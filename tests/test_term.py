@@ -10,7 +10,7 @@ from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy, SparseTernar
 from flwr_regs.abilities import Probes
 from flwr_regs.chain import chain
 from flwr_regs.term import ClientContext, ServerContext, Term
-from tests.conftest import make_model, run
+from tests.conftest import Log, make_model, run
 
 
 def made(name: str, **attributes: Any) -> Term:
@@ -76,9 +76,7 @@ def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
         Proximal.from_config({"lr": 0.1})
 
 
-def test_a_class_that_cannot_work_is_refused_or_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
     with pytest.raises(TypeError, match=r"defines fold\(\), but does not inherit Folds"):
 
         class Sums(Term):
@@ -123,10 +121,9 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(
     class Nothing(Term):
         name: ClassVar[str] = "nothing"
 
-    caplog.set_level(logging.WARNING, logger="flwr")
     for _ in range(2):
         RegStrategy([Halves(), Nothing()])
-    first, second = (r.getMessage() for r in caplog.records)
+    first, second = log(level=logging.WARNING)
     assert "Halves has a method that the package does not call; did you mean 'correct'" in first
     assert second == "the term Nothing has no hook and no ability, so it changes nothing"
 

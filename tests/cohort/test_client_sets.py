@@ -1,6 +1,5 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort.stacks import Stacks
 from tests import conftest
+from tests.conftest import Log
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
 
 
@@ -308,14 +308,13 @@ def test_a_gpu_that_is_not_there_is_found_where_clients_are_made() -> None:
         fr.Clients(perceptron, [pair(0)], device="cuda")
 
 
-def test_an_error_of_all_clients_is_said_once_with_what_helps_first(caplog: Any) -> None:
+def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) -> None:
     """Neither by the stack, as torch says it, nor by a line for each client."""
-    caplog.set_level(logging.INFO, logger="flwr")
     wide = [(np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1]) for k in range(5)]
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
     with pytest.raises(fr.RoundFailed) as failed:
         run(strategy, fr.StackedGrid(clients_of(wide)))
-    text = "\n".join([*(r.getMessage() for r in caplog.records), str(failed.value)])
+    text = "\n".join([*log(), str(failed.value)])
     remedy, raw = "which does not fit a layer of the model", "shapes cannot be multiplied"
     assert text.index(remedy) < text.index(raw)
     assert (text.count(remedy), text.count(raw)) == (1, 1)

@@ -1,6 +1,5 @@
 """A run that was broken off and resumed equals the unbroken one to the bit, whatever the method."""
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import accounting, budgeted, make_clients, make_model
+from tests.conftest import Log, accounting, budgeted, make_clients, make_model
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -332,9 +331,7 @@ def spent(strategy: fr.RegStrategy) -> int:
     return int(strategy.privacy.accountant.num_releases)
 
 
-def test_privacy_that_was_spent_stays_spent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_privacy_that_was_spent_stays_spent(tmp_path: Path, log: Log) -> None:
     """Round 3 is released, but lost: it counts, and is not drawn again with its clients and its noise."""
     case, released = OF["FedAvg"], []
 
@@ -353,9 +350,8 @@ def test_privacy_that_was_spent_stays_spent(
         first.start(case.grid(), evaluate_fn=evaluate, **start)
     assert (spent(first), latest(tmp_path).round) == (3, 2)
     again, grid = private(checkpoint_dir=tmp_path), case.grid()
-    with caplog.at_level(logging.WARNING, "flwr"):
-        again.start(grid, resume_from=tmp_path, **start)
-    assert "1 releases after round-000002 were lost, but count" in caplog.text
+    again.start(grid, resume_from=tmp_path, **start)
+    assert log("1 releases after round-000002 were lost, but count")
     assert spent(again) == 5
     assert again.history[2]["epsilon"] > first.history[1]["epsilon"] * 1.2
     assert bits(again.arrays) not in released

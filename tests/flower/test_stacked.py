@@ -1,6 +1,5 @@
 """A stack is its clients one by one: the same replies, states and histories, up to rounding."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacks import ALONE
-from tests.conftest import drawn
+from tests.conftest import Log, drawn
 from tests.flower.stacks import (
     SIZES,
     Cohort,
@@ -415,15 +414,13 @@ REASONS: dict[str, Cohort] = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, caplog: Any) -> None:
-    caplog.set_level(logging.INFO, logger="flwr")
+def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, log: Log) -> None:
     grid = compare(REASONS[reason])
     assert sum(grid.fallbacks.values()) == len(SIZES)
     (said,) = grid.fallbacks
     assert reason in said
-    logged = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
-    assert len(logged) == 1
-    assert reason in logged[0]
+    (logged,) = log("one by one")
+    assert reason in logged
 
 
 def test_clients_of_other_kinds_go_in_other_stacks() -> None:

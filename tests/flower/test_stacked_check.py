@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flwr_regs as fr
+from tests.conftest import Log
 from tests.flower.stacks import SIZES, Cohort, Stacked, compare, data_of, perceptron, values_of
 
 CONFIG = {"local-epochs": 2}
@@ -124,14 +125,13 @@ ALONE_TOO = ("a loss that reads a global", "BatchNorm in a mode of its own")
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_breaks_the_contract_trains_one_by_one_with_a_warning(case: str, caplog: Any) -> None:
+def test_what_breaks_the_contract_trains_one_by_one_with_a_warning(case: str, log: Log) -> None:
     """In the first round too."""
-    caplog.set_level(logging.WARNING, logger="flwr")
     cohort = Cohort(config=CONFIG, **BROKEN[case]())
     grid = compare(cohort) if case in ALONE_TOO else cohort.stacked()
     assert all(" differs by " in why for why in grid.fallbacks)
     assert sum(grid.fallbacks.values()) >= 2 * len(SIZES)
-    said = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
+    said = log("one by one", logging.WARNING)
     assert all(why in one for why, one in zip(grid.fallbacks, said, strict=True))
 
 

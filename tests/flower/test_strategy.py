@@ -1,7 +1,6 @@
 """The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record, to_record
-from tests.conftest import close, make_clients, make_model, run
+from tests.conftest import Log, close, make_clients, make_model, run
 from tests.flower.clients.test_plain_clients import Plain
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -181,12 +180,11 @@ def test_the_history_is_plain_numbers_and_complete() -> None:
     assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
 
 
-def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_seed_is_drawn_and_logged_if_not_given(log: Log) -> None:
     a, b = fr.FedAvg(), fr.FedAvg()
     assert a.seed != b.seed
-    caplog.set_level(logging.INFO, logger="flwr")
     a.summary()
-    assert f"seed {a.seed}" in caplog.text
+    assert log(f"seed {a.seed}")
 
 
 # What is refused before a client is contacted

@@ -23,6 +23,7 @@ from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, Slot, Term
 from flwr_regs.wire.parcel import Parcel, Record
+from tests.conftest import Log
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
@@ -200,15 +201,14 @@ def reporting(loss: Any) -> NumpyNetwork:
     return NumpyNetwork(3, client)
 
 
-def test_one_warning_in_the_log_and_in_the_history(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_in_the_log_and_in_the_history(log: Log) -> None:
     network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
     one = training()
-    with caplog.at_level(logging.WARNING, "flwr"):
-        for t in range(1, 16):
-            run(one.round(t, UNSTABLE, network), network)
+    for t in range(1, 16):
+        run(one.round(t, UNSTABLE, network), network)
     (told,) = [e["round"] for e in one.history if "divergence" in e]
     text = one.history[told - 1]["divergence"]
-    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [text]
+    assert log(level=logging.WARNING) == [text]
     assert text.startswith(f"round {told} of FedAvg looks like divergence: for the second time")
     assert text.endswith("try a smaller lr (0.8)")
 

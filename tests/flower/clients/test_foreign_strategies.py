@@ -78,7 +78,7 @@ def test_the_run_ends_in_round_one_and_says_why(make: Any, app: str) -> None:
         start(make(), APPS[app]())
 
 
-def test_records_of_other_names_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_of_other_names_are_refused() -> None:
     strategy = partial(flowers.FedAvg, arrayrecord_key="model")
     with pytest.raises(
         ValueError, match=r"holds no ArrayRecord 'arrays', only \['config', 'model'"

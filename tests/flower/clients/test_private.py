@@ -1,7 +1,6 @@
 """What a client keeps to itself: entries that no server gets, and state on the client's own disk."""
 
 import contextlib
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -298,8 +297,8 @@ STEPS = ["open", "replace", "sync_folder", "iterdir"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_disk_that_fails_costs_a_warning(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_disk_that_fails_is_named(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In round 3 alone; before and after it all files are whole."""
     where: Any = {"sync_folder": files, "iterdir": Path}.get(step, os)
@@ -313,7 +312,6 @@ def test_a_disk_that_fails_costs_a_warning(
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
     grid.change = fault
     strategy = fr.FedPer(PINS, seed=1)
-    caplog.set_level(logging.WARNING, "flwr")
     got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
     monkeypatch.undo()
     close(got, usual(), 0.0)

@@ -4,7 +4,6 @@ Messages are real; client 3's replies are exchanged for what the accident makes 
 """
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.client import NumPyClient
 
 import flwr_regs as fr
+from tests.conftest import Log
 from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback, npy
 from tests.server.exchange.test_fuzz import recorded
 
@@ -235,27 +235,24 @@ def test_accident_a_million_times_the_update() -> None:
     costs_only_its_client(with_arrays(lambda a: a * 1e6), "over 1000 times its cohort's median")
 
 
-def test_accident_20_megabytes_of_text(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flwr"):
-        costs_only_its_client(lambda _: MEGABYTES, "AAAA … AAAA")
-        costs_only_its_client(with_config("regs.method", MEGABYTES), "does not come from a FedFOR")
-        costs_only_its_client(with_config("regs.not-trained", [MEGABYTES]), "must list arrays of")
-        strategy = played(with_config("regs.output-layer", MEGABYTES))
-        assert len(json.dumps(strategy.history)) < 20_000
-    assert max(len(record.getMessage()) for record in caplog.records) < 2000
+def test_accident_20_megabytes_of_text(log: Log) -> None:
+    costs_only_its_client(lambda _: MEGABYTES, "AAAA … AAAA")
+    costs_only_its_client(with_config("regs.method", MEGABYTES), "does not come from a FedFOR")
+    costs_only_its_client(with_config("regs.not-trained", [MEGABYTES]), "must list arrays of")
+    strategy = played(with_config("regs.output-layer", MEGABYTES))
+    assert len(json.dumps(strategy.history)) < 20_000
+    assert max(map(len, log())) < 2000
 
 
-def test_accident_ansi_codes(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flwr"):
-        costs_only_its_client(lambda _: ANSI, r"\x1b[31m\x1b[2J\x07 run failed\u202e\u200b\x00")
-        costs_only_its_client(with_config("regs.method", ANSI), r"but from \x1b[31m")
-        strategy = played(with_metric(ANSI, 1.0), kinds=["train", "evaluate"])
-        left = strategy.history[0]["metrics_left_out"]
-        assert list(left) == [BAD]
-        assert left[BAD][0].startswith(r"\x1b[31m")
-        assert left[BAD][0].isprintable()
-    lines = "".join(r.getMessage() for r in caplog.records)
-    assert re.sub(r"\n  |\t[>└├]", "", lines).isprintable()  # ours
+def test_accident_ansi_codes(log: Log) -> None:
+    costs_only_its_client(lambda _: ANSI, r"\x1b[31m\x1b[2J\x07 run failed\u202e\u200b\x00")
+    costs_only_its_client(with_config("regs.method", ANSI), r"but from \x1b[31m")
+    strategy = played(with_metric(ANSI, 1.0), kinds=["train", "evaluate"])
+    left = strategy.history[0]["metrics_left_out"]
+    assert list(left) == [BAD]
+    assert left[BAD][0].startswith(r"\x1b[31m")
+    assert left[BAD][0].isprintable()
+    assert re.sub(r"\n  |\t[>└├]", "", "".join(log())).isprintable()  # ours
 
 
 @pytest.mark.parametrize(
