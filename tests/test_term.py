@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy, SparseTernary
+from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy
 from flwr_regs.abilities import Probes
-from flwr_regs.chain import chain
-from flwr_regs.term import ClientContext, ServerContext, Term
+from flwr_regs.term import Term
 from tests.conftest import Log, make_model, run
 
 
@@ -21,7 +20,6 @@ def made(name: str, **attributes: Any) -> Term:
     ("terms", "message"),
     [
         ([Proximal(1.0), Proximal(2.0)], "each term may appear once.*proximal"),
-        ([SparseTernary(0.1), Proximal(1.0)], "comes last.*ternary"),
         ([made("needy", needs=("labels",))], "'needy' needs .'labels'., but a term can need"),
         ([made("keeper", keeps="never")], "'keeper' keeps 'never', expected one of"),
         *(([made(name)], "a term's name is part of keys") for name in ("", "regs", "a,b", "a.b")),
@@ -30,41 +28,6 @@ def made(name: str, **attributes: Any) -> Term:
 def test_terms_that_do_not_go_together_are_refused(terms: list[Term], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RegStrategy(terms)
-
-
-@dataclass(frozen=True)
-class Times(Term):
-    """Multiplies at every hook, after adding one: the order shows in the result."""
-
-    name: ClassVar[str] = "a"
-    factor: float
-
-    def loss(self, base: Any, params: Any, ctx: Any) -> Any:
-        return (base + 1) * self.factor
-
-    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
-        return {n: (g + 1) * self.factor for n, g in grads.items()}
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return {n: (d + 1) * self.factor for n, d in delta.items()}, {}, {}
-
-    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
-        return server, {n: (d + 1) * self.factor for n, d in delta.items()}
-
-
-@dataclass(frozen=True)
-class TimesB(Times):
-    name: ClassVar[str] = "b"
-
-
-def test_client_hooks_run_left_to_right_and_server_updates_right_to_left() -> None:
-    term = chain([Times(2.0), TimesB(10.0)])
-    ctx = ClientContext(start={}, lr=0.1, num_steps=1)
-    assert term.loss(1.0, {}, ctx) == 50.0
-    assert term.correct({"w": 1.0}, {}, ctx) == {"w": 50.0}
-    assert term.finish({"w": 1.0}, ctx)[0] == {"w": 50.0}
-    server = term.init({})
-    assert term.update(server, {"w": 1.0}, {}, ServerContext(1, 0.1))[1] == {"w": 42.0}
 
 
 def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:

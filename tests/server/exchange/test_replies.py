@@ -230,11 +230,6 @@ def test_a_message_that_is_given_to_another_round_is_none_of_its_replies() -> No
     assert why == "no reply (a reply to another message came)"
 
 
-def test_accident_a_million_times_the_update() -> None:
-    """It cannot be told from an honest reply alone, but from the cohort's."""
-    costs_only_its_client(with_arrays(lambda a: a * 1e6), "over 1000 times its cohort's median")
-
-
 def test_accident_20_megabytes_of_text(log: Log) -> None:
     costs_only_its_client(lambda _: MEGABYTES, "AAAA … AAAA")
     costs_only_its_client(with_config("regs.method", MEGABYTES), "does not come from a FedFOR")
@@ -302,6 +297,7 @@ def test_accident_in_an_evaluation(what: str) -> None:
 
 PROBES: dict[str, tuple[Change, str]] = {
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
+    "short": (lambda c: with_delta(c, np.ones(1)), "'delta' has 1 entries, but"),  # not broadcast
     "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected one vector of floats"),
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
