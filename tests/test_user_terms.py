@@ -14,12 +14,12 @@ import flwr_regs as fr
 from flwr_regs.abilities import (
     Compresses,
     Folds,
-    Freezes,
     Personalises,
     Probes,
     TakesBack,
     Weighs,
 )
+from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
 from tests.conftest import Tampered, budgeted, make_clients, make_model, run
@@ -144,15 +144,6 @@ def test_an_upload_unlike_the_others_costs_its_client_without_a_check(value: np.
 # errors in the middle
 
 
-@dataclass(frozen=True)
-class Held(fr.Term, Freezes):
-    name: ClassVar[str] = "held"
-    needs: ClassVar[tuple[str, ...]] = ("features",)
-
-    def frozen(self, names: Any) -> set[str]:
-        return {n for n in names if n.startswith("2.")}
-
-
 def failing(output: Any, target: Any) -> Any:
     raise OSError("disk")
 
@@ -167,8 +158,9 @@ def constant(output: Any, target: Any) -> Any:
 )
 def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: str) -> None:
     model, data = make_model(), make_clients()[0]
+    term = chain([fr.LeaveOneOutMean(0.1), fr.FixedHead()])  # hooks, and parameters held still
     with pytest.raises((OSError, RuntimeError), match=match):
-        local_round(model, Held(), data, lr=0.1, steps=1, device="cpu", loss_fn=loss)
+        local_round(model, term, data, lr=0.1, steps=1, device="cpu", loss_fn=loss)
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_pre_hooks for m in model.modules())
 

@@ -156,6 +156,7 @@ def test_ctrl_c_in_a_test_ends_at_once_and_the_run_goes_on(
     half = read(record_path(tmp_path / "a", "FedAvg", 7))
     assert (half.ended, len(half.rounds), len(half.test)) == (False, 2, 2)
     (resumed,) = in_folder(tmp_path / "a", **given)
+    assert resumed.processor_seconds is None  # not all of it ran in one process
     (whole,) = in_folder(tmp_path / "b", **given)
     assert (resumed.test, resumed.per_client) == (whole.test, whole.per_client)
 

@@ -1,7 +1,7 @@
 """A method in a training loop of one's own equals the package's client; mistakes are refused."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,24 +54,24 @@ def own_app(
     model: Callable[[], nn.Module] = make_model,
     make: Any = torch.optim.SGD,
     n: int = 4,
+    keeping: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> fr.RegClientApp:
-    """A Message-API app whose train function is `loop`."""
-    app = fr.RegClientApp()
-    data = make_clients(n)
+    """A Message-API app whose train function is `loop`; `keeping`: what its clients keep, and where."""
+    app, data, kept = fr.RegClientApp(), make_clients(n), keeping or {}
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         net = model()
         batches = data[int(context.node_config["partition-id"])]
-        round_ = fr.ClientRound(message, method, net, batches, device="cpu", **kwargs)
+        round_ = fr.ClientRound(message, method, net, batches, device="cpu", **kept, **kwargs)
         loop(round_, net, make)
         return round_.reply({"mine": 2.5})
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         net = model()
-        fr.load_model(message, method, net)
+        fr.load_model(message, method, net, **kept)
         net.eval()
         batches = data[int(context.node_config["partition-id"])]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""rFedAvg's own promises: features, the second exchange, bytes, privacy."""
+"""rFedAvg's own promises: features, the losses, what is lost between the exchanges, privacy."""
 
 from collections.abc import Iterable
 from typing import Any

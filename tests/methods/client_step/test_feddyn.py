@@ -1,4 +1,4 @@
-"""FedDyn beyond the laws: entries without h, buffers, and robust aggregators."""
+"""FedDyn beyond the laws: entries without h, and robust aggregators."""
 
 from functools import partial
 

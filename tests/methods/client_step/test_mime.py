@@ -1,4 +1,4 @@
-"""Mime and MimeLite beyond the laws: who counts in c, the second gradient of a step, robust aggregators."""
+"""Mime and MimeLite beyond the laws: who counts in c, names of gradients, robust aggregators."""
 
 from typing import Any
 

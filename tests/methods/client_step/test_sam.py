@@ -1,4 +1,4 @@
-"""FedSAM and FedLESAM: what the second gradient leaves alone, and what stands left of the terms."""
+"""FedSAM and FedLESAM: where a step's gradient is taken, and what stands left of the terms."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

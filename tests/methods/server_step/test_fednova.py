@@ -1,4 +1,4 @@
-"""FedNova beyond the laws: a server's optimiser, buffers, privacy, and what one client's claims can do."""
+"""FedNova beyond the laws: a server's optimiser, and what one client's claims can do."""
 
 from functools import partial
 from typing import Any
