@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, Message, MetricRecord, RecordDict
 from torch import nn
 
 from flwr_regs import InProcessGrid, StackedGrid
@@ -18,7 +18,7 @@ from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.testing.problem import Batch, app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import parcel_of, reply_of
-from tests.conftest import Tampered, drawn
+from tests.conftest import Tampered, drawn, start
 from tests.experiments.runs import strategy_of
 
 CLIENTS, LIAR, ROUNDS = 10, 3, 6
@@ -183,13 +183,8 @@ def play(
     data = [batches(k, flipped and k in liars) for k in range(clients)]
     model = make_model(batch_norm)
     app = app_of(client_class(strategy), data, lambda: make_model(batch_norm))
-    strategy.start(
-        grid=(LyingStack if stacked else lying)(app, lie, clients, liars),
-        initial_arrays=ArrayRecord(model.state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord(dict(length)),
-        resume_from=resume,
-    )
+    grid = (LyingStack if stacked else lying)(app, lie, clients, liars)
+    start(strategy, grid, rounds, lambda: model, length, resume_from=resume)
     model.load_state_dict(strategy.arrays.to_torch_state_dict())
     model.eval()
     x, y = examples()[-1]

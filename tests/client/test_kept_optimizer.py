@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import (
-    RepeatingGrid,
-    SerialisingGrid,
-    app_of,
-    train,
-)
+from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from tests.conftest import close, descend, make_clients, make_model
 from tests.flower.clients.test_own_loop import own_app
 

@@ -88,17 +88,12 @@ def test_a_client_has_one_optimiser() -> None:
             run(fedprox(), fr.FedProxClient, train={**LENGTH, **SETTINGS}, **how)
         run(fedprox(), fr.FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
     unasked = r"the config sets \['momentum', 'weight-decay'\]: create it with loop.optimizer"
+    grid = own_loop(torch.optim.SGD, without("optimizer"))
     with pytest.raises(fr.RoundFailed, match=unasked):
-        run(
-            fedprox(),
-            fr.FedProxClient,
-            train={**LENGTH, **SETTINGS},
-            grid=own_loop(torch.optim.SGD, without("optimizer")),
-        )
+        run(fedprox(), fr.FedProxClient, train={**LENGTH, **SETTINGS}, grid=grid)
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "config": {"clip-norm": -1.0}}
     with pytest.raises(ValueError, match="config key 'clip-norm' must be a positive number"):
-        LocalTraining(
-            make_model(), chain([]), make_clients()[0], lr=0.1, steps=1, config={"clip-norm": -1.0}
-        )
+        LocalTraining(make_model(), chain([]), make_clients()[0], **how)
 
 
 # What moves, and what must not
@@ -119,25 +114,14 @@ def test_decay_and_momentum_move_nothing_that_is_held_still(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
     """The squares of such gradients overflow float16: the norm is taken in float32."""
-    params = [
-        nn.Parameter(torch.zeros(3, 4, dtype=dtype)),
-        nn.Parameter(torch.zeros(2, dtype=dtype)),
-    ]
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (2,))]
     for p in params:
         p.grad = torch.full_like(p, 3e4)
     clip([*params, nn.Parameter(torch.zeros(5))], 1.0)
     for p in params:
         assert p.grad is not None
         torch.testing.assert_close(p.grad, torch.full_like(p, 14**-0.5), rtol=1e-2, atol=0)
-    data = make_clients(1, dtype)[0]
-    config = {**SETTINGS, "clip-norm": 0.1}
-    result = local_round(
-        make_model(dtype),
-        chain([fr.Proximal(0.1)]),
-        data,
-        lr=0.1,
-        steps=3,
-        config=config,
-        device="cpu",
-    )
+    how: dict[str, Any] = {"lr": 0.1, "steps": 3, "config": {**SETTINGS, "clip-norm": 0.1}}
+    term, data = chain([fr.Proximal(0.1)]), make_clients(1, dtype)[0]
+    result = local_round(make_model(dtype), term, data, device="cpu", **how)
     assert all(d.isfinite().all() and d.any() for d in result.delta.values())

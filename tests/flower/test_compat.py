@@ -15,12 +15,8 @@ from tests.conftest import ROOT, Log, make_clients, run
 from tests.experiments.runs import runs_of
 
 PUBLIC = {"flwr", "flwr.app", "flwr.client", "flwr.clientapp", "flwr.clientapp.mod", "flwr.common"}
-PUBLIC |= {
-    "flwr.serverapp",
-    "flwr.serverapp.exception",
-    "flwr.serverapp.strategy",
-    "flwr.simulation",
-}
+PUBLIC |= {"flwr.serverapp", "flwr.serverapp.exception", "flwr.serverapp.strategy"}
+PUBLIC |= {"flwr.simulation"}
 
 
 def test_only_one_file_reaches_what_flower_keeps_private() -> None:
@@ -32,19 +28,11 @@ def test_only_one_file_reaches_what_flower_keeps_private() -> None:
                 continue
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.Import):
-                private |= {
-                    path.name
-                    for name in names
-                    if name.split(".")[0] == "flwr" and name not in PUBLIC
-                }
+                flowers = {name for name in names if name.split(".")[0] == "flwr"}
+                private |= {path.name for name in flowers - PUBLIC}
             elif (node.module or "").split(".")[0] == "flwr":
-                public = node.module in PUBLIC
-                listed = (
-                    getattr(importlib.import_module(node.module), "__all__", names)
-                    if public
-                    else []
-                )
-                if not {*names} <= {*listed}:
+                public = node.module in PUBLIC and importlib.import_module(node.module)
+                if not public or not {*names} <= {*getattr(public, "__all__", names)}:
                     private.add(path.name)
     assert private == {"compat.py"}
 

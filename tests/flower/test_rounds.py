@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs.flower.writers import numbers
 from flwr_regs.wire.records import from_record
-from tests.conftest import Log, close, make_model
+from tests.conftest import Log, close, start
 from tests.flower.test_strategy import app_of, freezing
-
-CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 
 
 def trained(strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int = 3, **more: Any) -> Any:
-    arrays = ArrayRecord(make_model().state_dict())
-    return strategy.start(grid, arrays, rounds, train_config=CONFIG, **more)
+    return start(strategy, grid, rounds, **more)
 
 
 class Lossy(fr.InProcessGrid):
@@ -162,9 +159,7 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
 
 
-@pytest.mark.parametrize(
-    "schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"]
-)
+@pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5])
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""
     seen: list[str | None] = []
@@ -264,10 +259,8 @@ def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
     grid = fr.InProcessGrid(app_of(fr.FedAvgClient), 3)
     if broken:
         trained(fr.FedAvg(**settings), grid, 2, evaluate_fn=evaluate)
-    strategy = fr.FedAvg(**settings)
-    result = trained(
-        strategy, grid, 5, evaluate_fn=evaluate, resume_from=tmp_path if broken else None
-    )
+    strategy, begun = fr.FedAvg(**settings), tmp_path if broken else None
+    result = trained(strategy, grid, 5, evaluate_fn=evaluate, resume_from=begun)
     if number is None:
         assert result.best is None
         return
@@ -279,13 +272,8 @@ def test_the_log_has_a_line_a_round(log: Log) -> None:
     """A round's line says who replied, and the metrics of all who measured."""
     grid = Lossy(app_of(fr.FedAvgClient), 4, lambda push, node: push == 2 and node % 2 == 0)
     tests = iter([None, MetricRecord({"accuracy": 0.5}), MetricRecord({"accuracy": 0.625})])
-    trained(
-        fr.FedAvg(seed=7, min_replies=1),
-        grid,
-        2,
-        evaluate_fn=lambda number, arrays: next(tests),
-        timeout=1.0,
-    )
+    strategy = fr.FedAvg(seed=7, min_replies=1)
+    trained(strategy, grid, 2, evaluate_fn=lambda number, arrays: next(tests), timeout=1.0)
     lines = [line for line in log() if line.startswith("round")]
     expected = [(r"4 of 4", "0.5"), (r"2 of 4", "0.625")]
     for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):

@@ -104,14 +104,8 @@ def counted(*layers: nn.Module) -> Callable[[], nn.Module]:
 BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a forward that counts": lambda: {"model": counted()},
     "the same with dropout": lambda: {"model": counted(nn.Dropout(0.3))},
-    "in a first exchange": lambda: {
-        "model": counted(),
-        "method": "RFedAvgPlus",
-        "given": {"lam": 0.3},
-    },
-    "BatchNorm in a mode of its own": lambda: {
-        "model": lambda: Model(switching, nn.BatchNorm1d(8))
-    },
+    "first exchange": lambda: {"model": counted(), "method": "RFedAvgPlus", "given": {"lam": 0.3}},
+    "a mode of its own": lambda: {"model": lambda: Model(switching, nn.BatchNorm1d(8))},
     "a loss that reads a global": lambda: {
         "settings": {"loss_fn": by_factor},
         "loader": lambda k, **_: Setting(k),
@@ -120,7 +114,7 @@ BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a data set that caches": lambda: {"loader": cache(lambda k, **_: DataLoader(Caching(k), 8))},
     "data in one buffer": lambda: {"loader": Buffered},
 }
-ALONE_TOO = ("a loss that reads a global", "BatchNorm in a mode of its own")
+ALONE_TOO = ("a loss that reads a global", "a mode of its own")
 """Those in which a client gives what it gives alone, whatever the others did before."""
 
 

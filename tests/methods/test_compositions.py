@@ -17,9 +17,7 @@ CALLS = {row.name: row.example for row in fr.METHODS.values()} | {
 def composed(pair: tuple[str, str]) -> fr.RegStrategy:
     text = "+".join(CALLS[name] for name in pair)
     strategy = strategy_of(text, seed=4, fraction_train=0.8, fraction_evaluate=0.2)
-    strategy.term.restrict(
-        {INCOMPLETE_KEY: strategy.incomplete}
-    )  # else refused when round 1 begins
+    strategy.term.restrict({INCOMPLETE_KEY: strategy.incomplete})  # as when round 1 begins
     return strategy
 
 

@@ -49,14 +49,12 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
     seen = {a.asname for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names} - {None}
     assert stars(PACKAGE / "__init__.py") == {"flwr_regs.methods.registry"}
     modules = stars(PACKAGE / "methods" / "registry.py")
-    assert modules == {
-        f"flwr_regs.methods.{m}" for m in [row.module for row in ROWS] + [*fr.TERMS.values()]
-    }
+    homes = {row.module for row in ROWS} | {*fr.TERMS.values()}
+    assert modules == {f"flwr_regs.methods.{m}" for m in homes}
     for module in modules:
         seen |= set(importlib.import_module(module).__all__)
-    own = {
-        n for n, x in vars(registry).items() if getattr(x, "__module__", "") == registry.__name__
-    }
+    home, parts = registry.__name__, vars(registry).items()
+    own = {n for n, x in parts if getattr(x, "__module__", "") == home}
     seen |= {n for n in own | {"METHODS", "TERMS"} if not n.startswith("_")}
     assert seen == set(fr.__all__)
 
@@ -98,11 +96,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with drawn():
-            self.body, self.norm, self.head = (
-                nn.Linear(400, 60),
-                nn.BatchNorm1d(60),
-                nn.Linear(60, 2),
-            )
+            self.body, self.norm = nn.Linear(400, 60), nn.BatchNorm1d(60)
+            self.head = nn.Linear(60, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(torch.tanh(self.norm(self.body(x))))
@@ -200,11 +195,8 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
     some = {"fraction_train": 0.75, "min_train_nodes": 1, "fraction_evaluate": 0.0}
     strategy, original = strategy_of(fr.METHODS[name].example, seed=1, **some), Chain.check
     g = torch.Generator().manual_seed(1)
-    data = [
-        [(torch.randn(12 // n, 400, generator=g, dtype=torch.float64), torch.arange(12 // n) % 2)]
-        * n
-        for n in (1, 2, 3, 4)
-    ]
+    x = [torch.randn(12 // n, 400, generator=g, dtype=torch.float64) for n in (1, 2, 3, 4)]
+    data = [[(part, torch.arange(len(part)) % 2)] * n for n, part in enumerate(x, 1)]
     client, model = client_class(strategy), Net().double()
     places = grid(app_of(client, data, lambda: deepcopy(model)), 4)
     with pytest.MonkeyPatch.context() as patch:

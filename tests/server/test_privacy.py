@@ -126,9 +126,8 @@ def test_sensitivity_of_the_mean() -> None:
     """One client replaced moves it by at most 2 C / m, and one that is missing by C / m."""
     rng = np.random.default_rng(0)
     base = {"a": rng.normal(size=(30, 4)), "b": rng.normal(size=7)}
-    honest = {
-        k: reply_of({n: w + rng.normal(size=w.shape) for n, w in base.items()}) for k in range(5)
-    }
+    sent = [{n: w + rng.normal(size=w.shape) for n, w in base.items()} for _ in range(5)]
+    honest = dict(enumerate(map(reply_of, sent)))
     against = {n: 2 * w - honest[3].arrays[n] for n, w in base.items()}  # w - Δ
     huge = {n: np.full_like(w, 1e300) for n, w in base.items()}  # its norm overflows
 

@@ -67,9 +67,8 @@ def test_the_losses_are_the_papers() -> None:
     for first, expected in ((0, (13 + 5) / 2), (1, 5.0), (2, 0.0)):
         value = loss(fr.FeatureTable(0.5), ids=ids[first:], table=table[first:])
         assert value == pytest.approx(1 + 0.5 * expected)
-    assert (
-        loss(fr.FeatureTable(0.5)) == loss(fr.LeaveOneOutMean(0.5)) == 1.0
-    )  # nobody else is known
+    # nobody else is known
+    assert loss(fr.FeatureTable(0.5)) == loss(fr.LeaveOneOutMean(0.5)) == 1.0
     value = loss(fr.LeaveOneOutMean(0.5), mean=torch.tensor([0.5, 0.5]))
     assert value == pytest.approx(1 + 0.5 * (1.5**2 + 2.5**2))
 

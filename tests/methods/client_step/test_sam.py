@@ -1,6 +1,5 @@
 """FedSAM and FedLESAM: where a step's gradient is taken, and what stands left of the terms."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,7 +40,6 @@ def test_without_a_direction_there_is_no_perturbation() -> None:
     close(still, plain, 1e-15)
 
 
-@dataclass(frozen=True)
 class Watching(Term):
     """Sees where a step's loss is taken, and where corrections are."""
 
@@ -110,7 +108,7 @@ def test_fedlesam_goes_past_fedavgs_fixed_point_and_back() -> None:
     models = train(
         fr.FedLESAM(rho, seed=3, fraction_evaluate=0.0), fr.FedLESAMClient, rounds=80,
         clients=quadratic_clients(curvatures, centres), model=Point, lr=0.1,
-        length={"local-steps": 5}, loss_fn=half_squared_error,
+        length={"local-steps": 5}, loss_fn=half_squared_error
     )  # fmt: skip
     path = [float(m["v"][0]) for m in models]
     assert path[19] == pytest.approx(plain + rho, abs=1e-7)
@@ -154,6 +152,6 @@ def test_what_stands_left_is_part_of_their_gradient() -> None:
             broadcast = {"fedcm": {n: torch.from_numpy(a) for n, a in g.items()}}
             moved = local_round(
                 model, chain([Elsewhere(), *terms]), data[:1], lr=0.2, steps=1,
-                broadcast=broadcast, device="cpu",
+                broadcast=broadcast, device="cpu"
             ).state  # fmt: skip
             close({n: a.numpy() for n, a in moved.items()}, plus(v, -0.2, step), 1e-12)

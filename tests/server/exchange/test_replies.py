@@ -25,10 +25,7 @@ MEGABYTES = "A" * 20_000_000
 
 
 def played(
-    change: Change,
-    method: str = "FedFOR",
-    kinds: Iterable[str] = ("train",),
-    evaluate: bool = True,
+    change: Change, method: str = "FedFOR", kinds: Iterable[str] = ("train",), evaluate: bool = True
 ) -> Any:
     """Return a strategy after two rounds in which `change` made client 3's replies."""
 
@@ -122,24 +119,18 @@ def twice(prefix: str) -> Change:
     return change
 
 
+LABELLED = Array("float64", (2**40, 2), "numpy.ndarray", npy(np.ones((6, 4))))
 NOT_NPY = "it is not numpy's .npy format"
 REPLIES: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "never answers": (lambda _: None, "no reply"),
     "nan": (with_arrays(lambda a: a * np.nan), "'0.weight' holds NaN or infinity"),
-    "weights of 3e38": (
-        with_arrays(lambda a: 0 * a + 3e38),
-        "'0.weight' holds values beyond ±1e+15",
-    ),
+    "weights of 3e38": (with_arrays(lambda a: 0 * a + 3e38), "'0.weight' holds values beyond ±1e+"),
     "wrong names": (renamed, r"missing ['0.weight'], unexpected ['other\\x1b']"),
     "wrong shapes": (with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)"),
     "wrong dtypes": (with_arrays(lambda a: a.astype("f4")), "dtype float32, expected float64"),
     "wrong labels": (
-        with_entry(
-            "arrays",
-            "0.weight",
-            Array("float64", (2**40, 2), "numpy.ndarray", npy(np.ones((6, 4)))),
-        ),
+        with_entry("arrays", "0.weight", LABELLED),
         "has shape (6, 4), but is labelled [1099511627776,",
     ),
     "too few arrays": (with_entry("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
@@ -166,16 +157,10 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "a name twice, of DDP": (twice("module."), "missing [], unexpected ['module.0.weight']"),
     "more steps": (with_metric("local-steps", 10**6), "1000000 local steps of"),
     "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
-    "another method": (
-        with_config("regs.method", "FedAvg"),
-        "from FedAvg; use flwr_regs.FedFORClient",
-    ),
+    "another method": (with_config("regs.method", "FedAvg"), "from FedAvg; use flwr_regs.FedFOR"),
     "a code": (with_config("regs.steps", [b"STC"]), "the method has no code for updates"),
     **{
-        f"n = {n}": (
-            with_metric("num-examples", n),
-            "'num-examples' must be a number from 1e-15 to",
-        )
+        f"n = {n}": (with_metric("num-examples", n), "'num-examples' must be a number from 1e-15")
         for n in (0, float("nan"), 2e15, [1, 2], None)
     },
 }
@@ -201,9 +186,8 @@ def test_accident_the_first_reply_again() -> None:
         assert (BAD in strategy.history[0]["replies"]) != probed  # its recorded probe is all it has
         failures = strategy.history[1]["failures"], strategy.history[1]["evaluate"]["failures"]
         for why, what in zip(failures, ("probe" if probed else "reply", "evaluation"), strict=True):
-            assert why == {
-                BAD: f"the {what} of client {BAD} belongs to round 1, not to 2 ('server-round')"
-            }
+            said = f"the {what} of client {BAD} belongs to round 1, not to 2 ('server-round')"
+            assert why == {BAD: said}
 
 
 class Plain(NumPyClient):
