@@ -1,7 +1,7 @@
 """What several test files need: a small model, unequal clients, and a run in one process."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr import serverapp
-from flwr.app import Error, Message
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 from torch import nn
 
 from flwr_regs import InProcessGrid
@@ -21,6 +21,7 @@ from flwr_regs.testing.problem import make_clients as make_clients
 from flwr_regs.testing.problem import to_numpy as to_numpy
 
 ROOT = Path(__file__).parents[1]
+Log = Callable[..., list[str]]
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
@@ -42,6 +43,20 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Train in one process and return the final model by name; `settings` as for `problem.train`."""
     return problem.train(strategy, client_class, length=train, **settings)[-1]
+
+
+def start(
+    strategy: Any,
+    grid: Any,
+    rounds: int = 2,
+    model: Callable[[], nn.Module] = make_model,
+    config: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Train on a grid, an epoch a round if no `config` says otherwise; return Flower's result."""
+    config = ConfigRecord({"lr": 0.2, "local-epochs": 1} if config is None else {**config})
+    arrays = ArrayRecord(model().state_dict())
+    return strategy.start(grid, arrays, rounds, train_config=config, **more)
 
 
 def accounting() -> Any:
@@ -98,6 +113,50 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> No
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+def plain_fedavg(
+    build: Callable[[], nn.Module],
+    clients: Sequence[Any],
+    rounds: int,
+    lr: float,
+    own: Collection[str] = (),
+    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+) -> tuple[dict[str, torch.Tensor], list[nn.Module]]:
+    """FedAvg of any model in plain loops: two epochs a round, weights n_k / n.
+
+    Entries of `own` stay with their client, and what travels is `rounded`. Return the global model, and the
+    clients' at the end.
+    """
+    models, shares = [build() for _ in clients], [sum(len(y) for _, y in c) for c in clients]
+    state = {n: v.clone() for n, v in build().state_dict().items() if n not in own}
+    for _ in range(rounds):
+        given = {n: rounded(w) for n, w in state.items()}
+        moved = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in state.items()}
+        for model, share, batches in zip(models, shares, clients, strict=True):
+            model.load_state_dict(given, strict=False)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            descend(model, torch.optim.SGD(trained, lr=lr), batches * 2)
+            end = model.state_dict()
+            for n, w in given.items():
+                moved[n] += share / sum(shares) * (rounded(end[n]).double() - w.double())
+        for n, w in state.items():
+            step = moved[n] if w.is_floating_point() else moved[n].round()
+            state[n] = w + step.to(w.dtype)
+    return state, models
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    """A function to the messages of Flower's logger since it was last called: (part of it, least level)."""
+    caplog.set_level(logging.INFO, logger="flwr")
+
+    def messages(part: str = "", level: int = logging.INFO) -> list[str]:
+        records = [r for r in caplog.records if r.levelno >= level]
+        caplog.clear()
+        return [r.getMessage() for r in records if part in r.getMessage()]
+
+    return messages
 
 
 @pytest.fixture(autouse=True)

@@ -58,28 +58,39 @@ Numbers = Sequence[float]
 
 def case(
     name: str,
-    terms: Sequence[Term],
+    terms: Any,
     oracle: Any,
     settings: dict[str, Any],
-    neutral: dict[str, Any],
+    neutral: dict[str, Any] | str,
     oracle_settings: dict[str, Any] | None = None,
+    *,
+    unmoved: str = "",
+    unsettled: Exempt | None = None,
     **more: Any,
 ) -> Method:
     """A method, named by its class, and by a variant behind a hyphen.
 
     With hyper-parameters that are not neutral, the neutral ones, terms and oracle, which has the same
-    settings by default. It settles at FedAvg's fixed point, unless it is exempt.
+    settings by default. `terms` is a list, or the class of the one that has these settings. `neutral` may
+    say why no settings are FedAvg's, `unmoved` why it moves as FedAvg does. It settles at FedAvg's fixed
+    point, unless it is `unsettled`.
     """
     method = name.partition("-")[0]
+    reasons = {
+        "neutral": Exempt(neutral) if isinstance(neutral, str) else None,
+        "moves": Exempt(unmoved) if unmoved else None,
+        "fixed-point": unsettled,
+    }
     return Method(
         getattr(fr, method),
         getattr(fr, f"{method}Client"),
-        terms,
+        terms if isinstance(terms, list) else [terms(**settings)],
         oracle,
         name=name,
         settings=settings,
-        neutral=neutral,
+        neutral=settings if isinstance(neutral, str) else neutral,
         oracle_settings=settings if oracle_settings is None else oracle_settings,
+        exempt={law: reason for law, reason in reasons.items() if reason},
         **{
             "neutral_is_exact": True,
             "fixed_point": partial(settled, pull=partial(pulled, **pull_of(settings))),
@@ -117,23 +128,14 @@ def pulled(
 
 
 NEARLY = {"neutral_is_exact": False}
-NO_CLASSES = Exempt(
-    "Its loss is one of class probabilities.", "label counts need integer class labels"
-)
-NO_FEATURES = Exempt(
-    "It compares what enters the output layer.", "no nn.Linear to use as its output"
-)
+NO_CLASSES = Exempt("Its loss is one of class probabilities.", "label counts need integer class")
+NO_FEATURES = Exempt("It compares what enters the output layer.", "no nn.Linear to use as its out")
 OTHER_CLIENTS = Exempt(
     "The pull towards the clients' models stays: it settles elsewhere, by their Fisher information."
 )
 NEVER_AT_REST = Exempt(
     "Its perturbation stays ρ long, whichever way w moves last; test_sam.py has where that ends."
 )
-
-
-def never(why: str) -> dict[str, Exempt]:
-    """Why no settings of a method are FedAvg's."""
-    return {"neutral": Exempt(why)}
 
 
 def adc(name: str, **settings: Any) -> Method:
@@ -173,14 +175,13 @@ def elastic(name: str, lam: float, densities: Sequence[float | None], **more: An
         efl,
         {"lam": lam, **densities, **more},
         {"lam": 0.0},
-        exempt={"fixed-point": OTHER_CLIENTS} if lam else {},
+        unsettled=OTHER_CLIENTS if lam else None,
     )
 
 
 def curvature(name: str, **settings: Any) -> Method:
     """A case of FedCurv."""
-    exempt = {"fixed-point": OTHER_CLIENTS}
-    return case(name, [fr.Curvature(**settings)], fedcurv, settings, {"lam": 0.0}, exempt=exempt)
+    return case(name, fr.Curvature, fedcurv, settings, {"lam": 0.0}, unsettled=OTHER_CLIENTS)
 
 
 def minimum(curvatures: Numbers, centres: Numbers, weights: Numbers, *_: Any) -> float:
@@ -189,28 +190,19 @@ def minimum(curvatures: Numbers, centres: Numbers, weights: Numbers, *_: Any) ->
     return sum(part * c for part, c in parts) / sum(part for part, _ in parts)
 
 
-def driftless(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
+def driftless(name: str, terms: Any, oracle: Any, *settings: dict[str, Any]) -> Method:
     """A case of a method that settles where no client drifts, whatever its settings."""
-    exempt = never(f"No setting of {name.partition('-')[0]} makes it FedAvg.")
-    return case(
-        name, [term], oracle, settings, settings, fixed_point=minimum, exempt=exempt, **more
-    )
+    given, *own = settings
+    why = f"No setting of {name.partition('-')[0]} makes it FedAvg."
+    return case(name, terms, oracle, given, why, *own, fixed_point=minimum)
 
 
 def control(name: str, **settings: Any) -> Method:
     """A case of SCAFFOLD."""
     rates = {n: v for n, v in settings.items() if n != "server_lr"}
     sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if isinstance(t, Steps)]
-    return case(
-        name,
-        [fr.ControlVariates(**rates), *sgd],
-        scaffold,
-        settings,
-        {},
-        {n: v for n, v in settings.items() if n != "state"},
-        fixed_point=minimum,
-        exempt=never("No setting of SCAFFOLD makes it FedAvg."),
-    )
+    own = {n: v for n, v in settings.items() if n != "state"}
+    return driftless(name, [fr.ControlVariates(**rates), *sgd], scaffold, settings, own)
 
 
 def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
@@ -225,10 +217,9 @@ def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
 def nova(name: str, **settings: Any) -> Method:
     """A case of FedNova, which settles where FedAvg does if all clients take equally many steps."""
     ball = partial(settled, pull=partial(heavy_ball, momentum=settings.get("momentum", 0.0)))
-    exempt = never("It weighs clients by their steps, which no setting switches off.")
+    why = "It weighs clients by their steps, which no setting switches off."
     point = {} if "mu" in settings else {"fixed_point": ball}
-    term = fr.NormalizedAveraging(**settings)
-    return case(name, [term], fednova, settings, {}, exempt=exempt, **point)
+    return case(name, fr.NormalizedAveraging, fednova, settings, why, **point)
 
 
 def blended(name: str, alpha: float, **wire: Any) -> Method:
@@ -269,14 +260,13 @@ def fairer(
 def fair(name: str, q: float) -> Method:
     """A case of q-FedAvg."""
     point = partial(fairer, q=q)
-    return case(name, [fr.FairWeights(q)], qfedavg, {"q": q}, {"q": 0.0}, fixed_point=point)
+    return case(name, fr.FairWeights, qfedavg, {"q": q}, {"q": 0.0}, fixed_point=point)
 
 
-def features(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
+def features(name: str, term: Any, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
     """A case of a method whose loss is of features; 0 for its strength is neutral."""
     neutral = {key: 0.0 if key in ("lam", "mu", "beta") else v for key, v in settings.items()}
-    exempt = {"fixed-point": more.pop("exempt", NO_FEATURES)}
-    return case(name, [term], oracle, settings, neutral, exempt=exempt, **more)
+    return case(name, term, oracle, settings, neutral, **{"unsettled": NO_FEATURES, **more})
 
 
 def contrast(name: str, **settings: Any) -> Method:
@@ -284,8 +274,8 @@ def contrast(name: str, **settings: Any) -> Method:
     full = {"mu": 5.0, "temperature": 0.5, **settings}
     why = "'0' is not a layer of Point" if settings else NO_FEATURES.refusal
     told = {"mu": 5.0, "tau": 0.5, **settings}
-    exempt = Exempt(NO_FEATURES.why, why)
-    return features(name, fr.ModelContrast(**full), moon, full, exempt=exempt, oracle_settings=told)
+    refused = Exempt(NO_FEATURES.why, why)
+    return features(name, fr.ModelContrast, moon, full, unsettled=refused, oracle_settings=told)
 
 
 def distilled(
@@ -295,9 +285,7 @@ def distilled(
     counts = term.needs is not Term.needs and "label_counts" in term.needs
     why = f"{name.partition('-')[0]} needs logits .batch, class"
     refused = NO_CLASSES if counts else Exempt(NO_CLASSES.why, why)
-    exempt = {"fixed-point": refused}
-    terms = [term(**settings)]
-    return case(name, terms, oracle, settings, neutral, *oracle_settings, exempt=exempt)
+    return case(name, term, oracle, settings, neutral, *oracle_settings, unsettled=refused)
 
 
 def clouds(
@@ -353,28 +341,14 @@ BALL = {"server_lr": 0.7, "momentum": 0.6}
 GKD = {"gamma": 1.2, "models": 3, "temperature": 2.0}
 PLUS = {"lam": 0.4, "temperature": 2.0}
 SLOW = {"beta": 0.6, "alpha": 0.9}
-ITS_OWN = {
-    "moves": Exempt("The global model is FedAvg's; each client's own is in test_personal.py.")
-}
+ITS_OWN = "The global model is FedAvg's; each client's own is in test_personal.py."
+DYN = "FedDyn is in it, which no setting makes FedAvg."
 CASES = [
-    case(
-        "FedAvg",
-        [],
-        fedavg,
-        {},
-        {},
-        exempt={"moves": Exempt("It is FedAvg, and so moves as FedAvg does.")},
-    ),
-    case("FedProx", [fr.Proximal(0.7)], fedprox, {"mu": 0.7}, {"mu": 0.0}),
-    case(
-        "FedProx-implicit",
-        [fr.Proximal(20.0, implicit=True)],
-        fedprox,
-        {"mu": 20.0, "implicit": True},
-        {"mu": 0.0},
-    ),
-    case("FedFOR-model", [fr.FirstOrder(0.6)], fedfor, {"alpha": 0.6}, {"alpha": 0.0}),
-    case("FedFOR-default", [fr.FirstOrder()], fedfor, {}, {"alpha": 0.0}, {"alpha": None}),
+    case("FedAvg", [], fedavg, {}, {}, unmoved="It is FedAvg, and so moves as FedAvg does."),
+    case("FedProx", fr.Proximal, fedprox, {"mu": 0.7}, {"mu": 0.0}),
+    case("FedProx-implicit", fr.Proximal, fedprox, {"mu": 20.0, "implicit": True}, {"mu": 0.0}),
+    case("FedFOR-model", fr.FirstOrder, fedfor, {"alpha": 0.6}, {"alpha": 0.0}),
+    case("FedFOR-default", fr.FirstOrder, fedfor, {}, {"alpha": 0.0}, {"alpha": None}),
     case(
         "FedFOR-delta",
         [fr.FirstOrder(0.6)],
@@ -387,7 +361,7 @@ CASES = [
     blended("FedCM-delta", 0.4, downlink="delta"),
     case(
         "FedSAM",
-        [fr.LocalPerturbation(0.05)],
+        fr.LocalPerturbation,
         fedsam,
         {"rho": 0.05},
         {"rho": 0.0},
@@ -395,37 +369,31 @@ CASES = [
     ),
     case(
         "FedLESAM",
-        [fr.GlobalPerturbation(0.1)],
+        fr.GlobalPerturbation,
         fedlesam,
         {"rho": 0.1},
         {"rho": 0.0},
-        exempt={"fixed-point": NEVER_AT_REST},
+        unsettled=NEVER_AT_REST,
     ),
     case(
         "FedSpeed",
         [fr.LocalPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
         fedspeed,
         {"lam": 0.4, "rho": 0.1, "alpha": 0.7},
-        {},
+        DYN,
         fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.07), p),
-        exempt=never("FedDyn is in it, which no setting makes FedAvg."),
     ),
     case(
         "FedSMOO",
         [fr.CommonPerturbation(0.1), fr.DynamicRegulariser(0.4)],
         fedsmoo,
         {"lam": 0.4, "rho": 0.1},
-        {},
-        exempt={
-            **never("FedDyn is in it, which no setting makes FedAvg."),
-            "fixed-point": Exempt(
-                "Its perturbations stay ρ long, and move the minimum by some of it."
-            ),
-        },
+        DYN,
+        unsettled=Exempt("Its perturbations stay ρ long, and move the minimum by some of it."),
     ),
     case(
         "FedInit",
-        [fr.RelaxedStart(0.3)],
+        fr.RelaxedStart,
         fedinit,
         {"beta": 0.3},
         {"beta": 0.0},
@@ -434,22 +402,19 @@ CASES = [
     ),
     case(
         "FedAdamW",
-        [fr.SharedMoments(0.5)],
+        fr.SharedMoments,
         fedadamw,
         {"gamma": 0.5},
-        {},
-        exempt={
-            **never("Its clients run AdamW, which no setting makes SGD."),
-            "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
-        },
+        "Its clients run AdamW, which no setting makes SGD.",
+        unsettled=Exempt("AdamW's steps do not get shorter near the minimum."),
     ),
     case(
         "FedVARP",
-        [fr.LastUpdates()],
+        fr.LastUpdates,
         fedvarp,
         {},
         {},
-        exempt={"moves": Exempt("It is FedAvg where all clients take part in every round.")},
+        unmoved="It is FedAvg where all clients take part in every round.",
         **NEARLY,
     ),
     case(
@@ -465,25 +430,24 @@ CASES = [
         [fr.LocalPerturbation(0.05), *control("SCAFFOLD", server_lr=0.8).terms],
         fedgamma,
         {"rho": 0.05, "server_lr": 0.8},
-        {"rho": 0.05, "server_lr": 0.8},
+        "No setting of FedGAMMA makes it FedAvg.",
         fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
-        exempt=never("No setting of FedGAMMA makes it FedAvg."),
     ),
     case(
         "FedLESAMS",
         [fr.GlobalPerturbation(0.1), fr.ControlVariates()],
         fedlesam_s,
         {"rho": 0.1},
-        {"rho": 0.1},
-        exempt={**never("No setting of SCAFFOLD makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+        "No setting of SCAFFOLD makes it FedAvg.",
+        unsettled=NEVER_AT_REST,
     ),
     case(
         "FedLESAMD",
         [fr.GlobalPerturbation(0.1), fr.DynamicRegulariser(0.4)],
         fedlesam_d,
         {"rho": 0.1, "alpha": 0.4},
-        {"rho": 0.1, "alpha": 0.4},
-        exempt={**never("No setting of FedDyn makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+        DYN,
+        unsettled=NEVER_AT_REST,
     ),
     case(
         "FedACG",
@@ -493,26 +457,19 @@ CASES = [
         {"lam": 0.0, "mu": 0.0},
         **NEARLY,
     ),
-    case(
-        "FedExP",
-        [fr.Extrapolation(1e-3)],
-        fedexp,
-        {"eps": 1e-3},
-        {"eps": 1e9},
-        settling={"eps": 0.2},
-    ),
+    case("FedExP", fr.Extrapolation, fedexp, {"eps": 1e-3}, {"eps": 1e9}, settling={"eps": 0.2}),
     fair("QFedAvg", 1.0),
     fair("QFedAvg-small", 0.3),
     control("SCAFFOLD", server_lr=0.8),
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
     control("SCAFFOLD-server-1", state="server", option=1),
-    driftless("FedDyn", fr.DynamicRegulariser(0.4), feddyn, {"alpha": 0.4}),
+    driftless("FedDyn", fr.DynamicRegulariser, feddyn, {"alpha": 0.4}),
     nova("FedNova"),
     nova("FedNova-momentum", momentum=0.6),
     nova("FedNova-proximal", mu=0.7),
-    driftless("VRLSGD", fr.GradientTracking(), vrlsgd, {}),
-    driftless("FedGATE", fr.GradientTracking(0.8), fedgate, {"server_lr": 0.8}),
+    driftless("VRLSGD", fr.GradientTracking, vrlsgd, {}),
+    driftless("FedGATE", [fr.GradientTracking(0.8)], fedgate, {"server_lr": 0.8}),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),
@@ -527,10 +484,10 @@ CASES = [
         {"beta": 0.7, **PLUS},
         {"beta": 0.0, "lam": 0.0},
         {"beta_local": 0.7, "beta_global": 0.7, **PLUS},
-        exempt={"fixed-point": NO_CLASSES},
+        unsettled=NO_CLASSES,
         **NEARLY,
     ),
-    case("SlowMo", [fr.SlowMomentum(**SLOW)], slowmo, SLOW, {"beta": 0.0}, **NEARLY),
+    case("SlowMo", fr.SlowMomentum, slowmo, SLOW, {"beta": 0.0}, **NEARLY),
     case(
         "FedOpt",
         [fr.TorchServerOptimizer(server_sgd)],
@@ -549,18 +506,18 @@ CASES = [
         {"server": "momentum", **BALL},
         **NEARLY,
     ),
-    features("RFedAvg", fr.FeatureTable(0.5), rfedavg, {"lam": 0.5}),
-    features("RFedAvgPlus", fr.LeaveOneOutMean(0.5), rfedavg_plus, {"lam": 0.5}),
+    features("RFedAvg", fr.FeatureTable, rfedavg, {"lam": 0.5}),
+    features("RFedAvgPlus", fr.LeaveOneOutMean, rfedavg_plus, {"lam": 0.5}),
     features(
         "RFedAvgPlus-sum",
-        fr.LeaveOneOutMean(0.5, sum_only=True),
+        fr.LeaveOneOutMean,
         rfedavg_plus,
         {"lam": 0.5, "sum_only": True},
         oracle_settings={"lam": 0.5},
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
-    features("FedDecorr", fr.Decorrelation(0.7), feddecorr, {"beta": 0.7}),
+    features("FedDecorr", fr.Decorrelation, feddecorr, {"beta": 0.7}),
     distilled(
         "FedNTD",
         fr.NotTrueDistillation,
@@ -596,47 +553,41 @@ CASES = [
     adaptive("FedYogi"),
     case(
         "Ditto",
-        [fr.PersonalModel(0.4, 0.3)],
+        fr.PersonalModel,
         ditto,
         {"lam": 0.4, "personal_lr": 0.3},
         {"lam": 0.0},
-        exempt=ITS_OWN,
+        unmoved=ITS_OWN,
     ),
     case(
         "APFL",
-        [fr.MixedModel(0.3)],
+        fr.MixedModel,
         apfl,
         {"alpha": 0.3},
         {"alpha": 0.0, "adaptive": False},
-        exempt=ITS_OWN,
+        unmoved=ITS_OWN,
     ),
     case(
         "FedBABU",
-        [fr.FixedHead()],
+        fr.FixedHead,
         fedbabu,
         {},
-        {},
-        exempt={
-            **never("No setting of FedBABU trains the output layer."),
-            "fixed-point": Exempt(
-                "The one parameter there is in no layer.", "found no layer with a weight"
-            ),
-        },
+        "No setting of FedBABU trains the output layer.",
+        unsettled=Exempt("The one parameter there is in no layer.", "found no layer with a weight"),
     ),
     case(
         "FedAMP",
-        [fr.CloudModel(**AMP)],
+        fr.CloudModel,
         fedamp,
         AMP,
-        {},
+        "No setting makes each client start at the global model.",
         fixed_point=partial(clouds, **AMP),
-        exempt=never("No setting makes each client start at the global model."),
     ),
-    driftless("Mime", fr.CorrectedMomentum(0.6), mime, {"beta": 0.6}),
-    driftless("Mime-without-momentum", fr.CorrectedMomentum(0.0), mime, {"beta": 0.0}),
+    driftless("Mime", fr.CorrectedMomentum, mime, {"beta": 0.6}),
+    driftless("Mime-without-momentum", fr.CorrectedMomentum, mime, {"beta": 0.0}),
     case(
         "MimeLite",
-        [fr.FixedMomentum(0.6)],
+        fr.FixedMomentum,
         mimelite,
         {"beta": 0.6},
         {"beta": 0.0},

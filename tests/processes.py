@@ -131,10 +131,8 @@ def ports_of(control: int, fleet: int) -> tuple[list[Any], Callable[[], list[Any
         return [*http, control, *messages], lambda: [*http, free_port()]
     others = {"--control-api-address": control, "--serverappio-api-address": free_port()}
     addresses = [word for key, port in others.items() for word in (key, f"127.0.0.1:{port}")]
-    return [*messages, *addresses], lambda: [
-        "--clientappio-api-address",
-        f"127.0.0.1:{free_port()}",
-    ]
+    app = "--clientappio-api-address"
+    return [*messages, *addresses], lambda: [app, f"127.0.0.1:{free_port()}"]
 
 
 @contextlib.contextmanager

@@ -110,16 +110,8 @@ def test_batches_that_run_out_are_named() -> None:
 
 TERMS: list[tuple[Any, Any, str]] = [
     (fr.RegStrategy, fr.Proximal(0.1), "takes a list of terms, such as .*, not the term Prox"),
-    (
-        fr.RegStrategy,
-        [fr.Proximal],
-        "terms are instances.*, not the class Proximal .a client's are",
-    ),
-    (
-        fr.RegStrategy,
-        [fr.FedProx(0.1)],
-        "terms are instances.*, not the strategy FedProx; give its",
-    ),
+    (fr.RegStrategy, [fr.Proximal], "terms are instances.*, not the class Proximal .a client's"),
+    (fr.RegStrategy, [fr.FedProx(0.1)], "terms are instances.*, not the strategy FedProx; give"),
     (fr.RegStrategy, [fr.Proximal(0.1), "x"], "terms are instances.*, not 'x'"),
     (fr.RegClient, fr.Proximal, "takes a list of classes of terms, .*, not the class Proximal"),
     (fr.RegClient, [fr.Proximal(0.1)], "terms are classes, .*hyper-parameters come from the strat"),

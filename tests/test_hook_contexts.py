@@ -51,18 +51,12 @@ def numbers(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def make_data() -> list[list[Batch]]:
     """Five clients with unequal numbers of batches of unequal size, and skewed labels."""
-    clients = []
+    clients: list[list[Batch]] = [[] for _ in SIZES]
     for k, sizes in enumerate(SIZES):
         g = torch.Generator().manual_seed(200 + k)
-        clients.append(
-            [
-                (
-                    torch.randn(b, 4, generator=g, dtype=torch.float64) + 0.3 * k,
-                    torch.randint(0, 2, (b,), generator=g) + k % 2,
-                )
-                for b in sizes
-            ]
-        )
+        for b in sizes:
+            x = torch.randn(b, 4, generator=g, dtype=torch.float64) + 0.3 * k
+            clients[k].append((x, torch.randint(0, 2, (b,), generator=g) + k % 2))
     return clients
 
 
@@ -93,17 +87,8 @@ def train(
     **length: Any,
 ) -> list[dict[str, np.ndarray]]:
     """Return the global model after each round; messages and states pass through bytes."""
-    grid = kind(app, len(DATA))
-    return problem.train(
-        strategy,
-        fr.RegClient,
-        clients=DATA,
-        grid=grid,
-        rounds=rounds,
-        model=model,
-        lr=LR,
-        length=length,
-    )
+    how: dict[str, Any] = {"clients": DATA, "grid": kind(app, len(DATA)), "model": model}
+    return problem.train(strategy, fr.RegClient, rounds=rounds, lr=LR, length=length, **how)
 
 
 # gradients elsewhere
@@ -178,7 +163,6 @@ def smoothed(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(output, targets, label_smoothing=0.2)
 
 
-@dataclass(frozen=True)
 class Reads(fr.Term):
     """Reads all that a client's context offers."""
 
@@ -224,11 +208,8 @@ class Reads(fr.Term):
         with pytest.raises(RuntimeError, match="gradient_at is there in `correct`"):
             ctx.gradient_at(ctx.start)
         end = {n: ctx.start[n] + d for n, d in delta.items()}
-        means = {
-            "loss": ctx.mean_loss(end),
-            "features": ctx.mean_features(end),
-            "first": ctx.mean_features(end, batches=1),
-        }
+        means = {"loss": ctx.mean_loss(end), "features": ctx.mean_features(end)}
+        means["first"] = ctx.mean_features(end, batches=1)
         note("data", (ctx.client_id, numbers(end), numbers(means), numbers(ctx.mean_gradient(end))))
         return delta, {}, {}
 
@@ -286,7 +267,6 @@ def test_functions_leave_no_trace_and_the_loss_is_the_clients_own() -> None:
 # what the server is told
 
 
-@dataclass(frozen=True)
 class Server(fr.Term, Weighs):
     """Notes the server's contexts."""
 

@@ -1,6 +1,6 @@
 """Some of ten clients lie: a training in one process, and its accuracy beside the honest one's."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, Message, MetricRecord, RecordDict
 from torch import nn
 
 from flwr_regs import InProcessGrid, StackedGrid
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build, client_class
+from flwr_regs.experiments.strategies import client_class
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.testing.problem import Batch, app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import parcel_of, reply_of
-from tests.conftest import drawn
+from tests.conftest import Tampered, drawn, start
+from tests.experiments.runs import strategy_of
 
 CLIENTS, LIAR, ROUNDS = 10, 3, 6
 CLASSES, INPUTS, BATCH, BATCHES = 10, 16, 16, 6
@@ -100,23 +100,16 @@ class Reply:
 Lie = Callable[[Reply], None]
 
 
-class Lying(InProcessGrid):
+def lying(app: Any, lie: Lie, clients: int, liars: Sequence[int]) -> InProcessGrid:
     """A grid on which some clients' replies, Flower's messages, are changed on their way."""
 
-    def __init__(self, app: Any, lie: Lie, clients: int, liars: Sequence[int]) -> None:
-        super().__init__(app, clients)
-        self.lie, self.liars = lie, liars
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if pid in liars and kind in LIED and not reply.has_error():
+            number = int(message.content["config"]["server-round"])
+            lie(Reply(pid, kind, number, reply.content))
+        return reply
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message, i in zip(messages, ids, strict=True):
-            kind, reply = message.metadata.message_type, self._replies[i]
-            pid = message.metadata.dst_node_id - 1000
-            if pid in self.liars and kind in LIED and not reply.has_error():
-                number = int(message.content["config"]["server-round"])
-                self.lie(Reply(pid, kind, number, reply.content))
-        return ids
+    return Tampered(app, clients, change)
 
 
 class LyingStack(StackedGrid):
@@ -186,18 +179,12 @@ def play(
     torch.manual_seed(0)
     liars = [k % clients for k in liars]
     call = SETTINGS.get(method) or (METHODS[method].example if method in METHODS else method)
-    (calls,) = parse_methods(call).values()
-    strategy: Any = build(calls, **{"seed": 2, "fraction_evaluate": 0.0, **settings})
+    strategy: Any = strategy_of(call, **{"seed": 2, "fraction_evaluate": 0.0, **settings})
     data = [batches(k, flipped and k in liars) for k in range(clients)]
     model = make_model(batch_norm)
     app = app_of(client_class(strategy), data, lambda: make_model(batch_norm))
-    strategy.start(
-        grid=(LyingStack if stacked else Lying)(app, lie, clients, liars),
-        initial_arrays=ArrayRecord(model.state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord(dict(length)),
-        resume_from=resume,
-    )
+    grid = (LyingStack if stacked else lying)(app, lie, clients, liars)
+    start(strategy, grid, rounds, lambda: model, length, resume_from=resume)
     model.load_state_dict(strategy.arrays.to_torch_state_dict())
     model.eval()
     x, y = examples()[-1]

@@ -25,6 +25,7 @@ from tests.attacks.harness import CLIENTS, HUGE, LIAR, Lie, Reply, honest, make_
 
 LEAST = 0.05
 """The accuracy that a lie may cost."""
+TWO = ("FedAvg", "EFL")
 NORMED = ("FedBN", "FedPer")
 EVERY = tuple(name for name in METHODS if name not in NORMED)  # they need another model
 UPLOADING = ("EFL", "FedCurv", "SCAFFOLD(option=1)", "MimeLite", "RFedAvg")
@@ -42,6 +43,14 @@ def values(change: Callable[[np.ndarray], Any], at: int = 0, record: str = "arra
                 reply.change(name, "", change)
 
     return lie
+
+
+def longer(more: float, at: int = 0) -> Lie:
+    return values(lambda a: a + more, at)
+
+
+def uploads(value: float, at: int = 0) -> Lie:
+    return values(lambda a: 0 * a + value, at, ".upload")
 
 
 def buffer(name: str, value: float) -> Lie:
@@ -189,9 +198,7 @@ ATTACKS: dict[str, Attack] = {
         0.1,
         settings=BOUNDED,
     ),
-    "1 step of 9, bounded": Attack(
-        claims(local_steps=1), ("FedAvg", "EFL"), 0, settings=BOUNDED | SCALE
-    ),
+    "1 step of 9, bounded": Attack(claims(local_steps=1), TWO, 0, settings=BOUNDED | SCALE),
     "1 step of 9, FedNova, bounded": Attack(
         claims(local_steps=1),
         ("FedNova()", "FedNova(momentum=0.5)", "FedNova(mu=0.5)"),
@@ -200,7 +207,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "1 step of many, bounded": Attack(
         claims(local_steps=1, planned_steps=MANY, num_examples=MANY),
-        ("FedAvg", "EFL"),
+        TWO,
         0,
         settings=BOUNDED | SCALE | BY_EPOCHS,
     ),
@@ -214,19 +221,16 @@ ATTACKS: dict[str, Attack] = {
         claims(local_steps=99, planned_steps=99), ("FedNova", "SCAFFOLD"), 6
     ),
     "a loss of 1e15": Attack(
-        values(lambda a: 0 * a + 1e15, record="qfedavg.upload"),
+        uploads(1e15),
         ("QFedAvg(q=0.5)", "QFedAvg(q=1.0)", "QFedAvg(q=2.0)"),
         6,
         event=FAR,
         settings=FLIPPED,
     ),
     "a loss of 1e-12": Attack(
-        values(lambda a: 0 * a + 1e-12, record="qfedavg.upload"),
-        ("QFedAvg(q=0.5)", "QFedAvg(q=0.2)"),
-        0,
-        settings={"rounds": 20},
+        uploads(1e-12), ("QFedAvg(q=0.5)", "QFedAvg(q=0.2)"), 0, settings={"rounds": 20}
     ),
-    "a training loss of 1e15": Attack(claims(train_loss=1e15), ("FedAvg", "EFL"), 0, 0.0),
+    "a training loss of 1e15": Attack(claims(train_loss=1e15), TWO, 0, 0.0),
     "no training loss": Attack(claims(train_loss=float("nan")), ("FedAvg",), 0, 0.0),
     "many examples processed": Attack(claims(examples_processed=10**15), ("FedAvg",), 0, 0.0),
     **{
@@ -238,15 +242,11 @@ ATTACKS: dict[str, Attack] = {
         for n in (-1, 9.0, float("nan"), 2**62)
     },
     # what it sends
-    "one huge update in round 1": Attack(values(lambda a: a + HUGE, 1), EVERY, 1, event=FAR),
-    "one huge update in round 2": Attack(
-        values(lambda a: a + HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR
-    ),
-    "one huge update in the last round": Attack(
-        values(lambda a: a - HUGE, 6), ("FedDyn", *EVERY), 1, event=FAR
-    ),
+    "one huge update in round 1": Attack(longer(HUGE, 1), EVERY, 1, event=FAR),
+    "one huge update in round 2": Attack(longer(HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR),
+    "one huge update in the last round": Attack(longer(-HUGE, 6), ("FedDyn", *EVERY), 1, event=FAR),
     "huge updates": Attack(values(lambda a: -HUGE * a), ("FedAMP", *EVERY), 6, event=FAR),
-    "a long update": Attack(values(lambda a: a + 3000.0, 3), ("EFL", *EVERY), 1, event=FAR),
+    "a long update": Attack(longer(3000.0, 3), ("EFL", *EVERY), 1, event=FAR),
     "a huge update in half precision": Attack(
         values(lambda a: a + 2e4 if a.dtype == np.float16 else a, 2),
         ("FedAvg", "FedADC"),
@@ -255,23 +255,14 @@ ATTACKS: dict[str, Attack] = {
         settings={"wire_dtype": "float16"},
     ),
     "infinite updates": Attack(values(lambda a: a * np.inf), ("FedCurv", *EVERY), 6),
-    "a huge upload": Attack(
-        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload"
-    ),
+    "a huge upload": Attack(uploads(HUGE, 2), UPLOADING, 1, event="upload"),
     "Fisher information of an unstable pull": Attack(
-        values(lambda a: 9e5 * a, 1, ".upload"),
-        ("EFL", "FedCurv", "EFL(lam=0.01, density_up=0.3)"),
-        1,
-        event="over 10 times",
+        values(lambda a: 9e5 * a, 1, ".upload"), ("EFL", "FedCurv", CODED), 1, event="over 10 times"
     ),
-    "a huge upload in round 1": Attack(
-        values(lambda a: 0 * a + HUGE, 1, ".upload"), UPLOADING[1:], 1, event="upload"
-    ),
-    "a huge probe": Attack(
-        values(lambda a: 0 * a + HUGE, 2, ".upload"), PROBING, 1, event="first exchange"
-    ),
+    "a huge upload in round 1": Attack(uploads(HUGE, 1), UPLOADING[1:], 1, event="upload"),
+    "a huge probe": Attack(uploads(HUGE, 2), PROBING, 1, event="first exchange"),
     "a negative huge probe in round 1": Attack(
-        values(lambda a: 0 * a - HUGE, 1, ".upload"), PROBING[::-1], 1, event="first exchange"
+        uploads(-HUGE, 1), PROBING[::-1], 1, event="first exchange"
     ),
     "a negative variance": Attack(
         buffer("running_var", -100.0), ("FedAvg", "FedADC"), 6, event="negative", settings=NORM
@@ -279,25 +270,15 @@ ATTACKS: dict[str, Attack] = {
     "a huge mean in BatchNorm": Attack(
         buffer("running_mean", -HUGE), ("FedAvg", "SCAFFOLD"), 6, event=FAR, settings=NORM
     ),
-    "a huge variance": Attack(
-        buffer("running_var", HUGE), ("FedAvg", "EFL"), 6, event=FAR, settings=NORM
-    ),
+    "a huge variance": Attack(buffer("running_var", HUGE), TWO, 6, event=FAR, settings=NORM),
     "a huge update in a cohort of two": Attack(
-        values(lambda a: a + HUGE, 2),
-        ("FedAvg", "EFL", "SCAFFOLD", "FedAdam"),
-        1,
-        event=PAST,
-        settings=PAIR,
+        longer(HUGE, 2), ("FedAvg", "EFL", "SCAFFOLD", "FedAdam"), 1, event=PAST, settings=PAIR
     ),
     "a huge update in round 1 of a cohort of two": Attack(
-        values(lambda a: a + HUGE, 1), ("FedAvg", "EFL", "SCAFFOLD"), 1, 0.1, FAR, PAIR
+        longer(HUGE, 1), ("FedAvg", "EFL", "SCAFFOLD"), 1, 0.1, FAR, PAIR
     ),
-    "a huge upload in a cohort of two": Attack(
-        values(lambda a: 0 * a + HUGE, 3, ".upload"), UPLOADING[2:], 1, 0.1, PAST, PAIR
-    ),
-    "a huge probe in a cohort of two": Attack(
-        values(lambda a: 0 * a + HUGE, 3, ".upload"), PROBING[:1], 1, 0.1, PAST, PAIR
-    ),
+    "a huge upload in a cohort of two": Attack(uploads(HUGE, 3), UPLOADING[2:], 1, 0.1, PAST, PAIR),
+    "a huge probe in a cohort of two": Attack(uploads(HUGE, 3), PROBING[:1], 1, 0.1, PAST, PAIR),
     "a huge mean in BatchNorm in a cohort of two": Attack(
         buffer("running_mean", HUGE), ("FedAvg", "SCAFFOLD"), 6, 0.1, "change", NORM | PAIR
     ),
@@ -309,16 +290,14 @@ ATTACKS: dict[str, Attack] = {
         settings=NORM | {"aggregator": fr.NormBound()},
     ),
     # what it says about its arrays
-    "other buffers than the others'": Attack(
-        entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6
-    ),
-    "each parameter under two names": Attack(twice("_orig_mod."), ("FedAvg", "EFL"), 6),
+    "other buffers than the others'": Attack(entry(keys.NOT_TRAINED_KEY, ["0.bias"]), TWO, 6),
+    "each parameter under two names": Attack(twice("_orig_mod."), TWO, 6),
     "a second value under another name": Attack(twice("_orig_mod.", 5.0), ("FedAvg", "Mime"), 6),
     "a wrapper's names beside the plain ones": Attack(twice("module."), named=2, settings=SHORT),
     "a reply of another training": Attack(entry(keys.START_KEY, "x"), ("FedAvg", "Mime"), 6),
     "a reply of no round": Attack(entry(keys.ROUND_KEY, -1), ("FedAvg", "Mime"), 6),
-    "another method": Attack(entry(keys.METHOD_KEY, "FedProx"), ("FedAvg", "EFL"), 6),
-    "the reply of round 1 again": Attack(again("train"), ("FedAvg", "EFL"), 5),
+    "another method": Attack(entry(keys.METHOD_KEY, "FedProx"), TWO, 6),
+    "the reply of round 1 again": Attack(again("train"), TWO, 5),
     "the model of round 1 again, as a new one": Attack(
         again("train", renamed=True), ("FedAvg", "SCAFFOLD"), 0
     ),
@@ -328,9 +307,7 @@ ATTACKS: dict[str, Attack] = {
         entry(keys.LAYER_KEY, "x" * 10**6), ("FedAvg",), 0, 0.0, settings=SHORT
     ),
     # how much of it
-    "arrays that grow": Attack(
-        instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype)), ("FedAvg", "EFL"), 6
-    ),
+    "arrays that grow": Attack(instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype)), TWO, 6),
     "an array more, that grows": Attack(beside("arrays"), ("FedAvg", "SCAFFOLD"), 6),
     "uploads that grow": Attack(
         instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype), ".upload"),
@@ -370,7 +347,7 @@ ATTACKS: dict[str, Attack] = {
     # nothing but numbers about itself
     "no number in any metric": Attack(
         claims(train_loss=float("nan"), examples_processed=float("inf"), lr=float("nan")),
-        ("FedAvg", "EFL"),
+        TWO,
         0,
         0.0,
     ),
@@ -385,42 +362,32 @@ ATTACKS: dict[str, Attack] = {
         only(keys.PROBE, instead(lambda a, t: a[..., :1], ".upload")), PROBING, 6
     ),
     "a probe of nothing": Attack(
-        only(keys.PROBE, lambda r: r.content.update({"mime.upload": ArrayRecord()})),
-        ("Mime",),
-        6,
+        only(keys.PROBE, lambda r: r.content.update({"mime.upload": ArrayRecord()})), ("Mime",), 6
     ),
     "a probe of many examples, bounded": Attack(
         only(keys.PROBE, claims(num_examples=10**15)), PROBING, 0, 0.1, settings=BOUNDED
     ),
     "an honest probe, and a huge update": Attack(
-        only("train", values(lambda a: a + HUGE, 3)), PROBING, 1, event=FAR
+        only("train", longer(HUGE, 3)), PROBING, 1, event=FAR
     ),
     # several that agree
     "a minority's huge updates": Attack(
-        values(lambda a: a + HUGE, 2), ("FedDyn", *EVERY), 1, event=FAR, liars=MINORITY
+        longer(HUGE, 2), ("FedDyn", *EVERY), 1, event=FAR, liars=MINORITY
     ),
     "a minority's huge uploads": Attack(
-        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload", liars=MINORITY
+        uploads(HUGE, 2), UPLOADING, 1, event="upload", liars=MINORITY
     ),
     "a minority's huge probes": Attack(
-        values(lambda a: 0 * a - HUGE, 2, ".upload"),
-        PROBING,
-        1,
-        event="first exchange",
-        liars=MINORITY,
+        uploads(-HUGE, 2), PROBING, 1, event="first exchange", liars=MINORITY
     ),
     "a minority's negative variances": Attack(
         buffer("running_var", -1.0), ("FedAvg",), 6, event="negative", settings=NORM, liars=MINORITY
     ),
     "a minority that names other buffers": Attack(
-        entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6, liars=MINORITY
+        entry(keys.NOT_TRAINED_KEY, ["0.bias"]), TWO, 6, liars=MINORITY
     ),
     "a minority of 1 step of 9, bounded": Attack(
-        claims(local_steps=1),
-        ("FedAvg", "EFL"),
-        0,
-        settings=SCALE | {"max_weight": 0.1},
-        liars=MINORITY,
+        claims(local_steps=1), TWO, 0, settings=SCALE | {"max_weight": 0.1}, liars=MINORITY
     ),
     "two with many examples, bounded": Attack(
         claims(num_examples=10**15),
@@ -435,7 +402,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     # where updates are clipped
     "a huge update where it is clipped": Attack(
-        values(lambda a: a + HUGE), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE
+        longer(HUGE), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE
     ),
     "many examples where all weigh alike": Attack(
         claims(num_examples=10**15), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE | FLIPPED
@@ -445,24 +412,18 @@ ATTACKS: dict[str, Attack] = {
     ),
     # in a stack, without messages
     "a huge update in a stack": Attack(
-        values(lambda a: a + HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR, settings=STACK
+        longer(HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR, settings=STACK
     ),
     "a huge upload in a stack": Attack(
-        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload", settings=STACK
+        uploads(HUGE, 2), UPLOADING, 1, event="upload", settings=STACK
     ),
     "a huge probe in a stack": Attack(
-        values(lambda a: 0 * a + HUGE, 2, ".upload"),
-        PROBING,
-        1,
-        event="first exchange",
-        settings=STACK,
+        uploads(HUGE, 2), PROBING, 1, event="first exchange", settings=STACK
     ),
     "infinite updates in a stack": Attack(
         values(lambda a: a * np.inf), ("FedAvg", "FedDyn"), 6, settings=STACK
     ),
-    "the reply of round 1 again, in a stack": Attack(
-        again("train"), ("FedAvg", "EFL"), 5, settings=STACK
-    ),
+    "the reply of round 1 again, in a stack": Attack(again("train"), TWO, 5, settings=STACK),
     "1 step of 9 in a stack, bounded": Attack(
         claims(local_steps=1), ("FedAvg",), 0, settings=BOUNDED | SCALE | STACK
     ),
@@ -481,10 +442,7 @@ CELLS = [
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        pytest.param(name, m, marks=[pytest.mark.full] * rest, id=f"{name}-{m}")
-        for name, m, rest in CELLS
-    ],
+    [pytest.param(n, m, marks=[pytest.mark.full] * rest, id=f"{n}-{m}") for n, m, rest in CELLS],
 )
 def test_a_lie_costs_next_to_nothing(name: str, method: str) -> None:
     attack = ATTACKS[name]

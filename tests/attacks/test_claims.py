@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.aggregate.weights import (
     Stats,
@@ -22,6 +20,7 @@ from flwr_regs.server.aggregate.weights import (
 )
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext
+from tests.experiments.runs import strategy_of
 
 LIAR, STEPS = 3, 9
 BASE = {"w": np.zeros(4)}
@@ -29,7 +28,7 @@ BASE = {"w": np.zeros(4)}
 
 def weighers() -> dict[str, Any]:
     """The terms that weigh: those of the registry's examples, others of their settings, and scaling."""
-    examples = [build(*parse_methods(row.example).values()) for row in METHODS.values()]
+    examples = [strategy_of(row.example) for row in METHODS.values()]
     found = {s.method_name: t for s in examples for t in s.term.terms if isinstance(t, Weighs)}
     assert set(found) == {"FedNova", "QFedAvg"}
     more = (fr.NormalizedAveraging(momentum=0.9), fr.NormalizedAveraging(mu=2.0))

@@ -14,10 +14,7 @@ from benchmarks import common
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
-COMMANDS = (
-    ("rfedavg_bytes.py", "--clients", "20"),
-    ("codec.py", "--repeats", "1"),
-)
+COMMANDS = (("rfedavg_bytes.py", "--clients", "20"), ("codec.py", "--repeats", "1"))
 POINTS = 3.0
 """Accuracies differ by so much between kinds of processors, in per cent."""
 

@@ -47,10 +47,7 @@ def test_a_part_is_kept_when_it_is_done_and_one_that_fails_does_not_stop_the_oth
     assert command.measure(["clients", "codec"], out, "before", quick=True) == ["clients"]
     assert command.measure(["codec"], out, "now", quick=True) == []
     found = json.loads(out.read_text())
-    assert {tag: list(parts) for tag, parts in found.items()} == {
-        "before": ["codec"],
-        "now": ["codec"],
-    }
+    assert {t: list(parts) for t, parts in found.items()} == {"before": ["codec"], "now": ["codec"]}
 
 
 def test_a_library_is_drawn_from_the_run_that_has_the_package_too(tmp_path: Path) -> None:

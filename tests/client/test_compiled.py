@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from torch import nn
 
 import flwr_regs as fr
@@ -17,7 +17,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.methods.client_loss.rfedavg import LeaveOneOutMean
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire.records import parcel_of
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import close, make_clients, make_model, start
 
 Build = Callable[[], nn.Module]
 
@@ -43,13 +43,9 @@ def counting() -> tuple[Build, list[int]]:
 def train(server: Build, client: Build) -> dict[str, Any]:
     strategy = fr.FedFOR(alpha=0.1)
     seen: list[list[str]] = []
-    result = strategy.start(
-        fr.InProcessGrid(app_of(fr.FedFORClient, make_clients(), client), 4),
-        ArrayRecord(server().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        evaluate_fn=lambda number, arrays: seen.append(list(arrays)),
-    )
+    grid = fr.InProcessGrid(app_of(fr.FedFORClient, make_clients(), client), 4)
+    told = {"evaluate_fn": lambda number, arrays: seen.append(list(arrays))}
+    result = start(strategy, grid, model=server, **told)
     assert seen == [list(make_model().state_dict())] * 3
     return {n: a.numpy() for n, a in result.arrays.items()}
 

@@ -151,10 +151,8 @@ def odd(make: Any, *args: Any, **kwargs: Any) -> nn.Module:
 @pytest.mark.parametrize(
     "model",
     [
-        odd(Recurrent, nn.LSTM),
-        odd(Recurrent, nn.GRU),
-        odd(Custom, 4, 3),
-        odd(Branch, 4, 3),
+        *(odd(Recurrent, kind) for kind in (nn.LSTM, nn.GRU)),
+        *(odd(kind, 4, 3) for kind in (Custom, Branch)),
         odd(Words, 2, 3, sparse=True),
     ],
     ids=["lstm", "gru", "custom", "branch", "sparse"],

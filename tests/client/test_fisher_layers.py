@@ -1,6 +1,7 @@
 """The squares of gradients from layers' inputs: against backpropagation, one sample at a time."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,11 +67,12 @@ def shared_bias() -> nn.Module:
     return model
 
 
+linear = partial(nn.Linear, 4, 3)
 LINEAR = {"weight", "bias"}
 OUT = {"out.weight", "out.bias"}
 AB = {"a.weight", "a.bias", "b.weight", "b.bias"}
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "linear": (lambda: nn.Linear(4, 3), LINEAR),
+    "linear": (linear, LINEAR),
     "inplace": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
         {"0.weight", "0.bias", "2.weight", "2.bias"},
@@ -118,24 +120,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         {"b.weight", "b.bias"},
     ),
     "shared-bias": (shared_bias, {"0.weight"}),
-    "penalty": (
-        lambda: Called(lambda m, x: m.a(x) * m.a.weight.norm(), a=nn.Linear(4, 3)),
-        {"a.bias"},
-    ),
+    "penalty": (lambda: Called(lambda m, x: m.a(x) * m.a.weight.norm(), a=linear()), {"a.bias"}),
     "own-function": (
         lambda: Called(
             lambda m, x: m.b(Twice.apply(m.a(x), m.a.weight)), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
         ),
         AB - {"a.weight"},
     ),
-    "weight-norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
-        {"bias"},
-    ),
+    "weight-norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), {"bias"}),
     "over-the-batch": (  # of one sample
-        lambda: Called(
-            lambda m, x: m.b(m.a(x) - x.mean(0) / 2), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
-        ),
+        lambda: Called(lambda m, x: m.b(m.a(x) - x.mean(0) / 2), a=nn.Linear(4, 4), b=linear()),
         AB,
     ),
 }

@@ -6,25 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.client.memory import decode, encode
-from flwr_regs.client.train.optimizer import load_state, state_of
-from flwr_regs.testing.problem import (
-    RepeatingGrid,
-    SerialisingGrid,
-    app_of,
-    train,
-)
+from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from tests.conftest import close, descend, make_clients, make_model
 from tests.flower.clients.test_own_loop import own_app
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
+
+
+def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Two groups, in another order than the model's parameters."""
+    first, *others = reversed(list(parameters))
+    return torch.optim.Adam([{"params": others}, {"params": [first]}], lr=lr)
+
+
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.05),
     "SGD": partial(torch.optim.SGD, momentum=0.8, nesterov=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": partial(torch.optim.ASGD, lambd=1.0),
+    "groups": grouped,
 }
 
 
@@ -68,30 +71,6 @@ def test_the_state_is_client_state(grid: Any) -> None:
         assert all(not e["lost_state"] for e in strategy.history)
     for a, b in zip(*found, strict=True):
         close(a, b, 0.0)
-
-
-@pytest.mark.parametrize("name", ["Adam", "Rprop", "ASGD"])
-def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
-    """With two groups, in another order than the model's parameters; through the bytes that are kept."""
-
-    def fresh(model: nn.Module) -> torch.optim.Optimizer:
-        first, *others = reversed(list(model.parameters()))
-        kind = getattr(torch.optim, name)
-        return kind([{"params": others}, {"params": [first]}], lr=0.05)  # type: ignore[no-any-return]
-
-    model = make_model()
-    optimizer = fresh(model)
-    descend(model, optimizer, make_clients()[1])
-    state = state_of(optimizer, dict(model.named_parameters()))
-    kept = decode(encode({"optimizer": state}))
-    again = make_model()
-    again.load_state_dict(model.state_dict())
-    restored = fresh(again)
-    load_state(restored, dict(again.named_parameters()), kept.get("optimizer", {}))
-    descend(model, optimizer, make_clients()[1])
-    descend(again, restored, make_clients()[1])
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 # what is refused

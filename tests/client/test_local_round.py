@@ -2,10 +2,9 @@
 
 import gc
 import weakref
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from flwr_regs import MOON, Ditto, FedSAM
-from flwr_regs.abilities import Freezes
+from flwr_regs import MOON, Ditto, FedSAM, FixedHead
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import as_pairs, count_examples
-from flwr_regs.term import Term
 from tests.conftest import descend, make_clients, make_model
 
 FEDAVG = chain([])
@@ -141,21 +138,11 @@ def test_the_mean_loss_of_a_model_in_half_precision_does_not_overflow() -> None:
     assert go(make_model(torch.float16), data, loss_fn=large).loss == pytest.approx(60000, rel=1e-3)
 
 
-@dataclass(frozen=True)
-class Hold(Term, Freezes):
-    """Holds one layer still."""
-
-    name: ClassVar[str] = "hold"
-
-    def frozen(self, names: Collection[str]) -> set[str]:
-        return {n for n in names if n.startswith("2.")}
-
-
 def test_what_a_term_holds_still_is_left_alone_by_any_optimiser_of_a_loop() -> None:
     """Also by one over all of the model, with weight decay and momentum; then the model is as before."""
     model, data = make_model(), make_clients()[2]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    training = LocalTraining(model, chain([Hold()]), data, lr=0.1, epochs=1, device="cpu")
+    training = LocalTraining(model, FixedHead(), data, lr=0.1, epochs=1, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     for x, y in training.batches():
         optimizer.zero_grad()

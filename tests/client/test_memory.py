@@ -18,18 +18,15 @@ from flwr_regs.wire import keys
 Arrays = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class IfUsed(fr.Term):
     name: ClassVar[str] = "if-used"
 
 
-@dataclass(frozen=True)
 class Always(fr.Term):
     name: ClassVar[str] = "always"
     keeps: ClassVar[str] = "always"
 
 
-@dataclass(frozen=True)
 class Back(fr.Term, TakesBack):
     """Notes which rounds were not used."""
 
@@ -49,22 +46,13 @@ def stated(course: Course) -> dict[str, list[float]]:
     """The state of round t is what the course of used rounds says."""
     came = [i for _, i, _ in course]
     back = [x for _, i, used in course for x in ([i] if used else [i, -i])]
-    return {
-        "if-used": [x for k, (_, x, used) in enumerate(course) if used],
-        "always": came,
-        "regs": came,
-        "back": back,
-    }
+    kept = [i for _, i, used in course if used]
+    return {"if-used": kept, "always": came, "regs": came, "back": back}
 
 
 def told(number: int, start: str = "a") -> dict[str, Any]:
     """The config of a client's round."""
-    return {
-        keys.ROUND_KEY: number,
-        keys.START_KEY: start,
-        keys.CLIENT_KEY: 0,
-        keys.METHOD_KEY: "m",
-    }
+    return {keys.ROUND_KEY: number, keys.START_KEY: start, keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
 
 
 class Crash(BaseException):

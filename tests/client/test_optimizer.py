@@ -1,21 +1,17 @@
 """The optimiser that a round's config describes: against plain loops, and with every method."""
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of
-from flwr_regs.term import Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import start_weights
 from flwr_regs.wire.config import OPTIMIZERS
@@ -92,66 +88,40 @@ def test_a_client_has_one_optimiser() -> None:
             run(fedprox(), fr.FedProxClient, train={**LENGTH, **SETTINGS}, **how)
         run(fedprox(), fr.FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
     unasked = r"the config sets \['momentum', 'weight-decay'\]: create it with loop.optimizer"
+    grid = own_loop(torch.optim.SGD, without("optimizer"))
     with pytest.raises(fr.RoundFailed, match=unasked):
-        run(
-            fedprox(),
-            fr.FedProxClient,
-            train={**LENGTH, **SETTINGS},
-            grid=own_loop(torch.optim.SGD, without("optimizer")),
-        )
+        run(fedprox(), fr.FedProxClient, train={**LENGTH, **SETTINGS}, grid=grid)
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "config": {"clip-norm": -1.0}}
     with pytest.raises(ValueError, match="config key 'clip-norm' must be a positive number"):
-        LocalTraining(
-            make_model(), chain([]), make_clients()[0], lr=0.1, steps=1, config={"clip-norm": -1.0}
-        )
+        LocalTraining(make_model(), chain([]), make_clients()[0], **how)
 
 
 # What moves, and what must not
-
-
-@dataclass(frozen=True)
-class Still(Term, Freezes):
-    """Holds the first layer's weight."""
-
-    name: ClassVar[str] = "still"
-
-    def frozen(self, names: Collection[str]) -> set[str]:
-        return {"0.weight"}
 
 
 @pytest.mark.parametrize("name", [n for n, takes in OPTIMIZERS.items() if takes][::3])
 def test_decay_and_momentum_move_nothing_that_is_held_still(name: str) -> None:
     """Neither what a term holds, nor what has ``requires_grad=False``."""
     model, before = make_model(), make_model().state_dict()
-    model[2].weight.requires_grad_(False)
+    model[0].weight.requires_grad_(False)
     config = {"optimizer": name, **{key: SETTINGS[key] for key in OPTIMIZERS[name]}}
-    term = chain([Still(), fr.Proximal(0.5)])
+    term = chain([fr.FixedHead(), fr.Proximal(0.5)])
     local_round(model, term, make_clients()[0], lr=0.1, epochs=3, config=config, device="cpu")
     same = {n for n, value in model.state_dict().items() if torch.equal(value, before[n])}
-    assert same == {"0.weight", "2.weight"}
+    assert same == {"0.weight", "2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
     """The squares of such gradients overflow float16: the norm is taken in float32."""
-    params = [
-        nn.Parameter(torch.zeros(3, 4, dtype=dtype)),
-        nn.Parameter(torch.zeros(2, dtype=dtype)),
-    ]
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (2,))]
     for p in params:
         p.grad = torch.full_like(p, 3e4)
     clip([*params, nn.Parameter(torch.zeros(5))], 1.0)
     for p in params:
         assert p.grad is not None
         torch.testing.assert_close(p.grad, torch.full_like(p, 14**-0.5), rtol=1e-2, atol=0)
-    data = make_clients(1, dtype)[0]
-    config = {**SETTINGS, "clip-norm": 0.1}
-    result = local_round(
-        make_model(dtype),
-        chain([fr.Proximal(0.1)]),
-        data,
-        lr=0.1,
-        steps=3,
-        config=config,
-        device="cpu",
-    )
+    how: dict[str, Any] = {"lr": 0.1, "steps": 3, "config": {**SETTINGS, "clip-norm": 0.1}}
+    term, data = chain([fr.Proximal(0.1)]), make_clients(1, dtype)[0]
+    result = local_round(make_model(dtype), term, data, device="cpu", **how)
     assert all(d.isfinite().all() and d.any() for d in result.delta.values())

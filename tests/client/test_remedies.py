@@ -28,10 +28,7 @@ CASES = [
     (loader(X, Y - 1), "a label is -1, but the model has 3 outputs"),
     (loader(X, Y.float()), r"the labels are torch\.float32, expected torch\.int64: give y\.long"),
     (loader(X, Y.to(torch.int16)), r"the labels are torch\.int16, expected torch\.int64"),
-    (
-        loader(X, Y[:, None]),
-        r"the labels have the shape \(4, 1\), expected \(4,\): give y\.squeeze",
-    ),
+    (loader(X, Y[:, None]), r"labels have the shape \(4, 1\), expected \(4,\): give y\.squeeze"),
     (loader(X, nn.functional.one_hot(Y)), r"the labels are one-hot integers .*give y\.argmax\(1\)"),
     (loader(X[:, :3], Y), r"an example has the shape \(3,\), which does not fit a layer"),
     (loader(X.double(), Y), r"the inputs are torch\.float64, expected torch\.float32: give x\.to"),

@@ -1,6 +1,5 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort.stacks import Stacks
 from tests import conftest
+from tests.conftest import Log
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
 
 
@@ -130,14 +130,9 @@ def test_step_budgets_are_kept_on_every_way() -> None:
     clients = clients_of(
         [pair(k) for k in range(5)], step_budgets=lambda k, r: 1 if (k, r) == (2, 2) else None
     )
-    models = [
-        trained(grid, "FedProx", mu=0.1)
-        for grid in (
-            fr.InProcessGrid(clients.app(fr.FedProxClient), 5),
-            fr.InProcessGrid(clients),
-            fr.StackedGrid(clients),
-        )
-    ]
+    messages = fr.InProcessGrid(clients.app(fr.FedProxClient), 5)
+    grids = (messages, fr.InProcessGrid(clients), fr.StackedGrid(clients))
+    models = [trained(grid, "FedProx", mu=0.1) for grid in grids]
     close(models[1], models[0])
     close(models[2], models[0])
     assert not np.allclose(
@@ -156,9 +151,8 @@ def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid
     clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
 
     def client_fn(context: Any) -> Any:
-        return fr.FedBNClient(
-            model(), loader(int(context.node_config["partition-id"])), device="cpu"
-        )
+        data = loader(int(context.node_config["partition-id"]))
+        return fr.FedBNClient(model(), data, device="cpu")
 
     ends = [
         run(fr.FedBN(seed=3, fraction_evaluate=0.0, fraction_train=0.4), places, 4, model)
@@ -173,9 +167,8 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     given = {} if method == "SCAFFOLD" else {"lam": 0.1, "density_up": 0.3, "density_down": 0.3}
     models = []
     for number in (1, 2):
-        clients = fr.Clients(
-            perceptron_of_two, [pair(k) for k in range(5)], batch_size=8, device="cpu"
-        )
+        sets = [pair(k) for k in range(5)]
+        clients = fr.Clients(perceptron_of_two, sets, batch_size=8, device="cpu")
         grid = fr.StackedGrid(clients, workers=number)
         models.append((trained(grid, method, fraction_evaluate=0.0, **given), kept_by(grid)))
         assert not grid.fallbacks
@@ -272,11 +265,7 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
 
 BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     # what is wrong: what Clients get, the share that evaluates, what is said
-    "no test set": (
-        {},
-        1.0,
-        "no test sets to evaluate on: give Clients test_sets=, or set fraction_",
-    ),
+    "no test set": ({}, 1.0, "no test sets to evaluate on: give Clients test_sets=, or set frac"),
     "labels": (
         {"train_sets": [pair(0), (pair(1)[0], pair(1)[1] + 3)]},
         0.0,
@@ -308,14 +297,13 @@ def test_a_gpu_that_is_not_there_is_found_where_clients_are_made() -> None:
         fr.Clients(perceptron, [pair(0)], device="cuda")
 
 
-def test_an_error_of_all_clients_is_said_once_with_what_helps_first(caplog: Any) -> None:
+def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) -> None:
     """Neither by the stack, as torch says it, nor by a line for each client."""
-    caplog.set_level(logging.INFO, logger="flwr")
     wide = [(np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1]) for k in range(5)]
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
     with pytest.raises(fr.RoundFailed) as failed:
         run(strategy, fr.StackedGrid(clients_of(wide)))
-    text = "\n".join([*(r.getMessage() for r in caplog.records), str(failed.value)])
+    text = "\n".join([*log(), str(failed.value)])
     remedy, raw = "which does not fit a layer of the model", "shapes cannot be multiplied"
     assert text.index(remedy) < text.index(raw)
     assert (text.count(remedy), text.count(raw)) == (1, 1)

@@ -52,16 +52,13 @@ def started() -> Iterator[Any]:
         yield pytest.param(shlex.split(service["command"]), id=f"compose-{name}")
 
 
-PARSERS = {
-    "flower-superlink": _parse_args_run_superlink,
-    "flower-supernode": _parse_args_run_supernode,
-}
+PARSERS = {"superlink": _parse_args_run_superlink, "supernode": _parse_args_run_supernode}
 STARTED = list(started())
 
 
 @pytest.mark.parametrize("words", STARTED)
 def test_flower_accepts_the_command_and_calls_no_flag_of_it_old(words: list[str]) -> None:
-    parser: argparse.ArgumentParser = PARSERS[Path(words[0]).name]()
+    parser: argparse.ArgumentParser = PARSERS[Path(words[0]).name.removeprefix("flower-")]()
     parser.exit_on_error = False
     known = parser.parse_args([re.sub(r"^\$\{PORT\}$", "9400", w) for w in words[1:]])
     assert not getattr(known, "insecure", False)

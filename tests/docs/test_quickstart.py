@@ -29,11 +29,9 @@ def before() -> dict[str, str]:
     return {path.name: path.read_text() for path in APP.glob("*.py")}
 
 
-def after(section: str) -> dict[str, str]:
-    """The app with the diffs of one section of the page: what a diff takes away occurs once."""
-    files = before()
-    (text,) = (part for part in PAGE.read_text().split("\n## ") if part.startswith(section))
-    for diff in re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
+def changed(files: dict[str, str], page: str) -> dict[str, str]:
+    """Files with the diffs of a page: what a diff takes away occurs once."""
+    for diff in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S):
         old, new = (
             "".join(line[1:] for line in diff.splitlines(True) if line[0] in kept)
             for kept in (" -", " +")
@@ -41,6 +39,12 @@ def after(section: str) -> dict[str, str]:
         (name,) = (name for name, text in files.items() if text.count(old) == 1)
         files[name] = files[name].replace(old, new)
     return files
+
+
+def after(section: str) -> dict[str, str]:
+    """The app with the diffs of one section of the page."""
+    (text,) = (part for part in PAGE.read_text().split("\n## ") if part.startswith(section))
+    return changed(before(), text)
 
 
 def model_of(
@@ -72,10 +76,10 @@ def test_the_loop_and_its_momentum_stay(
     section: str, strength: str, off: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a strength of 0, the changed app trains the model that it trained before."""
-    changed = after(section)
-    neutral = {name: text.replace(strength, off) for name, text in changed.items()}
-    assert neutral != changed
+    with_it = after(section)
+    neutral = {name: text.replace(strength, off) for name, text in with_it.items()}
+    assert neutral != with_it
     before_it = model_of(before(), tmp_path / "before", monkeypatch)
     torch.testing.assert_close(model_of(neutral, tmp_path / "neutral", monkeypatch), before_it)
-    trained = model_of(changed, tmp_path / "changed", monkeypatch)
+    trained = model_of(with_it, tmp_path / "changed", monkeypatch)
     assert any(not torch.allclose(trained[n], before_it[n]) for n in before_it)

@@ -32,10 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_code_of_a_tutorial_runs_from_top_to_bottom(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tutorial = ROOT / f"docs/{name}.md"

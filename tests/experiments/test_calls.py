@@ -7,8 +7,8 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.experiments import calls, strategies
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
-from flwr_regs.experiments.strategies import build, client_class
-from tests.experiments.runs import runs_of
+from flwr_regs.experiments.strategies import client_class
+from tests.experiments.runs import runs_of, strategy_of
 
 B = Call("B", (), {}, called=True)
 C = Call("C", (1,), {"y": "d,e"}, called=True)
@@ -43,11 +43,6 @@ def test_a_label_has_one_form() -> None:
     assert list(parse_methods('FedFOR( alpha=0.50 ), FedAvg(), A("x")')) == labels
 
 
-def built(text: str, **common: Any) -> fr.RegStrategy:
-    (parts,) = parse_methods(text).values()
-    return build(parts, **common)
-
-
 BUILT: list[tuple[str, dict[str, Any]]] = [
     # a call, and what its strategy has: the call's settings win over the common ones
     ("FedADC(downlink='delta', seed=3)", {"downlink": "delta", "seed": 3, "weighting": "uniform"}),
@@ -64,20 +59,20 @@ BUILT: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("text", "attributes"), BUILT, ids=[text for text, _ in BUILT])
 def test_a_call_or_a_composition_has_its_settings(text: str, attributes: dict[str, Any]) -> None:
-    strategy = built(text, seed=5)
+    strategy = strategy_of(text, seed=5)
     assert {name: getattr(strategy, name) for name in attributes} == attributes
 
 
 def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
     half = {"server_lr_schedule": lambda t: 0.5}
     for text in ("FedAvgM", "FedYogi", "FedOpt('SGD', lr=0.1)", "FedBN+FedAdam"):
-        schedules = [getattr(t, "schedule", None) for t in built(text, **half).term.terms]
+        schedules = [getattr(t, "schedule", None) for t in strategy_of(text, **half).term.terms]
         assert half["server_lr_schedule"] in schedules, text
-    built("FedADC", **half)
+    strategy_of("FedADC", **half)
 
 
 def test_a_composition_gets_a_client_of_its_terms() -> None:
-    client = client_class(built("FedAdam+FedBN+FedFOR"))
+    client = client_class(strategy_of("FedAdam+FedBN+FedFOR"))
     assert client.method is None
     assert list(client.terms) == [fr.LocalBatchNorm, fr.FirstOrder]
 
@@ -91,7 +86,7 @@ class Shifted(fr.FedFOR):
 
 def test_two_methods_that_clients_would_mix_up_are_refused() -> None:
     own = f"{__name__}:Shifted"
-    assert list(client_class(built(own)).terms) == [fr.FirstOrder, fr.Proximal]
+    assert list(client_class(strategy_of(own)).terms) == [fr.FirstOrder, fr.Proximal]
     with pytest.raises(ValueError, match=r"'FedFOR' and .*Shifted' are both named 'FedFOR', but"):
         runs_of(methods=f"FedFOR, {own}")
     assert len(runs_of(methods="FedFOR(alpha=1.0), FedFOR(alpha=2.0)")) == 2

@@ -86,10 +86,7 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
         ({"seeds": 3}, r"seeds must be several, such as \(1, 2, 3\)"),
         ({"methods": [FedAvg()]}, "give the class FedAvg, .*not an instance"),
         ({"dataset": lambda: 7}, "expected"),
-        (
-            {"dataset": lambda: 7, "workers": 2},
-            "other processes find methods, data set and model by",
-        ),
+        ({"dataset": lambda: 7, "workers": 2}, "other processes find methods, data set and model"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_trains(given: Any, message: str) -> None:

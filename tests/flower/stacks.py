@@ -58,13 +58,8 @@ class Watched:
         inside = self._local is not None and self._local.asking  # type: ignore[attr-defined]
         if sent[0].metadata.message_type in TRAINING and not inside:
             replies = [self._replies[m.metadata.message_id] for m in sent]  # type: ignore[attr-defined]
-            self.replies.append(
-                {
-                    m.metadata.src_node_id - 1000: parcel_of(m.content)
-                    for m in replies
-                    if not m.has_error()
-                }
-            )
+            came = {m.metadata.src_node_id - 1000: m for m in replies if not m.has_error()}
+            self.replies.append({k: parcel_of(m.content) for k, m in came.items()})
         return ids  # type: ignore[no-any-return]
 
     def _wrapped(self) -> bool:
@@ -89,9 +84,8 @@ def data_of(k: int, shuffle: bool = True, size: int = 8) -> DataLoader[Any]:
     """Return a client's loader over a plain data set."""
     g = torch.Generator().manual_seed(k)
     x = torch.randn(SIZES[k], 6, generator=g) + 0.2 * k
-    return DataLoader(
-        TensorDataset(x, torch.randint(0, 3, (SIZES[k],), generator=g)), size, shuffle
-    )
+    y = torch.randint(0, 3, (SIZES[k],), generator=g)
+    return DataLoader(TensorDataset(x, y), size, shuffle)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import logging
 from types import SimpleNamespace
 
 import flwr
@@ -12,16 +11,12 @@ from flwr import serverapp
 import flwr_regs as fr
 from flwr_regs.flower.compat import FLOWER
 from flwr_regs.testing.problem import SerialisingGrid, app_of, make_model
-from tests.conftest import ROOT, make_clients, run
+from tests.conftest import ROOT, Log, make_clients, run
 from tests.experiments.runs import runs_of
 
 PUBLIC = {"flwr", "flwr.app", "flwr.client", "flwr.clientapp", "flwr.clientapp.mod", "flwr.common"}
-PUBLIC |= {
-    "flwr.serverapp",
-    "flwr.serverapp.exception",
-    "flwr.serverapp.strategy",
-    "flwr.simulation",
-}
+PUBLIC |= {"flwr.serverapp", "flwr.serverapp.exception", "flwr.serverapp.strategy"}
+PUBLIC |= {"flwr.simulation"}
 
 
 def test_only_one_file_reaches_what_flower_keeps_private() -> None:
@@ -33,19 +28,11 @@ def test_only_one_file_reaches_what_flower_keeps_private() -> None:
                 continue
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.Import):
-                private |= {
-                    path.name
-                    for name in names
-                    if name.split(".")[0] == "flwr" and name not in PUBLIC
-                }
+                flowers = {name for name in names if name.split(".")[0] == "flwr"}
+                private |= {path.name for name in flowers - PUBLIC}
             elif (node.module or "").split(".")[0] == "flwr":
-                public = node.module in PUBLIC
-                listed = (
-                    getattr(importlib.import_module(node.module), "__all__", names)
-                    if public
-                    else []
-                )
-                if not {*names} <= {*listed}:
+                public = node.module in PUBLIC and importlib.import_module(node.module)
+                if not public or not {*names} <= {*getattr(public, "__all__", names)}:
                     private.add(path.name)
     assert private == {"compat.py"}
 
@@ -64,17 +51,14 @@ def test_without_accountants_one_is_refused_by_its_name(monkeypatch: pytest.Monk
 
 
 def test_nodes_with_another_flower_are_named_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="flwr")
-
     def told(version: str) -> list[str]:
         monkeypatch.setattr(flwr, "__version__", version)  # which the clients report
-        caplog.clear()
         data = make_clients(2)
         grid = SerialisingGrid(app_of(fr.FedAvgClient, data, make_model), 2)
         run(fr.FedAvg(seed=1), fr.FedAvgClient, grid=grid, clients=data, rounds=1)
-        return [r.getMessage() for r in caplog.records if "run Flower" in r.getMessage()]
+        return log("run Flower")
 
     (line,) = told("1.21.3")
     assert line.startswith(f"nodes [1000, 1001] run Flower 1.21.3, and this server Flower {FLOWER}")

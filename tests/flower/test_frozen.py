@@ -8,10 +8,9 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from tests.conftest import close
+from tests.conftest import close, plain_fedavg
 
 Arrays = dict[str, np.ndarray]
 FROZEN = {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -36,10 +35,8 @@ def thawed() -> nn.Module:
 
 def batches(pid: int) -> list[Any]:
     g = torch.Generator().manual_seed(pid)
-    return [
-        (torch.randn(5 + pid, 4, generator=g), torch.randint(0, 3, (5 + pid,), generator=g))
-        for _ in range(2)
-    ]
+    n = 5 + pid
+    return [(torch.randn(n, 4, generator=g), torch.randint(3, (n,), generator=g)) for _ in range(2)]
 
 
 def grid_of(
@@ -62,28 +59,10 @@ def start(strategy: Any, grid: Any, arrays: Mapping[str, torch.Tensor], rounds: 
     return {n: a.numpy() for n, a in result.arrays.items()}
 
 
-def by_hand(rounds: int = 3) -> Arrays:
-    """FedAvg in a plain loop; the frozen parameters do not move."""
-    w = net().state_dict()
-    for _ in range(rounds):
-        ends, counts = [], []
-        for pid in range(3):
-            model = net()
-            model.load_state_dict(w)
-            trained = [p for p in model.parameters() if p.requires_grad]
-            for x, y in batches(pid) * 2:
-                grads = torch.autograd.grad(cross_entropy(model(x), y), trained)
-                for p, g in zip(trained, grads, strict=True):
-                    p.data -= 0.1 * g
-            ends.append({n: v.double() for n, v in model.state_dict().items()})
-            counts.append(2 * (5 + pid))
-        pairs = list(zip(counts, ends, strict=True))
-        mean = {n: sum(c * e[n] for c, e in pairs) / sum(counts) for n in w}
-        w = {
-            n: (mean[n] if v.is_floating_point() else mean[n].round()).to(v.dtype)
-            for n, v in w.items()
-        }
-    return {n: v.numpy() for n, v in w.items()}
+def by_hand() -> Arrays:
+    """FedAvg in plain loops; the frozen parameters do not move."""
+    state, _ = plain_fedavg(net, [batches(pid) for pid in range(3)], 3, 0.1)
+    return {n: v.numpy() for n, v in state.items()}
 
 
 def test_the_trainable_part_travels_alone_and_trains_as_by_hand() -> None:

@@ -1,7 +1,6 @@
 """Rounds that fail in part: further attempts, deadlines, an early end, callbacks. `start` follows them."""
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -9,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs.flower.writers import numbers
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_model
+from tests.conftest import Log, close, start
 from tests.flower.test_strategy import app_of, freezing
-
-CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 
 
 def trained(strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int = 3, **more: Any) -> Any:
-    arrays = ArrayRecord(make_model().state_dict())
-    return strategy.start(grid, arrays, rounds, train_config=CONFIG, **more)
+    return start(strategy, grid, rounds, **more)
 
 
 class Lossy(fr.InProcessGrid):
@@ -73,8 +69,7 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
     assert "attempts" not in broken.history[2]
 
 
-def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> None:
-    caplog.set_level(logging.WARNING, logger="flwr")
+def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(log: Log) -> None:
     settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
     unbroken = fr.FedAvg(**settings)
     trained(unbroken, fr.InProcessGrid(app_of(), 6))
@@ -85,7 +80,7 @@ def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> 
     assert drawn[0] == unbroken.history[0]["cohort"]
     assert len({tuple(c) for c in drawn}) > 1
     assert broken.history[1]["cohort"] == unbroken.history[1]["cohort"]
-    assert "attempt 3 of 3" in caplog.text
+    assert log("attempt 3 of 3")
 
 
 def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
@@ -164,9 +159,7 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
 
 
-@pytest.mark.parametrize(
-    "schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"]
-)
+@pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5])
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""
     seen: list[str | None] = []
@@ -188,7 +181,7 @@ def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Pa
     assert "stopped" not in exact.history[-1]
 
 
-def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: Any) -> None:
+def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(log: Log) -> None:
     seen: list[int] = []
 
     def note(entry: dict[str, Any]) -> bool:
@@ -199,12 +192,11 @@ def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: 
     def fails(entry: dict[str, Any]) -> None:
         raise OSError("disk full")
 
-    caplog.set_level(logging.WARNING, logger="flwr")
     strategy = fr.FedAvg(seed=1, on_round=[fails, note])
     trained(strategy, fr.InProcessGrid(app_of(), 2), 5)
     assert seen == [1, 2]
     assert strategy.history[1]["stopped"].endswith("returned True")
-    assert "failed in round 1: OSError: disk full" in caplog.text
+    assert log("failed in round 1: OSError: disk full")
 
 
 def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Path) -> None:
@@ -267,10 +259,8 @@ def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
     grid = fr.InProcessGrid(app_of(fr.FedAvgClient), 3)
     if broken:
         trained(fr.FedAvg(**settings), grid, 2, evaluate_fn=evaluate)
-    strategy = fr.FedAvg(**settings)
-    result = trained(
-        strategy, grid, 5, evaluate_fn=evaluate, resume_from=tmp_path if broken else None
-    )
+    strategy, begun = fr.FedAvg(**settings), tmp_path if broken else None
+    result = trained(strategy, grid, 5, evaluate_fn=evaluate, resume_from=begun)
     if number is None:
         assert result.best is None
         return
@@ -278,19 +268,13 @@ def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
     close(result.best.arrays.to_torch_state_dict(), models[number], 0)
 
 
-def test_the_log_has_a_line_a_round(caplog: Any) -> None:
+def test_the_log_has_a_line_a_round(log: Log) -> None:
     """A round's line says who replied, and the metrics of all who measured."""
-    caplog.set_level(logging.INFO, logger="flwr")
     grid = Lossy(app_of(fr.FedAvgClient), 4, lambda push, node: push == 2 and node % 2 == 0)
     tests = iter([None, MetricRecord({"accuracy": 0.5}), MetricRecord({"accuracy": 0.625})])
-    trained(
-        fr.FedAvg(seed=7, min_replies=1),
-        grid,
-        2,
-        evaluate_fn=lambda number, arrays: next(tests),
-        timeout=1.0,
-    )
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("round")]
+    strategy = fr.FedAvg(seed=7, min_replies=1)
+    trained(strategy, grid, 2, evaluate_fn=lambda number, arrays: next(tests), timeout=1.0)
+    lines = [line for line in log() if line.startswith("round")]
     expected = [(r"4 of 4", "0.5"), (r"2 of 4", "0.625")]
     for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):
         words = rf"round {number}/2   {clients} clients   train-loss \S+   clients: .*loss.*"

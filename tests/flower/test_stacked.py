@@ -1,6 +1,5 @@
 """A stack is its clients one by one: the same replies, states and histories, up to rounding."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacks import ALONE
-from tests.conftest import drawn
+from tests.conftest import Log, drawn
 from tests.flower.stacks import (
     SIZES,
     Cohort,
@@ -142,9 +141,8 @@ def few_classes(k: int, shuffle: bool = True) -> DataLoader[Any]:
 def some_ignored(k: int, shuffle: bool = True) -> DataLoader[Any]:
     """Return data of which some targets do not count."""
     x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
-    return DataLoader(
-        TensorDataset(x, torch.where(torch.arange(len(y)) % 20 == 0, -100, y)), 8, shuffle
-    )
+    some = torch.where(torch.arange(len(y)) % 20 == 0, -100, y)
+    return DataLoader(TensorDataset(x, some), 8, shuffle)
 
 
 def five_classes() -> nn.Module:
@@ -212,7 +210,6 @@ class Odd(fr.Term):
         return {n: g + 0.01 * more for n, g in grads.items()}
 
 
-@dataclass(frozen=True)
 class Noise(fr.Term):
     """Draws numbers in an elementwise correction."""
 
@@ -232,9 +229,7 @@ def over_all(method: str, **given: Any) -> Cohort:
     def loader(k: int, shuffle: bool = True) -> Any:
         g, n = torch.Generator().manual_seed(k), (20, 23)[k % 2]
         data = TensorDataset(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g))
-        return (
-            DataLoader(data, 8, shuffle) if "delta_batches" in given else list(DataLoader(data, 8))
-        )
+        return DataLoader(data, 8, shuffle) if "delta_batches" in given else [*DataLoader(data, 8)]
 
     return Cohort(
         method,
@@ -255,9 +250,7 @@ SAME: dict[str, Cohort] = {
     "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=Scalar, config={"clip-norm": 0.1}),
     "Adam": Cohort("FedSAM", {"rho": 0.1, **SOME}, config={"optimizer": "Adam", **TWO_EPOCHS}),
     "Adagrad": Cohort(
-        model=lambda: perceptron().double(),
-        loader=in_double,
-        config={"optimizer": "Adagrad"},
+        model=lambda: perceptron().double(), loader=in_double, config={"optimizer": "Adagrad"}
     ),
     "an optimiser of one's own": Cohort("FedProx", {"mu": 0.3}, settings={"optimizer": grouped}),
     **{
@@ -273,12 +266,8 @@ SAME: dict[str, Cohort] = {
     "budgets and slots": Cohort("SCAFFOLD", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "slots that change in each step": Cohort("FedSMOO", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "BatchNorm": Cohort("FedBN", SOME, model=normed, loader=in_double, rounds=3),
-    "private entries": Cohort(
-        terms=[fr.Private("1.*")], given=SOME, settings={"private": "1.*"}, rounds=4
-    ),
-    "in order": Cohort(
-        "RFedAvgPlus", {"lam": 0.3}, loader=lambda k, shuffle=False: data_of(k, False)
-    ),
+    "private": Cohort(terms=[fr.Private("1.*")], given=SOME, settings={"private": "1.*"}, rounds=4),
+    "in order": Cohort("RFedAvgPlus", {"lam": 0.3}, loader=lambda k, **_: data_of(k, False)),
     "drop_last": Cohort(
         "MimeLite", loader=lambda k, **_: DataLoader(data_of(k).dataset, 8, True, drop_last=True)
     ),
@@ -415,15 +404,13 @@ REASONS: dict[str, Cohort] = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, caplog: Any) -> None:
-    caplog.set_level(logging.INFO, logger="flwr")
+def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, log: Log) -> None:
     grid = compare(REASONS[reason])
     assert sum(grid.fallbacks.values()) == len(SIZES)
     (said,) = grid.fallbacks
     assert reason in said
-    logged = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
-    assert len(logged) == 1
-    assert reason in logged[0]
+    (logged,) = log("one by one")
+    assert reason in logged
 
 
 def test_clients_of_other_kinds_go_in_other_stacks() -> None:
@@ -497,12 +484,8 @@ def test_two_runs_give_equal_bits_with_dropout() -> None:
 
 def test_each_client_has_a_dropout_mask_of_its_own() -> None:
     """Clients with the same data end apart; the mean update is that of one by one."""
-    cohort = Cohort(
-        model=dropping,
-        loader=lambda _, shuffle=False: data_of(0),
-        config={"local-steps": 1},
-        rounds=1,
-    )
+    step: dict[str, Any] = {"config": {"local-steps": 1}, "rounds": 1}
+    cohort = Cohort(model=dropping, loader=lambda _, shuffle=False: data_of(0), **step)
 
     def updates(kind: Any) -> np.ndarray:
         grid = kind(cohort.app(), 200)
@@ -544,10 +527,7 @@ def test_autocast_is_near() -> None:
     [
         ({"memory": 0}, "memory must be a number of bytes"),
         ({"precision": "half"}, "precision must be one of float32, bfloat16, not 'half'"),
-        *(
-            ({"check": c}, "check must be 'first', a number of rounds or False")
-            for c in (0, True, "no")
-        ),
+        *(({"check": c}, "check must be 'first', a number of rounds or") for c in (0, True, "no")),
     ],
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -1,7 +1,6 @@
 """The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -9,15 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
@@ -29,7 +20,7 @@ from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record, to_record
-from tests.conftest import close, make_clients, make_model, run
+from tests.conftest import Log, close, make_clients, make_model, run, start
 from tests.flower.clients.test_plain_clients import Plain
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -53,12 +44,6 @@ def app_of(
 
 def initial() -> ArrayRecord:
     return ArrayRecord(make_model().state_dict())
-
-
-def start(strategy: Any, grid: Any, rounds: int = 2, config: Any = CONFIG) -> Any:
-    return strategy.start(
-        grid=grid, initial_arrays=initial(), num_rounds=rounds, train_config=config
-    )
 
 
 # Cohorts
@@ -188,12 +173,11 @@ def test_a_mean_of_equal_numbers_is_that_number() -> None:
     assert weighted_mean(metrics, "num-examples") == {"local-steps": 10}
 
 
-def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_seed_is_drawn_and_logged_if_not_given(log: Log) -> None:
     a, b = fr.FedAvg(), fr.FedAvg()
     assert a.seed != b.seed
-    caplog.set_level(logging.INFO, logger="flwr")
     a.summary()
-    assert f"seed {a.seed}" in caplog.text
+    assert log(f"seed {a.seed}")
 
 
 # What is refused before a client is contacted
@@ -229,25 +213,16 @@ STEPS = {"lr": 0.1, "local-epochs": 1}
 )
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        start(fr.FedAvg(), Untouchable(app_of(), 3), config=ConfigRecord(config))
+        start(fr.FedAvg(), Untouchable(app_of(), 3), config=config)
     for number in (0, "3"):
-        with pytest.raises(
-            ValueError, match="num_rounds must be a whole number of at least 1, not"
-        ):
+        with pytest.raises(ValueError, match="num_rounds must be a whole number of at least 1"):
             fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), number)
 
 
 @pytest.mark.parametrize(
     ("strategy", "arrays", "message"),
     [
-        (fr.FedBN(), {"w": np.zeros(2)}, "FedBN found no BatchNorm layer"),
-        (fr.FedAvg(), {}, "initial_arrays is empty"),
         (fr.FedAvg(wire_dtype="float16"), {"w": np.zeros(2)}, "rounds float32 arrays"),
-        (
-            fr.FedAvg(weighting="uniform", privacy=fr.CentralDP(1.0, 1.0)),
-            {"a.running_var": np.ones(2)},
-            "use GroupNorm",
-        ),
         (fr.FedAvg(), {"w": np.array([1j])}, "dtype is '<c16', expected"),
         (fr.FedAvg(), {"w": np.array([np.nan])}, "hold NaN"),
     ],
@@ -272,11 +247,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
-    (
-        lambda: fr.FedAvgClient(make_model(), [], classifier="head"),
-        ValueError,
-        "classifier 'head' is not a layer",
-    ),
+    (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
     (
         lambda: start(fr.FedAvg(lr_schedule=lambda t: 0.0), fr.InProcessGrid(ClientApp(None), 3)),
@@ -339,31 +310,11 @@ class Overflow(Term):
 
 
 FAILING: list[tuple[Any, Any, str]] = [
-    (
-        fr.FedAvg(min_replies=4),
-        app_of(sabotage=burning),
-        "round 1 of FedAvg: a cohort of 3 cannot give min_replies=4",
-    ),
-    (
-        fr.FedAvg(min_replies=3),
-        app_of(sabotage=burning),
-        r"round 1 of FedAvg: 2 usable.*of 3, needed 3.*on fire",
-    ),
-    (
-        fr.FedAvg(),
-        app_of(sabotage=lambda pid, _: 1 / 0),
-        r"0 usable.*partitions 0-2\) failed.*division",
-    ),
-    (
-        fr.FedFOR(alpha=0.1),
-        app_of(fr.FedProxClient),
-        r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'",
-    ),
-    (
-        fr.FedFOR(alpha=0.1),
-        fr.client_app(lambda context: Plain(0, torch.float64)),
-        r"names no method.*FedFORClient",
-    ),
+    (fr.FedAvg(min_replies=4), app_of(sabotage=burning), "cohort of 3 cannot give min_replies=4"),
+    (fr.FedAvg(min_replies=3), app_of(sabotage=burning), "2 usable.*of 3, needed 3.*on fire"),
+    (fr.FedAvg(), app_of(sabotage=lambda *_: 1 / 0), r"0 usable.*partitions 0-2\) failed.*divis"),
+    (fr.FedFOR(), app_of(fr.FedProxClient), r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'"),
+    (fr.FedFOR(), fr.client_app(lambda _: Plain(0, torch.float64)), "no method.*FedFORClient"),
     (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*without eval_data"),
     (
         fr.FedAvg(),
@@ -473,16 +424,13 @@ def test_another_model_is_taken_up_where_the_rounds_are_driven_from_outside() ->
 @pytest.mark.parametrize(
     ("make", "client"),
     [
-        (
-            partial(fr.FedFOR, 0.5, "delta", overlap=True, fraction_train=0.5, seed=2),
-            fr.FedFORClient,
-        ),
-        (partial(fr.RFedAvgPlus, lam=0.5, seed=2), fr.RFedAvgPlusClient),
+        (partial(fr.FedFOR, 0.5, "delta", overlap=True, fraction_train=0.5), fr.FedFORClient),
+        (partial(fr.RFedAvgPlus, lam=0.5), fr.RFedAvgPlusClient),
     ],
     ids=["sent ahead", "first exchange"],
 )
 def test_driven_from_outside_is_the_same_to_the_bit(make: Any, client: Any) -> None:
-    ours, driven = make(), make()
+    ours, driven = make(seed=2), make(seed=2)
     start(ours, fr.InProcessGrid(app_of(client), 6), 3)
     grid, arrays = fr.InProcessGrid(app_of(client), 6), initial()
     train, evaluate = driven.prepare(3, train_config=CONFIG)

@@ -73,13 +73,13 @@ SCENARIOS = {
     "fedavg-personalise": Scenario(
         fr.FedAvg, fr.FedAvgClient, {"lr_schedule": lambda t: 1 / t},
         {"local-steps": 2, "optimizer": "SGD", "momentum": 0.5, "user.note": "mine"},
-        {"personalise": "both", "personal-lr": 0.1, "personal-epochs": 1},
+        {"personalise": "both", "personal-lr": 0.1, "personal-epochs": 1}
     ),
     "fedavg-float16": Scenario(fr.FedAvg, fr.FedAvgClient, {"wire_dtype": "float16"}),
     "fedavg-labels": Scenario(
         fr.FedAvg, partial(fr.FedAvgClient, share_label_counts=True),
         {"cohorts": "class-covering", "fraction_train": 0.5},
-        clients=3,
+        clients=3
     ),
     "fedavg-failure": Scenario(fr.FedAvg, Failing),
     "fedavg-incomplete": Scenario(
@@ -98,7 +98,7 @@ SCENARIOS = {
     "fedadc-overlap": Scenario(
         partial(fr.FedADC, 0.5, downlink="delta"), fr.FedADCClient,
         {"overlap": True, "fraction_train": 0.5, "min_train_nodes": 1},
-        clients=3, rounds=3,
+        clients=3, rounds=3
     ),
     "fedadcplus": Scenario(partial(fr.FedADCPlus, 0.5), fr.FedADCPlusClient),
     "slowmo": Scenario(partial(fr.SlowMo, 0.5), fr.SlowMoClient),
@@ -116,8 +116,8 @@ SCENARIOS = {
     "fedamp": Scenario(fr.FedAMP, fr.FedAMPClient, evaluate={}),
     "fedfor-ternary": Scenario(
         partial(fr.RegStrategy, [fr.FirstOrder(0.1), fr.SparseTernary(0.3)]),
-        composed(fr.FirstOrder, fr.SparseTernary),
-    ),
+        composed(fr.FirstOrder, fr.SparseTernary)
+    )
 }  # fmt: skip
 
 

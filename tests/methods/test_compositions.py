@@ -5,9 +5,8 @@ import re
 
 import flwr_regs as fr
 from flwr_regs.abilities import Compresses
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build
 from flwr_regs.wire.keys import INCOMPLETE_KEY
+from tests.experiments.runs import strategy_of
 
 CALLS = {row.name: row.example for row in fr.METHODS.values()} | {
     "FedPer": "FedPer('3.*')",
@@ -16,11 +15,9 @@ CALLS = {row.name: row.example for row in fr.METHODS.values()} | {
 
 
 def composed(pair: tuple[str, str]) -> fr.RegStrategy:
-    (calls,) = parse_methods("+".join(CALLS[name] for name in pair)).values()
-    strategy = build(calls, seed=4, fraction_train=0.8, fraction_evaluate=0.2)
-    strategy.term.restrict(
-        {INCOMPLETE_KEY: strategy.incomplete}
-    )  # else refused when round 1 begins
+    text = "+".join(CALLS[name] for name in pair)
+    strategy = strategy_of(text, seed=4, fraction_train=0.8, fraction_evaluate=0.2)
+    strategy.term.restrict({INCOMPLETE_KEY: strategy.incomplete})  # as when round 1 begins
     return strategy
 
 

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs import FedBuff, InProcessGrid, TooFewReplies
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.conftest import close, make_clients, make_model, start, to_numpy
 from tests.flower.clients.test_plain_clients import plain_app
 from tests.oracles.server_step.fedbuff import fedbuff
 
 CLIENTS = 5
-CONFIG = {"lr": 0.2, "local-epochs": 1}
 
 
 def uneven(pid: int, turn: int) -> float:
@@ -43,9 +42,7 @@ def train(
     model: Any = make_model,
     **more: Any,
 ) -> dict[str, np.ndarray]:
-    given: dict[str, Any] = {"num_rounds": rounds, "train_config": ConfigRecord(CONFIG), **more}
-    arrays = ArrayRecord(model().state_dict())
-    return from_record(strategy.start(grid or grid_of(), arrays, **given).arrays)
+    return from_record(start(strategy, grid or grid_of(), rounds, model, **more).arrays)
 
 
 def told(strategy: fr.RegStrategy, key: str) -> list[Any]:
@@ -93,11 +90,7 @@ def test_a_buffer_of_one_cohort_and_equal_durations_are_fedavg_to_the_bit(
     def trained(strategy: fr.RegStrategy) -> dict[str, np.ndarray]:
         model = make_model(torch.float32)
         clients = fr.Clients(model, data, data, batch_size=4)  # which shuffle
-        arrays = ArrayRecord(model.state_dict())
-        result = strategy.start(
-            InProcessGrid(clients), arrays, 3, train_config=ConfigRecord(CONFIG)
-        )
-        return from_record(result.arrays)
+        return train(strategy, InProcessGrid(clients), 3, lambda: model)
 
     buffered = FedBuff(int(CLIENTS * share), seconds=1.0, **settings)
     close(trained(buffered), trained(fr.FedAvg(**settings)), 0.0)
@@ -289,10 +282,7 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (
-            {"terms": fr.SCAFFOLD().term.terms},
-            "'scaffold' (of SCAFFOLD, FedGAMMA, FedLESAMS) adds up",
-        ),
+        ({"terms": fr.SCAFFOLD().term.terms}, "'scaffold' (of SCAFFOLD, FedGAMMA, FedLESAMS) adds"),
         ({"terms": fr.FedDyn(0.1).term.terms}, "'feddyn'"),
         ({"terms": fr.FedNova().term.terms}, "weighs the updates of one cohort"),
         ({"terms": fr.RFedAvgPlus(0.1).term.terms}, "asks a cohort before it trains"),
@@ -304,10 +294,7 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
         ({"incomplete": "scale"}, "use 'average' or 'drop'"),
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
         ({"server_lr": -1.0}, "FedBuff: server_lr must be a positive number"),
-        (
-            {"seconds": "normal"},
-            "one of half-normal, exponential, uniform, a number, or a function",
-        ),
+        ({"seconds": "normal"}, "one of half-normal, exponential, uniform, a number, or a func"),
     ],
 )
 def test_what_assumes_a_cohort_is_refused_by_name(settings: Any, sentence: str) -> None:

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
-from tests.conftest import make_clients, make_model, run
+from tests.conftest import make_clients, make_model, run, start
 from tests.flower.clients.test_own_loop import plain_loop
 from tests.sampling import sampled
 
@@ -188,7 +188,7 @@ KINDS = [
     Kind("a model with a layer that no forward pass uses", model=Spare,
          settings={"classifier": "2"}),
     Kind("the same, without `classifier=`", model=Spare,
-         refused=r"does not use its output layer 'spare'.*classifier=", method="RFedAvgPlus"),
+         refused=r"does not use its output layer 'spare'.*classifier=", method="RFedAvgPlus")
 ]  # fmt: skip
 
 
@@ -215,16 +215,10 @@ def train(kind: Kind, method: str) -> tuple[dict[str, np.ndarray], list[Any]]:
     strategy = make(seed=1)
     shared = {"share_label_counts": True} if method == "classes" else {}
     personal = {"personalise": "both", "personal-lr": 0.1}
-    result = strategy.start(
-        fr.InProcessGrid(
-            app_of(client, [kind.data(d) for d in make_clients()], kind.model, **shared,
-                   **kind.settings), 4
-        ),
-        ArrayRecord(kind.model().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}),
-        evaluate_config=ConfigRecord(personal),
-    )  # fmt: skip
+    data = [kind.data(d) for d in make_clients()]
+    grid = fr.InProcessGrid(app_of(client, data, kind.model, **shared, **kind.settings), 4)
+    config = {"lr": 0.2, "local-epochs": 2}
+    result = start(strategy, grid, 2, kind.model, config, evaluate_config=ConfigRecord(personal))
     evaluated = [
         {k: v for k, v in e["evaluate"].items() if "bytes" not in k and "seconds" not in k}
         for e in strategy.history
@@ -258,7 +252,6 @@ def test_a_kind_that_does_not_work_is_refused_with_a_sentence(kind: Kind) -> Non
         train(kind, kind.method)
 
 
-@dataclass(frozen=True)
 class OneStep(fr.Term, Personalises):
     """Each client evaluates the global model after one full-batch step on its own data."""
 
@@ -291,12 +284,8 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         own, shared = plain.state_dict(), make_model()
         fr.load_model(message, [OneStep], shared, personal=False)
         for name, array in other.state_dict().items():
-            equal.extend(
-                [
-                    torch.equal(own[name], array),
-                    not torch.equal(own[name], shared.state_dict()[name]),
-                ]
-            )
+            equal.append(torch.equal(own[name], array))
+            equal.append(not torch.equal(own[name], shared.state_dict()[name]))
         with pytest.raises(ValueError, match="digit"):
             fr.load_model(message, [OneStep], other, **named)
         metrics = MetricRecord({"num-examples": 1, "loss": 0.0})

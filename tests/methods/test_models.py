@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.testing import problem
 from tests.conftest import Batch, close, drawn
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -21,27 +22,22 @@ from tests.sampling import sampled
 def images(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """Two batches of six 1 x 6 x 6 images; the clients' labels differ."""
     g = torch.Generator().manual_seed(40 + pid)
-    return [
-        (torch.randn(6, 1, 6, 6, generator=g).to(dtype), (torch.arange(6) + pid) % (2 + pid))
-        for _ in range(2)
-    ]
+    y = (torch.arange(6) + pid) % (2 + pid)
+    return [(torch.randn(6, 1, 6, 6, generator=g).to(dtype), y) for _ in range(2)]
 
 
 def vectors(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """Two or three batches of five vectors of length 4."""
     g = torch.Generator().manual_seed(60 + pid)
-    return [
-        (torch.randn(5, 4, generator=g).to(dtype), (torch.arange(5) + pid) % 3)
-        for _ in range(2 + pid)
-    ]
+    y = (torch.arange(5) + pid) % 3
+    return [(torch.randn(5, 4, generator=g).to(dtype), y) for _ in range(2 + pid)]
 
 
 def tokens(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """Two batches of six tokens and the tokens that follow them."""
     g = torch.Generator().manual_seed(80 + pid)
-    return [
-        (t, (t + 1 + pid) % 5) for t in (torch.randint(0, 5, (6,), generator=g) for _ in range(2))
-    ]
+    drawn = [torch.randint(0, 5, (6,), generator=g) for _ in range(2)]
+    return [(t, (t + 1 + pid) % 5) for t in drawn]
 
 
 class ResNet(nn.Module):
@@ -225,24 +221,18 @@ METHODS = [
     composed(fr.FirstOrder(0.6), fr.LocalBatchNorm()),
     composed(fr.SelfDistillation(), fr.LocalBatchNorm(), fr.SparseTernary(0.3, 0.3)),
 ]
+HALF = r".*-as-.*|.*bfloat16|float16-in.*"
 REFUSED = [  # method, kind, why: all that does not train
     ("FedBABU", "frozen", "shares no parameter with requires_grad=True"),  # but the head
-    (
-        r".*ternary|EFL(?!-sums-16).*",
-        r".*-as-.*|.*bfloat16|float16-in.*",
-        "does not go with compression",
-    ),
-    (r"Fed(FOR|ADC|CM)-delta", r".*-as-.*|.*bfloat16|float16-in.*", "needs downlink='model'"),
+    (r".*ternary|EFL(?!-sums-16).*", HALF, "does not go with compression"),
+    (r"Fed(FOR|ADC|CM)-delta", HALF, "needs downlink='model'"),
     (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "FedBN found no BatchNorm layer"),
 ]
 
 
 def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
-    def client_fn(context: Any) -> Any:
-        own_data = kind.data(context.node_config["partition-id"], kind.dtype)
-        return method.client(kind.model(), own_data, own_data, device="cpu", **kwargs)
-
-    return fr.client_app(client_fn)
+    data = [kind.data(pid, kind.dtype) for pid in range(2)]
+    return problem.app_of(method.client, data, kind.model, **kwargs)
 
 
 def train(
@@ -267,14 +257,10 @@ def failures(strategy: Any) -> list[Any]:
 
 
 def refusal(kind: Kind, method: Method) -> str | None:
-    return next(
-        (
-            why
-            for refused, of, why in REFUSED
-            if re.fullmatch(refused, method.name) and re.fullmatch(of, kind.name)
-        ),
-        None,
-    )
+    for refused, of, why in REFUSED:
+        if re.fullmatch(refused, method.name) and re.fullmatch(of, kind.name):
+            return why
+    return None
 
 
 CELLS = list(product(KINDS, METHODS))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
@@ -13,7 +13,7 @@ from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import make_clients, make_model
+from tests.conftest import make_clients, make_model, start
 
 READERS = {
     "RFedAvg": (lambda: fr.RFedAvg(lam=0.3), fr.RFedAvgClient, {}),
@@ -42,13 +42,8 @@ class Net(nn.Module):
 def train(reader: str, model: Any = make_model, **settings: Any) -> Any:
     strategy, client, evaluate = READERS[reader]
     made = strategy()
-    made.start(
-        fr.InProcessGrid(app_of(client, make_clients(), model, **settings), 4),
-        ArrayRecord(model().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        evaluate_config=ConfigRecord(evaluate),
-    )
+    grid = fr.InProcessGrid(app_of(client, make_clients(), model, **settings), 4)
+    start(made, grid, model=model, evaluate_config=ConfigRecord(evaluate))
     return made
 
 

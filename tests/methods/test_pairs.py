@@ -6,7 +6,6 @@ the papers' formulas (oracles/pairs.py).
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,9 +77,8 @@ COMPOSING = [p for p in PAIRS if not refusal(p)]
 
 def trained(terms: tuple[Term, ...], batch_norm: bool = False) -> dict[str, np.ndarray]:
     """Three rounds of three unequal clients, a learning rate that falls; the model at the end."""
-    strategy = fr.RegStrategy(
-        terms, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.8 ** (t - 1)
-    )
+    settings: dict[str, Any] = {"lr_schedule": lambda t: 0.8 ** (t - 1), "fraction_evaluate": 0.0}
+    strategy = fr.RegStrategy(terms, seed=3, **settings)
     got = run(
         strategy,
         fr.RegClient,
@@ -161,7 +159,6 @@ def test_a_term_keeps_delta_if_it_says_so(term: Term) -> None:
     assert kept != isinstance(term, Steps)
 
 
-@dataclass(frozen=True)
 class Halve(Term):
     """Halves the step: of no paper, but a term that someone may write."""
 

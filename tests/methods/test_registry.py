@@ -19,12 +19,11 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build, client_class
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.experiments.strategies import client_class
 from flwr_regs.methods import registry
 from flwr_regs.testing.problem import app_of, train
 from tests.conftest import ROOT, drawn, run
+from tests.experiments.runs import strategy_of
 
 ROWS = list(fr.METHODS.values())
 PACKAGE, EPOCH = ROOT / "flwr_regs", {"local-epochs": 1}
@@ -32,11 +31,6 @@ rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 SOME = [pytest.param(row, marks=[pytest.mark.full] * (i % 3 > 0)) for i, row in enumerate(ROWS)]
 some_rows = pytest.mark.parametrize("row", SOME, ids=lambda row: row.name)
 """Each third always, all with ``-m full``: what is measured of runs."""
-
-
-def example(row: fr.Method, **common: Any) -> RegStrategy:
-    (calls,) = parse_methods(row.example).values()
-    return build(calls, **common)
 
 
 # names
@@ -55,14 +49,12 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
     seen = {a.asname for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names} - {None}
     assert stars(PACKAGE / "__init__.py") == {"flwr_regs.methods.registry"}
     modules = stars(PACKAGE / "methods" / "registry.py")
-    assert modules == {
-        f"flwr_regs.methods.{m}" for m in [row.module for row in ROWS] + [*fr.TERMS.values()]
-    }
+    homes = {row.module for row in ROWS} | {*fr.TERMS.values()}
+    assert modules == {f"flwr_regs.methods.{m}" for m in homes}
     for module in modules:
         seen |= set(importlib.import_module(module).__all__)
-    own = {
-        n for n, x in vars(registry).items() if getattr(x, "__module__", "") == registry.__name__
-    }
+    home, parts = registry.__name__, vars(registry).items()
+    own = {n for n, x in parts if getattr(x, "__module__", "") == home}
     seen |= {n for n in own | {"METHODS", "TERMS"} if not n.startswith("_")}
     assert seen == set(fr.__all__)
 
@@ -79,7 +71,7 @@ def test_a_files_public_names_are_its_rows(module: str) -> None:
 
 @rows
 def test_a_row_names_the_classes_of_its_example(row: fr.Method) -> None:
-    strategy = example(row)
+    strategy = strategy_of(row.example)
     assert type(strategy).__name__ == strategy.method_name == row.name
     assert client_class(strategy) is getattr(fr, row.client)
     assert tuple(type(t).__name__ for t in strategy.term.terms) == row.terms
@@ -104,11 +96,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with drawn():
-            self.body, self.norm, self.head = (
-                nn.Linear(400, 60),
-                nn.BatchNorm1d(60),
-                nn.Linear(60, 2),
-            )
+            self.body, self.norm = nn.Linear(400, 60), nn.BatchNorm1d(60)
+            self.head = nn.Linear(60, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(torch.tanh(self.norm(self.body(x))))
@@ -117,7 +106,7 @@ class Net(nn.Module):
 @cache
 def measured(name: str, downlink: str | None = None) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The third round's entry in the history, and what the first client then keeps."""
-    strategy = example(fr.METHODS[name], **({"downlink": downlink} if downlink else {}))
+    strategy = strategy_of(fr.METHODS[name].example, **({"downlink": downlink} if downlink else {}))
     client = client_class(strategy)
     g = torch.Generator().manual_seed(1)
     data = [(torch.randn(6, 400, generator=g), torch.tensor([0, 1, 0, 1, 1, 0]))]
@@ -163,19 +152,19 @@ def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
 def test_central_dp_is_what_a_strategy_accepts(row: fr.Method) -> None:
     private = {"privacy": fr.CentralDP(1.0, 0.0), "weighting": "uniform"}
     if row.central_dp:
-        example(row, **private)
+        strategy_of(row.example, **private)
     else:
         with pytest.raises(ValueError, match=r"privacy=CentralDP\(...\): "):
-            example(row, **private)
+            strategy_of(row.example, **private)
 
 
 @rows
 def test_robust_is_what_a_robust_aggregator_accepts(row: fr.Method) -> None:
     if row.robust:
-        example(row, aggregator=fr.Krum(1))
+        strategy_of(row.example, aggregator=fr.Krum(1))
     else:
         with pytest.raises(ValueError, match=r"aggregator=Krum\(.*\) does not reach"):
-            example(row, aggregator=fr.Krum(1))
+            strategy_of(row.example, aggregator=fr.Krum(1))
 
 
 class MeanGrid(fr.InProcessGrid):
@@ -204,13 +193,10 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
         original(self, upload, *more, **kwargs)
 
     some = {"fraction_train": 0.75, "min_train_nodes": 1, "fraction_evaluate": 0.0}
-    strategy, original = example(fr.METHODS[name], seed=1, **some), Chain.check
+    strategy, original = strategy_of(fr.METHODS[name].example, seed=1, **some), Chain.check
     g = torch.Generator().manual_seed(1)
-    data = [
-        [(torch.randn(12 // n, 400, generator=g, dtype=torch.float64), torch.arange(12 // n) % 2)]
-        * n
-        for n in (1, 2, 3, 4)
-    ]
+    x = [torch.randn(12 // n, 400, generator=g, dtype=torch.float64) for n in (1, 2, 3, 4)]
+    data = [[(part, torch.arange(len(part)) % 2)] * n for n, part in enumerate(x, 1)]
     client, model = client_class(strategy), Net().double()
     places = grid(app_of(client, data, lambda: deepcopy(model)), 4)
     with pytest.MonkeyPatch.context() as patch:
@@ -238,7 +224,7 @@ def test_the_server_holds_no_cohorts_uploads_if_a_row_says_so(row: fr.Method) ->
 
 @pytest.mark.parametrize("name", ["EFL", "FedAdam", "FedDyn", "Mime"])
 def test_a_cohort_runs_as_one_if_a_row_says_so(name: str) -> None:
-    strategy = example(fr.METHODS[name])
+    strategy = strategy_of(fr.METHODS[name].example)
     data = [[(torch.zeros(4, 400), torch.arange(4) % 2)] * 2] * 2
     client = client_class(strategy)
     grid = fr.StackedGrid(app_of(client, data, Net), 2)

@@ -127,8 +127,7 @@ def composed(
         w, last_eta = plus(w, 1.0, last), r.eta
         table |= rows
         if measured:
-            u_sum, v_sum = (
-                {n: sum(part[i][n] for part in ends.values()) for n in w} for i in (0, 1)
-            )
+            u_sum = {n: sum(u[n] for u, _ in ends.values()) for n in w}
+            v_sum = {n: sum(v[n] for _, v in ends.values()) for n in w}
             sums, fishers = (float32(u_sum), float32(v_sum)), ends
     return w

@@ -23,6 +23,7 @@ from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, Slot, Term
 from flwr_regs.wire.parcel import Parcel, Record
+from tests.conftest import Log
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
@@ -54,8 +55,8 @@ CALM = [1.0, 0.9, 1.1, 1.0, 0.8]
         ([1.0, 999.0], []),
         ([1.0, 1001.0], [2]),  # at once
         ([0.0] * 9 + [1.0, 1.0, 1.0], []),  # no five steps yet
-        ([*CALM, 0.0, 11.0, 0.0, 11.0], [9]),
-    ],
+        ([*CALM, 0.0, 11.0, 0.0, 11.0], [9])
+    ]
 )  # fmt: skip
 def test_long_steps(steps: list[float], found: list[int]) -> None:
     assert rounds_with_a_sign(steps) == found
@@ -94,9 +95,9 @@ def test_the_loss(losses: list[Any], found: list[int]) -> None:
         (fr.FedAdam(server_lr=0.3), ["adaptive-server.lr (0.3)", "lr (0.1)"]),
         (fr.FedAvgM(), ["learning rate of the 'server-optimizer'", "lr (0.1)"]),
         (fr.RegStrategy([fr.Proximal(2.0), fr.LocalBatchNorm(), fr.SlowMomentum(0.5)]), [
-            "proximal.mu (2)", "slowmo.beta (0.5)", "lr (0.1)"]),
+            "proximal.mu (2)", "slowmo.beta (0.5)", "lr (0.1)"])
     ],
-    ids=lambda v: "" if isinstance(v, list) else v.method_name,
+    ids=lambda v: "" if isinstance(v, list) else v.method_name
 )  # fmt: skip
 def test_the_likely_parameters_are_the_strengths_and_the_learning_rates(
     strategy: Any, names: list[str]
@@ -115,10 +116,8 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
 
         def updates(pids: Any, lengths: Any = lengths, steps_of: Any = steps_of) -> Updates:
             most = max(steps_of.values())
-            replies = {
-                k: Reply({}, {}, {}, 1.0, {name: np.array([lengths[k]])}, (steps_of[k], most))
-                for k in pids
-            }
+            moves = {k: {name: np.array([lengths[k]])} for k in pids}
+            replies = {k: Reply({}, {}, {}, 1.0, moves[k], (steps_of[k], most)) for k in pids}
             p = dict.fromkeys(replies, 1 / len(replies))
             return Updates(base, replies, p, p, fixed)
 
@@ -159,7 +158,7 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
         ([[1] * 9, [1e-6] * 8 + [11]], [[], [8]]),
         ([[1, 1], [1e-6] * 2, [1e-6, 9]], [[], [], []]),
         ([[1e-6] * 9, [1] * 9, [1e-6] * 8 + [9]], [[], [], []]),  # a schedule that began low
-    ],
+    ]
 )  # fmt: skip
 def test_a_long_update_is_left_out(
     rounds: list[list[float]], found: Any, unit: float, sign: float
@@ -200,15 +199,14 @@ def reporting(loss: Any) -> NumpyNetwork:
     return NumpyNetwork(3, client)
 
 
-def test_one_warning_in_the_log_and_in_the_history(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_in_the_log_and_in_the_history(log: Log) -> None:
     network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
     one = training()
-    with caplog.at_level(logging.WARNING, "flwr"):
-        for t in range(1, 16):
-            run(one.round(t, UNSTABLE, network), network)
+    for t in range(1, 16):
+        run(one.round(t, UNSTABLE, network), network)
     (told,) = [e["round"] for e in one.history if "divergence" in e]
     text = one.history[told - 1]["divergence"]
-    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [text]
+    assert log(level=logging.WARNING) == [text]
     assert text.startswith(f"round {told} of FedAvg looks like divergence: for the second time")
     assert text.endswith("try a smaller lr (0.8)")
 
@@ -378,7 +376,7 @@ def test_a_long_step_under_the_other_two_settings(behind: bool) -> None:
         (lambda t, m: 1.0, lambda t, k: 1e-3 ** (t - 1) if t < 9 else 5.0, None),  # new data
         (lambda t, m: 1.0, lambda t, k: 0.5**t if t < 9 or k else 1.0, None),  # of one client
         (lambda t, m: 1 / (1e-9 + m), lambda t, k: 1e-3 ** (t - 1), None),  # an adaptive server
-    ],
+    ]
 )  # fmt: skip
 def test_honest_clients_are_not_left_out(stretch: Any, moves: Any, lr: Any) -> None:
     one = stretched(stretch, moves, 14, *([lr] if lr else []))

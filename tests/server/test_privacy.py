@@ -19,8 +19,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build, client_class
+from flwr_regs.experiments.strategies import client_class
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.privacy import PrivateRounds, private_mean
@@ -28,6 +27,7 @@ from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
+from tests.experiments.runs import strategy_of
 from tests.oracles.central_dp import central_dp
 from tests.sampling import sampled
 
@@ -126,9 +126,8 @@ def test_sensitivity_of_the_mean() -> None:
     """One client replaced moves it by at most 2 C / m, and one that is missing by C / m."""
     rng = np.random.default_rng(0)
     base = {"a": rng.normal(size=(30, 4)), "b": rng.normal(size=7)}
-    honest = {
-        k: reply_of({n: w + rng.normal(size=w.shape) for n, w in base.items()}) for k in range(5)
-    }
+    sent = [{n: w + rng.normal(size=w.shape) for n, w in base.items()} for _ in range(5)]
+    honest = dict(enumerate(map(reply_of, sent)))
     against = {n: 2 * w - honest[3].arrays[n] for n, w in base.items()}  # w - Δ
     huge = {n: np.full_like(w, 1e300) for n, w in base.items()}  # its norm overflows
 
@@ -343,13 +342,13 @@ def test_what_would_get_no_noise_is_left_out() -> None:
 # Flower's mods, and its wrappers
 
 
-def strategy_of(row: str, **settings: Any) -> Any:
-    (calls,) = parse_methods(fr.METHODS[row].example).values()
-    return build(calls, **{**UNIFORM, "incomplete": "average", "seed": 2, **settings})
+def example(row: str, **settings: Any) -> Any:
+    usual = {**UNIFORM, "incomplete": "average", "seed": 2}
+    return strategy_of(fr.METHODS[row].example, **{**usual, **settings})
 
 
 def client_of(row: str) -> Any:
-    return client_class(strategy_of(row))
+    return client_class(example(row))
 
 
 @pytest.mark.parametrize(
@@ -367,9 +366,9 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
             settings, mods = {"privacy": fr.CentralDP(clip, z)}, [mod] if mod else []
         config = {"clipping_norm": clip} if mods and settings else {}
         grid = fr.InProcessGrid(app_of(client_of(row), mods=mods), 3)
-        return start(strategy_of(row, **settings), grid, 2, config=config)
+        return start(example(row, **settings), grid, 2, config=config)
 
-    plain = start(strategy_of(row), fr.InProcessGrid(app_of(client_of(row)), 3), 2)
+    plain = start(example(row), fr.InProcessGrid(app_of(client_of(row)), 3), 2)
     close(trained(0.0, 1e6), plain, 1e-6)
     clipped, noisy = trained(0.0, 0.5), trained(0.5, 0.5)
     for name, a in noisy.items():
@@ -379,7 +378,7 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
 
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
     grid = Watching(app_of(fr.FedAvgClient), 3)
-    inner = strategy_of("FedAvg")
+    inner = example("FedAvg")
     strategy = DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, 3)
     with pytest.raises(ValueError, match=r"another strategy is wrapped.*privacy=CentralDP"):
         start(strategy, grid, 1)
@@ -393,7 +392,7 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
 @pytest.mark.parametrize("row", ["FedFOR", "FedADC"])
 def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) -> None:
     """The direction or momentum sent beside the model follows from the noisy models alone."""
-    strategy = strategy_of(row, privacy=fr.CentralDP(0.3, 1.0))
+    strategy = example(row, privacy=fr.CentralDP(0.3, 1.0))
     grid = Watching(app_of(client_of(row)), 3)
     start(strategy, grid, 3)
     w1, w2, w3 = (grid.sent[3 * t]["arrays"] for t in range(3))

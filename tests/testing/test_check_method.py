@@ -241,9 +241,7 @@ def test_an_exemption_is_checked() -> None:
     idle = Exempt("This term does nothing at all.")
     report = LAWS["moves"].judge(method(Idle, exempt={"moves": idle}), "")
     assert report == "exempt: This term does nothing at all."
-    with pytest.raises(
-        LawBroken, match=r"does nothing at all.”.*meets it: leave out the exemption"
-    ):
+    with pytest.raises(LawBroken, match=r"nothing at all.”.*meets it: leave out the exemption"):
         LAWS["moves"].judge(method(exempt={"moves": idle}), "")
     refused = Exempt("It has no such client.", refusal="no such client")
 

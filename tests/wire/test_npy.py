@@ -14,13 +14,7 @@ from hypothesis.extra import numpy as arrays_of
 from flwr_regs.server.exchange.replies import read_uploads
 from flwr_regs.wire.arrays import ProtocolError, unpack
 from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
-from flwr_regs.wire.records import (
-    from_record,
-    labelled,
-    parcel_of,
-    to_array,
-    views_of,
-)
+from flwr_regs.wire.records import from_record, labelled, parcel_of, to_array, views_of
 from tests.server.exchange.damage import NOT_ARRAYS, npy
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
@@ -92,7 +86,7 @@ def test_packed_arrays_that_are_none_are_a_protocol_error(data: Any) -> None:
 
 GOOD = [
     np.asarray(1.5), np.zeros((0, 3)), np.ones((7, 5), "f2"), np.arange(24).reshape(2, 3, 4),
-    np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    np.asfortranarray(np.arange(12.0).reshape(3, 4))
 ]  # fmt: skip
 
 

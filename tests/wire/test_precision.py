@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,15 +15,8 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
-from tests.conftest import Batch, close, descend
-from tests.methods.test_models import (
-    METHODS,
-    Counting,
-    Kind,
-    Method,
-    perceptron,
-    train,
-)
+from tests.conftest import Batch, close, plain_fedavg
+from tests.methods.test_models import METHODS, Counting, Kind, Method, perceptron, train
 
 
 def in_torch(a: np.ndarray, half: str) -> torch.Tensor:
@@ -65,32 +59,14 @@ def test_what_a_half_cannot_hold_is_refused() -> None:
         GlobalModel(chain([]), model, "bfloat16")
 
 
-def by_hand(rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, np.ndarray]:
-    """FedAvg in plain loops over two clients; what travels is `rounded`."""
-    state = {n: v.detach() for n, v in PLAIN.model().state_dict().items()}
-    data = [PLAIN.data(k) for k in range(2)]
-    sizes = [sum(len(y) for _, y in batches) for batches in data]
-    for _ in range(rounds):
-        given = {n: rounded(w) for n, w in state.items()}
-        moved = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in state.items()}
-        for size, batches in zip(sizes, data, strict=True):
-            model = PLAIN.model()
-            model.load_state_dict(given)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            descend(model, optimizer, batches * 2)
-            for n, v in model.state_dict().items():
-                moved[n] += size / sum(sizes) * (rounded(v).double() - given[n].double())
-        state = {n: w + moved[n].to(w.dtype) for n, w in state.items()}
-    return {n: w.numpy() for n, w in state.items()}
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_master_equals_plain_loops_that_round_where_we_do(dtype: str) -> None:
     def rounded(t: torch.Tensor) -> torch.Tensor:
         return t.to(getattr(torch, dtype)).float()
 
     _, got = train(replace(PLAIN, wire=dtype), METHODS[0], rounds=4)
-    close(got, by_hand(4, rounded), 0.0)
+    expected, _ = plain_fedavg(PLAIN.model, [PLAIN.data(k) for k in range(2)], 4, 0.1, (), rounded)
+    close(got, {n: w.numpy() for n, w in expected.items()}, 0.0)
     assert any((in_torch(a, dtype).float().numpy() != a).any() for a in got.values())
 
 
@@ -132,9 +108,7 @@ def test_an_update_beyond_the_range_costs_only_its_client() -> None:
 
 
 def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None:
-    method = Method(
-        "", lambda **kw: fr.FedOpt(lambda p: torch.optim.SGD(p, lr=1e7), **kw), fr.FedOptClient
-    )
+    method = Method("", partial(fr.FedOpt, partial(torch.optim.SGD, lr=1e7)), fr.FedOptClient)
     with pytest.raises(fr.RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
         train(replace(PLAIN, wire="float16"), method)
 

@@ -14,9 +14,8 @@ from benchmarks.conformity.environments import CannotRun, fetch
 from benchmarks.conformity.libraries import LIBRARIES
 from tests.conftest import ROOT
 
-EXAMPLE = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "docs" / "conformity.md").read_text(), re.M | re.S
-)[0]
+PAGE = (ROOT / "docs/conformity.md").read_text()
+EXAMPLE = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0]
 
 
 @pytest.fixture

@@ -121,8 +121,8 @@ LINE = failing.__code__.co_firstlineno + 1
         ({"groups": np.full(8, 0.5)}, "groups has the shape (8,) and entries of type float64"),
         ({"groups": np.full(8, -1)}, "groups has the number -1; expected integers from 0 on"),
         ({"augment": "mixup"}, "augment must be one of '', 'crop-flip', "),
-        ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'"),
-    ],
+        ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'")
+    ]
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_sentence(returned: Any, message: str) -> None:
     if isinstance(returned, dict) and "train" not in returned:

@@ -44,10 +44,8 @@ def test_the_packages_data_have_these_layers_and_weights_in_torchs_order(
         for layer in again:
             if hasattr(layer, "reset_parameters"):
                 layer.reset_parameters()
-    for (name, a), (other, b) in zip(
-        made.state_dict().items(), again.state_dict().items(), strict=True
-    ):
-        assert (name, a.tolist()) == (other, b.tolist())
+    for one, other in zip(made.state_dict().items(), again.state_dict().items(), strict=True):
+        assert (one[0], one[1].tolist()) == (other[0], other[1].tolist())
 
 
 @pytest.fixture

@@ -76,17 +76,11 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data() -> None:
         assert rows.tolist() == clients_of(data, **given).server_rows()[1].tolist()
         assert not of_training or not {*rows.tolist()} & {*np.concatenate(clients.parts).tolist()}
     assert clients_of(data).server_rows() == (False, slice(None))
-    texts = Data(
-        np.zeros((9, 80), np.int32),
-        np.arange(9),
-        np.zeros((3000, 80), np.int32),
-        np.arange(3000) % 9,
-    )
-    tested = [
-        clients_of(texts, num_clients=2, test_examples=n).server_rows()[1]
-        for n in (10_000, 2500, 0)
-    ]
-    assert [len(np.arange(3000)[rows]) for rows in tested] == [2000, 2500, 3000]
+    train, test = np.zeros((9, 80), np.int32), np.zeros((3000, 80), np.int32)
+    texts = Data(train, np.arange(9), test, np.arange(3000) % 9)
+    for examples, tested in ((10_000, 2000), (2500, 2500), (0, 3000)):
+        made = clients_of(texts, num_clients=2, test_examples=examples)
+        assert len(np.arange(3000)[made.server_rows()[1]]) == tested
     assert DEFAULTS["test-examples"] == client_data.USUAL  # else nobody would have the 2000
 
 

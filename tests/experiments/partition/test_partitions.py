@@ -171,12 +171,7 @@ def leaf_by_leaf(fine: list[list[int]], n: int, alpha: Any, beta: float, rng: An
     ("kind", "sizes", "alpha", "settings"),
     [
         ("dirichlet-hsu", [[3], [6], [9]], 4 * np.array([3, 6, 9]) / 18, {"dirichlet_alpha": 4.0}),
-        (
-            "pachinko",
-            [[3, 5], [8], [2, 2, 4]],
-            0.5,
-            {"pachinko_alpha": 0.5, "pachinko_beta": 9.0},
-        ),
+        ("pachinko", [[3, 5], [8], [2, 2, 4]], 0.5, {"pachinko_alpha": 0.5, "pachinko_beta": 9.0}),
     ],
 )
 def test_a_label_that_runs_out_leaves_its_share_to_the_others(

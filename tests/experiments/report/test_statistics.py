@@ -16,10 +16,7 @@ Q = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.
 @pytest.mark.parametrize(
     ("p", "adjusted"),
     [
-        (
-            [0.01, 0.04, 0.03, 0.005],
-            [0.03, 0.06, 0.06, 0.02],
-        ),  # by hand: 4 x, 3 x, 2 x, then as large
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # 4 x, 3 x, 2 x, then as large
         ([0.6, 0.5], [1.0, 1.0]),
         ([0.02, math.nan, 0.04], [0.04, math.nan, 0.04]),  # what is no test counts for none
         ([], []),
@@ -92,12 +89,7 @@ def test_demsars_example() -> None:
     }
     scores = pd.DataFrame({name: [*map(float, cells.split())] for name, cells in columns.items()})
     found = statistics.ranks(scores)
-    assert found.mean.round(3).to_dict() == {
-        "+m+cf": 1.964,
-        "+m": 2.0,
-        "+cf": 2.893,
-        "C4.5": 3.143,
-    }
+    assert found.mean.round(3).to_dict() == {"+m+cf": 1.964, "+m": 2, "+cf": 2.893, "C4.5": 3.143}
     assert found.critical == pytest.approx(1.25, abs=0.005)
     ties = 1 - (4**3 - 4 + 3 * (2**3 - 2)) / (14 * (4**3 - 4))  # which the paper leaves out
     assert found.statistic * ties == pytest.approx(9.28, abs=0.005)

@@ -63,9 +63,7 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     runs = runs_of(methods="FedAvg", **QUICK)
     engine.execute(runs, None, Lines(runs))
     said = capsys.readouterr().out
-    before, _, after = said.partition(
-        "1 run of 2 rounds; in each round 4 clients with 12 steps of "
-    )
+    before, _, after = said.partition("1 run of 2 rounds; in each round 4 clients with 12 steps")
     assert before.splitlines()[-1].startswith("about ")
     assert "FedAvg testing examples, 100 of 360, " in after
     assert re.search(r"^FedAvg round    1/2   clients train, \d of 4", after, re.M)
@@ -80,9 +78,8 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     cost = costs.cost_of(runs[0], of_model)
     assert (cost.cohort, cost.steps, cost.test) == (5, 4, pytest.approx(0.36))
     assert cost.run == pytest.approx(10 * 5 * (0.5 + 4 * 0.002) + 11 * 0.36)
-    on_clients = replace(
-        runs[0], settings=replace(runs[0].settings, test_on_clients=True, test_examples=9)
-    )
+    tested = replace(runs[0].settings, test_on_clients=True, test_examples=9)
+    on_clients = replace(runs[0], settings=tested)
     assert costs.cost_of(on_clients, of_model).test == pytest.approx(10 * 9 * 0.001)
     asked: list[Any] = []
     monkeypatch.setattr(costs, "timed", lambda run: asked.append(run) or of_model)

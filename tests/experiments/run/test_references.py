@@ -45,10 +45,8 @@ def parts(run: Run) -> tuple[Any, Any, list[Any]]:
     """The initial model, the data, and each client's examples."""
     clients = client_data_of(run.settings)
     data = clients.data
-    examples = [
-        (torch.from_numpy(data.train_x[rows]), torch.from_numpy(data.train_y[rows]))
-        for rows in clients.parts
-    ]
+    x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
+    examples = [(x[rows], y[rows]) for rows in clients.parts]
     return ClientFactory(run, clients).new_model(), data, examples
 
 

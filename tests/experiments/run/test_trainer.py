@@ -73,11 +73,9 @@ def test_a_bounded_test_takes_some_of_the_examples(tests: list[int]) -> None:
 
 
 def test_settings_reach_the_server_and_the_clients() -> None:
-    down = [
-        trained(methods="FedAvg", rounds=1, local_steps=1, wire_dtype=w)["FedAvg"].rounds[0]
-        for w in ("", "bfloat16")
-    ]
-    assert 0.5 < down[1]["bytes_down"][0] / down[0]["bytes_down"][0] < 0.53
+    how = {"methods": "FedAvg", "rounds": 1, "local_steps": 1}
+    whole, half = (trained(wire_dtype=w, **how)["FedAvg"].rounds[0] for w in ("", "bfloat16"))
+    assert 0.5 < half["bytes_down"][0] / whole["bytes_down"][0] < 0.53
     private = {"dp_clip_norm": 0.5, "dp_noise": 4.0, "dp_delta": 1e-4, "weighting": "uniform"}
     (record,) = trained(methods="FedADC", fraction_train=0.5, **private, **QUICK).values()
     assert record.rounds[-1]["delta"] == 1e-4
@@ -156,6 +154,7 @@ def test_ctrl_c_in_a_test_ends_at_once_and_the_run_goes_on(
     half = read(record_path(tmp_path / "a", "FedAvg", 7))
     assert (half.ended, len(half.rounds), len(half.test)) == (False, 2, 2)
     (resumed,) = in_folder(tmp_path / "a", **given)
+    assert resumed.processor_seconds is None  # not all of it ran in one process
     (whole,) = in_folder(tmp_path / "b", **given)
     assert (resumed.test, resumed.per_client) == (whole.test, whole.per_client)
 

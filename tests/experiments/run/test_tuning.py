@@ -79,9 +79,7 @@ def test_what_leads_early_and_falls_behind_is_not_chosen() -> None:
     assert outcomes["FedAvg"]["point"] == {"lr": min(early, key=lambda lr: abs(log(lr / 0.2)))}
 
 
-@pytest.mark.parametrize(
-    ("best", "side"), [(5.0, (1.0, sqrt(50))), (0.004, (0.02 / sqrt(50), 0.02))]
-)
+@pytest.mark.parametrize(("best", "side"), [(5.0, (1, sqrt(50))), (0.004, (0.02 / sqrt(50), 0.02))])
 def test_a_range_is_widened_once_where_the_best_is_at_its_edge(
     best: float, side: tuple[float, float]
 ) -> None:
@@ -136,9 +134,7 @@ def test_each_eighth_of_a_range_has_one_of_eight_points() -> None:
     for key, low, decades in (("lr", 0.01, 2), ("FedProx.mu", 0.001, 3)):
         eighths = [int(8 * log(point[key] / low, 10) / decades) for point in tried]
         assert sorted(eighths) == [*range(8)]
-    assert edges(
-        {"a": 1, "b": 2, "c": 0.1}, [{"a": i, "b": 2 - i % 2, "c": 0.1} for i in (1, 2, 3)]
-    )
+    assert edges({"a": 1, "b": 2, "c": 3}, [{"a": i, "b": 2 - i % 2, "c": 3} for i in (1, 2, 3)])
     two_values = [{"b": 1}, {"b": 2}, {"b": 2}]
     assert edges({"b": 2}, two_values) == {}
     assert edges({"b": 3}, [*two_values, {"b": 3}]) == {"b": True}

@@ -29,13 +29,8 @@ class Users(NumPyClient):
     def fit(self, parameters: Any, config: Any) -> Any:
         for a in parameters:
             a += a.astype(a.dtype)
-        metrics = {
-            "names": config["regs.names"],
-            "raw": b"\0x",
-            "yes": True,
-            "wide": np.float64(2.5),
-        }
-        return self.result or (parameters, 3, {"loss": 0.5, "steps": 2, **metrics})
+        metrics = {"names": config["regs.names"], "raw": b"\0x", "wide": np.float64(2.5)}
+        return self.result or (parameters, 3, {"loss": 0.5, "steps": 2, "yes": True, **metrics})
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
         return self.result or (float(parameters[0].sum()), 4, {"accuracy": 0.25, "who": "me"})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
@@ -16,9 +16,9 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid
-from tests.conftest import make_clients, make_model
+from tests.conftest import make_clients, make_model, start
 
-CONFIG = {"lr": 0.1, "local-epochs": 1}
+MODEL = partial(make_model, torch.float32)
 WHY = "refused by the client: this client is FedFORClient .*use flwr_regs.FedFOR or RegStrategy"
 
 
@@ -29,7 +29,7 @@ def _quiet() -> None:
 
 def client_of(context: Context, kind: Any = fr.FedFORClient) -> Any:
     data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
-    return kind(make_model(torch.float32), data, data)
+    return kind(MODEL(), data, data)
 
 
 def own_loop() -> fr.RegClientApp:
@@ -38,11 +38,11 @@ def own_loop() -> fr.RegClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
-        return fr.ClientRound(message, fr.FedFORClient, make_model(torch.float32), data).reply()
+        return fr.ClientRound(message, fr.FedFORClient, MODEL(), data).reply()
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        fr.load_model(message, fr.FedFORClient, make_model(torch.float32))
+        fr.load_model(message, fr.FedFORClient, MODEL())
         raise AssertionError("there was a model")
 
     return app
@@ -53,15 +53,6 @@ APPS = {
     "to_client": lambda: fr.client_app(lambda context: client_of(context).to_client()),
     "own loop": own_loop,
 }
-
-
-def start(strategy: Any, app: Any, grid: Any = SerialisingGrid) -> Any:
-    return strategy.start(
-        grid=grid(app, 6),
-        initial_arrays=ArrayRecord(make_model(torch.float32).state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord(CONFIG),
-    )
 
 
 @pytest.mark.parametrize(
@@ -75,25 +66,23 @@ def start(strategy: Any, app: Any, grid: Any = SerialisingGrid) -> Any:
 def test_the_run_ends_in_round_one_and_says_why(make: Any, app: str) -> None:
     why = WHY.replace("FedFORClient", "a loop of FedFORClient") if app == "own loop" else WHY
     with pytest.raises(ValueError, match=why):
-        start(make(), APPS[app]())
+        start(make(), SerialisingGrid(APPS[app](), 6), model=MODEL)
 
 
-def test_records_of_other_names_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_of_other_names_are_refused() -> None:
     strategy = partial(flowers.FedAvg, arrayrecord_key="model")
-    with pytest.raises(
-        ValueError, match=r"holds no ArrayRecord 'arrays', only \['config', 'model'"
-    ):
-        start(strategy(), APPS["client_app"]())
+    with pytest.raises(ValueError, match=r"no ArrayRecord 'arrays', only \['config', 'model'"):
+        start(strategy(), SerialisingGrid(APPS["client_app"](), 6), model=MODEL)
     for name in ("client_app", "own loop"):  # evaluation alone: Flower's error, our log
         with pytest.raises(InconsistentMessageReplies):
-            start(strategy(fraction_train=0.0), APPS[name]())
+            start(strategy(fraction_train=0.0), SerialisingGrid(APPS[name](), 6), model=MODEL)
 
 
 @pytest.mark.parametrize(("app", "initial"), [("client_app", True), ("ClientApp", False)])
 def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
-    arrays = [v.numpy() for v in make_model(torch.float32).state_dict().values()]
+    arrays = [v.numpy() for v in MODEL().state_dict().values()]
     given = ndarrays_to_parameters(arrays) if initial else None
-    strategy = older.FedAvg(initial_parameters=given, on_fit_config_fn=lambda t: dict(CONFIG))
+    strategy = older.FedAvg(initial_parameters=given, on_fit_config_fn=lambda t: {"lr": 0.1})
     parts = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
     server = ServerApp(server_fn=lambda context: parts)
     why = WHY if app == "ClientApp" else "use ServerApp with @app.main and strategy.start"

@@ -1,7 +1,6 @@
 """What a client keeps to itself: entries that no server gets, and state on the client's own disk."""
 
 import contextlib
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -12,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.flower.node import NodeState
-from flwr_regs.testing.problem import SerialisingGrid
+from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
 from tests.conftest import close, make_clients, make_model, remembered, run
+from tests.flower.clients.test_own_loop import own_app
 
 PINS = "3.*"
 LAYER = {"3.weight", "3.bias"}
@@ -63,13 +63,7 @@ def grid_of(
     n: int = 3,
     **settings: Any,
 ) -> Any:
-    data = make_clients(n)
-
-    def client_fn(context: Any) -> Any:
-        batches = data[context.node_config["partition-id"]]
-        return client(build(), batches, batches, device="cpu", **settings)
-
-    return kind(fr.client_app(client_fn), n)
+    return kind(app_of(client, make_clients(n), build, **settings), n)
 
 
 def leaked(sent: bytes, values: Iterable[np.ndarray]) -> bool:
@@ -281,10 +275,11 @@ def test_a_node_that_saved_nothing_is_named(name: str) -> None:
 
 
 @cache
-def usual() -> dict[str, np.ndarray]:
-    """FedPer's model after four rounds."""
-    grid = grid_of(fr.FedPerClient)
-    return run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=4, model=model, grid=grid)
+def usual() -> tuple[dict[str, np.ndarray], list[Any]]:
+    """FedPer's model after four rounds, and the evaluations."""
+    strategy, grid = fr.FedPer(PINS, seed=1), grid_of(fr.FedPerClient)
+    arrays = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
+    return arrays, [e["evaluate"]["clients"] for e in strategy.history]
 
 
 def broken(name: str) -> Callable[..., Any]:
@@ -298,8 +293,8 @@ STEPS = ["open", "replace", "sync_folder", "iterdir"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_disk_that_fails_costs_a_warning(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_disk_that_fails_is_named(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In round 3 alone; before and after it all files are whole."""
     where: Any = {"sync_folder": files, "iterdir": Path}.get(step, os)
@@ -313,10 +308,9 @@ def test_a_disk_that_fails_costs_a_warning(
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
     grid.change = fault
     strategy = fr.FedPer(PINS, seed=1)
-    caplog.set_level(logging.WARNING, "flwr")
     got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
     monkeypatch.undo()
-    close(got, usual(), 0.0)
+    close(got, usual()[0], 0.0)
     assert [e.get("not_saved", []) for e in strategy.history] == [[], [], [0, 1, 2], []]
     for pid in range(3):
         (folder,) = tmp_path.glob(f"partition-{pid}/*")
@@ -386,35 +380,14 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
 
 def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:
     """The same bits as the package's client, with nodes that are restarted."""
-    app, data = fr.RegClientApp(), make_clients(3)
-    keeping: dict[str, Any] = {"private": PINS, "save_private": tmp_path}
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        net, batches = model(), data[context.node_config["partition-id"]]
-        loop = fr.ClientRound(message, fr.FedPerClient, net, batches, device="cpu", **keeping)
-        optimizer = loop.optimizer()
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            loop.objective(inputs, targets).backward()
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    heads: dict[int, torch.Tensor] = {}
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Any) -> Message:
-        net = model()
-        fr.load_model(message, fr.FedPerClient, net, **keeping)
-        heads[context.node_config["partition-id"]] = net.state_dict()["3.bias"].clone()
-        metrics = MetricRecord({"loss": 1.0, "num-examples": 1})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
+    keeping = {"private": PINS, "save_private": tmp_path}
+    app = own_app(fr.FedPerClient, model=model, n=3, keeping=keeping)
     strategy = fr.FedPer(PINS, seed=1)
     got = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=Wiping(app, 3))
-    close(got, usual(), 0.0)
-    for pid, head in heads.items():
-        torch.testing.assert_close(head, fr.load_private(tmp_path, pid)["3.bias"], rtol=0, atol=0)
+    arrays, evaluations = usual()
+    close(got, arrays, 0.0)
+    for entry, clients in zip(strategy.history, evaluations, strict=True):
+        for pid, told in entry["evaluate"]["clients"].items():
+            assert told["loss"] == pytest.approx(clients[pid]["loss"], abs=1e-12)
     with pytest.raises(fr.RoundFailed, match=r"keeps \['3.bias', '3.weight'\] to itself"):
         run(fr.FedPer("0.*", seed=1), fr.FedPerClient, rounds=1, model=model, grid=Wiping(app, 3))

@@ -18,9 +18,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        name.replace("-", "_"), EXAMPLES / name / "app.py"
-    )
+    path = EXAMPLES / name / "app.py"
+    spec = importlib.util.spec_from_file_location(name.replace("-", "_"), path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -46,9 +45,8 @@ def test_the_server_app_runs_as_written_and_learns(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = load(name)
-    settings = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())["tool"]["flwr"][
-        "app"
-    ]
+    project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())
+    settings = project["tool"]["flwr"]["app"]
     assert settings["components"] == {"serverapp": "app:server", "clientapp": "app:app"}
     context = Context(1, 1, {}, RecordDict(), settings["config"])
     module.server(InProcessGrid(module.app, 4), context)

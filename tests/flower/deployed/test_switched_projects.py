@@ -13,6 +13,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.docs.quickstart.task import Net
+from tests.docs.test_quickstart import APP, changed
 from tests.docs.test_tutorials import blocks
 from tests.processes import BIN, app_for, command, deployment, environment
 
@@ -40,18 +41,6 @@ def files_of_page(stage: str) -> dict[str, str]:
     return {head[1]: head.string for head in heads if head}
 
 
-def changed(source: str) -> str:
-    """A file with the page's diffs: the lines that a diff takes away occur once."""
-    for diff in blocks(PAGE, "diff"):
-        old, new = (
-            "".join(line[1:] for line in diff.splitlines(True) if line[0] in kept)
-            for kept in (" -", " +")
-        )
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
 def older(folder: Path) -> dict[str, str]:
     """A NumPyClient and a server_fn, as on the page."""
     for name, text in files_of_page("old").items():
@@ -59,10 +48,15 @@ def older(folder: Path) -> dict[str, str]:
     return files_of_page("new")
 
 
-def functions(folder: Path) -> dict[str, str]:
+def with_fedfor(server: str) -> dict[str, str]:
+    """The page's client, and a server with the page's diffs."""
+    return {**changed({"server_app.py": server}, PAGE.read_text()), **files_of_page("with FedFOR")}
+
+
+def functions(_: Path) -> dict[str, str]:
     """Train and evaluate functions."""
-    server = (folder / "server_app.py").read_text()
-    return {"server_app.py": changed(server), **files_of_page("with FedFOR")}
+    server = (APP / "server_app.py").read_text().replace("learning-rate", "lr")
+    return with_fedfor(re.sub("fraction([-_])evaluate", r"fraction\1train", server))
 
 
 def template(folder: Path) -> dict[str, str]:
@@ -72,10 +66,8 @@ def template(folder: Path) -> dict[str, str]:
     new = ["new", "made", "--framework", "PyTorch", "--username", "me"]
     done = command(BIN / "flwr", *new, env=environment(folder / "home"), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("client_app.py", "server_app.py"):
-        text = (folder / "made/made" / name).read_text()
-        (folder / name).write_text(text.replace("from made.task", "from task"))
-    return functions(folder)
+    server = (folder / "made/made/server_app.py").read_text()
+    return with_fedfor(server.replace("from made.task", "from task"))
 
 
 @pytest.mark.parametrize("project", [older, functions, template])
@@ -87,7 +79,7 @@ def test_a_project_changes_to_fedfor(
 ) -> None:
     app = tmp_path / "project"
     shutil.copytree(PROJECT, app)
-    task = (ROOT / "tests/docs/quickstart/task.py").read_text()
+    task = (APP / "task.py").read_text()
     (app / "task.py").write_text(task.replace(", device):", ', device="cpu"):'))
     for name, text in project(app).items():
         (app / name).write_text(text)

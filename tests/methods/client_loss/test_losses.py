@@ -1,7 +1,6 @@
 """MOON, FedNTD, FedLC, FedRS and FedGKD beyond the laws: what they see, keep, refuse and go with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -160,7 +159,6 @@ def test_a_wrong_projection_is_named(layer: str, why: str) -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@dataclass(frozen=True)
 class Again(Term):
     """Computes each gradient a second time."""
 
@@ -174,13 +172,9 @@ def test_a_layers_output_is_there_at_other_parameters_too() -> None:
     """FedSAM's gradient elsewhere is of MOON's loss as well."""
     term = fr.ModelContrast(5.0, 0.5, "0")
     last = {"model-contrast": {n: p.detach() + 0.3 for n, p in make_model().named_parameters()}}
-    ends = [
-        local_round(
-            make_model(), chain(terms), DATA, lr=0.2, steps=4, device="cpu", client=last
-        ).state
-        for terms in ([term], [term, Again()])
-    ]
-    close(*ends, 1e-12)
+    how: dict[str, Any] = {"lr": 0.2, "steps": 4, "device": "cpu", "client": last}
+    chains = [chain([term]), chain([term, Again()])]
+    close(*(local_round(make_model(), both, DATA, **how).state for both in chains), 1e-12)
 
 
 # losses on a batch
@@ -197,9 +191,8 @@ def test_a_zero_vector_has_no_direction() -> None:
     """A dead ReLU layer makes one; the loss and its gradient stay finite, tiny features count."""
     z = torch.tensor([[0.0, 0.0], [1e-30, 0.0], [3.0, 4.0]], requires_grad=True)
     other = torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    ctx = batch(
-        z, None, client={"v": z}, features=z, features_at=lambda p, layer: other if p else -other
-    )
+    elsewhere = {"client": {"v": z}, "features_at": lambda p, layer: other if p else -other}
+    ctx = batch(z, None, features=z, **elsewhere)
     loss = fr.ModelContrast(1.0, 1.0).loss(ZERO, {}, ctx)
     (grad,) = torch.autograd.grad(loss, z)
     # cosines (0, 0), (-1, 1), (0, 0): log 2, log(1 + e^2), log 2

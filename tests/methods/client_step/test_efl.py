@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -147,16 +146,3 @@ def test_a_round_in_which_everybody_is_inactive_fails_loudly() -> None:
     idle = budgeted(fr.FedAvgClient, [dict.fromkeys(range(4), 0)])
     with pytest.raises(fr.RoundFailed, match=r"0 usable replies.*inactive: \[0, 1, 2, 3\]"):
         train(fr.FedAvg(seed=1), idle)
-
-
-def test_the_scale_of_incomplete_clients_is_no_scale_of_buffers() -> None:
-    ends = {}
-    for how in ("average", "scale"):
-        strategy = fr.FedAvg(seed=3, incomplete=how, fraction_evaluate=0.0)
-        client = budgeted(fr.FedAvgClient, [{0: 1, 1: 2}])
-        (ends[how],) = train(
-            strategy, client, rounds=1, model=wide_model, clients=make_clients(4, torch.float32)
-        )
-    for name in ("1.running_var", "1.running_mean", "1.num_batches_tracked"):
-        np.testing.assert_array_equal(ends["scale"][name], ends["average"][name])
-    assert abs(ends["scale"]["0.weight"] - ends["average"]["0.weight"]).max() > 1e-3

@@ -32,9 +32,8 @@ def test_distillation_stays_finite_in_half_precision_and_with_a_sure_teacher() -
     sure = torch.tensor([[40.0, 0.0, 0.0], [0.0, 40.0, 0.0]], dtype=torch.float16)
     output = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True)
     base = torch.zeros((), dtype=torch.float16)
-    ctx = batch(
-        output, torch.tensor([2, 2]), start_output=sure, label_counts=torch.tensor([0, 0, 70_000])
-    )
+    counts = torch.tensor([0, 0, 70_000])
+    ctx = batch(output, torch.tensor([2, 2]), start_output=sure, label_counts=counts)
     assert torch.isfinite(fr.SelfDistillation(0.5, 1.0).loss(base, {}, ctx))
 
 
@@ -85,7 +84,7 @@ def test_overlap_gives_the_same_weights_with_only_the_step_on_the_critical_path(
     for settings in ({}, {"downlink": "delta"}, {"downlink": "delta", "overlap": True}):
         strategy = fr.FedADC(
             beta=0.7, **settings, seed=5, fraction_train=fraction, min_train_nodes=1,
-            fraction_evaluate=0.0,
+            fraction_evaluate=0.0
         )  # fmt: skip
         ends[len(settings)] = train(strategy, fr.FedADCClient, rounds=6, model=heavy, **HEAVY)[-1]
         histories[len(settings)] = strategy.history

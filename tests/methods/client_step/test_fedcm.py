@@ -11,7 +11,7 @@ import flwr_regs as fr
 from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.parts import once
 from flwr_regs.wire import keys
-from tests.conftest import make_clients, make_model
+from tests.conftest import Log, make_clients, make_model
 
 SGD = torch.optim.SGD
 
@@ -26,17 +26,16 @@ SGD = torch.optim.SGD
     ],
 )
 def test_a_clients_own_momentum_is_noted_once(
-    make: Any, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Any, why: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once, "_logged", set())
     model = make_model()
     g = {n: torch.ones_like(p) for n, p in model.named_parameters()}
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        local_round(
-            model, fr.ClientMomentum(0.4), make_clients()[0], lr=0.1, steps=2, optimizer=make,
-            broadcast=g, device="cpu",
-        )  # fmt: skip
-    assert [why in r.getMessage() for r in caplog.records] == ([True] if why else [])
+    local_round(
+        model, fr.ClientMomentum(0.4), make_clients()[0], lr=0.1, steps=2, optimizer=make,
+        broadcast=g, device="cpu"
+    )  # fmt: skip
+    assert [why in said for said in log(level=logging.WARNING)] == ([True] if why else [])
 
 
 def test_under_scale_it_spreads_the_step_over_the_planned_steps() -> None:
@@ -49,7 +48,7 @@ def test_under_scale_it_spreads_the_step_over_the_planned_steps() -> None:
     for config, steps in (({}, 3), ({keys.INCOMPLETE_KEY: "scale"}, 6)):
         moved = local_round(
             model, fr.ClientMomentum(0.25), data, lr=0.1, steps=6, max_steps=3,
-            broadcast=g, config=config, device="cpu",
+            broadcast=g, config=config, device="cpu"
         ).delta["0.weight"]  # fmt: skip
         expected = torch.full_like(g["0.weight"], -0.1 * 0.75 * 3 / steps)
         torch.testing.assert_close(moved, expected)

@@ -1,6 +1,5 @@
 """FedFOR's default alpha, 2 (1 − m) / K_k, with client momentum; and what is logged."""
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from flwr_regs import FedFOR, FedFORClient
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import close, make_clients, to_numpy
+from tests.conftest import Log, close, make_clients, to_numpy
 from tests.oracles.client_step.fedfor import fedfor
 
 OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
@@ -54,22 +53,22 @@ def test_the_momentum_of_an_optimiser(make: Any, m: float | None) -> None:
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+def warnings(log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Those since it was last called."""
     monkeypatch.setattr(once, "_logged", set())
-    caplog.set_level(logging.WARNING, logger="flwr")
-    return lambda: [r.getMessage() for r in caplog.records if "FedFOR's" in r.getMessage()]
+    return lambda: log("FedFOR's")
 
 
 def test_an_optimiser_without_momentum_is_noted_once_in_a_training(warnings: Any) -> None:
     short: dict[str, Any] = {"rounds": 3, "lr": 0.01}
-    for count in (1, 2):
+    for _ in range(2):
         train(FedFOR(**OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
-        assert len(warnings()) == count
-    assert "assumes that a client has no momentum" in warnings()[0]
-    assert "With Adam and its like the default is far too strong" in warnings()[0]
+        (said,) = warnings()
+    assert "assumes that a client has no momentum" in said
+    assert "With Adam and its like the default is far too strong" in said
     train(FedFOR(0.1, **OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
     train(FedFOR(**OPTIONS), FedFORClient, **short)
-    assert len(warnings()) == 2
+    assert warnings() == []
 
 
 @pytest.mark.parametrize("m", [0.0, 0.5])
@@ -79,7 +78,7 @@ def test_a_value_that_can_collapse_is_named_once(m: float, warnings: Any) -> Non
     for alpha in (0.59 * (1 - m), None):
         train(FedFOR(alpha, **OPTIONS), FedFORClient, **options)
     assert warnings() == []
-    for count in (1, 2):
+    for _ in range(2):
         train(FedFOR(0.61 * (1 - m), **OPTIONS), FedFORClient, **options)
-        assert len(warnings()) == count
-    assert f"above {6 * (1 - m) / 10:.3g} training can collapse" in warnings()[0]
+        (said,) = warnings()
+    assert f"above {6 * (1 - m) / 10:.3g} training can collapse" in said

@@ -8,19 +8,16 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import train
 from tests.conftest import close
+from tests.experiments.runs import strategy_of
 
 
 def test_the_mean_is_that_before_a_servers_optimiser() -> None:
     """SGD with lr = γ on the server is FedGATE; the parts are put in the order that this needs."""
-    (calls,) = parse_methods(
-        "VRLSGD()+FedOpt(server_optimizer='SGD', lr=0.6)+SparseTernary(0.5)"
-    ).values()
-    names = [t.name for t in build(calls).term.terms]
+    text = "VRLSGD()+FedOpt(server_optimizer='SGD', lr=0.6)+SparseTernary(0.5)"
+    names = [t.name for t in strategy_of(text).term.terms]
     assert names == ["server-optimizer", "gradient-tracking", "ternary"]
     shorter = fr.TorchServerOptimizer(partial(torch.optim.SGD, lr=0.6))
     terms = [shorter, fr.GradientTracking()]

@@ -1,13 +1,12 @@
 """Implicit steps of quadratic pulls: their stability, and when a warning asks for them."""
 
-import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flwr_regs as fr
-from tests.conftest import make_clients, run
+from tests.conftest import Log, make_clients, run
 
 
 @pytest.mark.parametrize(
@@ -30,29 +29,20 @@ def test_a_strong_pull_diverges_explicitly_and_is_finite_implicitly(
 # The warning
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, strategy: Any, client: Any) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        run(strategy, client, rounds=5, lr=0.2, train={"local-steps": 1})
-    return [r.getMessage() for r in caplog.records if "implicit=True" in r.getMessage()]
+def warnings_of(log: Log, strategy: Any, client: Any) -> list[str]:
+    run(strategy, client, rounds=5, lr=0.2, train={"local-steps": 1})
+    return log("implicit=True")
 
 
 OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "client", "times"),
-    [
-        (fr.EFL, fr.EFLClient, 1),
-        (fr.FedCurv, fr.FedCurvClient, 2),
-        (fr.FedProx, fr.FedProxClient, 0),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "times"), [(fr.EFL, 1), (fr.FedCurv, 2), (fr.FedProx, 0)])
 def test_a_strength_beyond_stability_is_named_once_in_a_training(
-    strategy: Any, client: Any, times: int, caplog: pytest.LogCaptureFixture
+    strategy: Any, times: int, log: Log
 ) -> None:
     """η = 0.2: stable below λ = 10/(times · largest curvature); FedProx below μ = 10."""
-    limit = 10.0
+    limit, client = 10.0, getattr(fr, f"{strategy.__name__}Client")
     if times:
         first = strategy(0.0001, **OPTIONS)
         run(first, client, rounds=1, lr=0.2, train={"local-steps": 1})
@@ -62,8 +52,8 @@ def test_a_strength_beyond_stability_is_named_once_in_a_training(
     strength = 1.01 * limit if not times else 60.0
     loud = strategy(strength, **OPTIONS)
     for _ in range(2):  # a second training says it again
-        (said,) = warnings_of(caplog, loud, client)
+        (said,) = warnings_of(log, loud, client)
         assert f"only up to {'lam' if times else 'mu'}={limit:.3g} " in said
-    assert warnings_of(caplog, strategy(strength, implicit=True, **OPTIONS), client) == []
+    assert warnings_of(log, strategy(strength, implicit=True, **OPTIONS), client) == []
     quiet = 0.1 * limit if times else 0.99 * limit
-    assert warnings_of(caplog, strategy(quiet, **OPTIONS), client) == []
+    assert warnings_of(log, strategy(quiet, **OPTIONS), client) == []

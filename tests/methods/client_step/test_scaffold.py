@@ -39,11 +39,8 @@ def test_c_is_the_clients_own_mean_where_updates_are_rounded(beside: Any) -> Non
     half = {} if beside else {"wire_dtype": "bfloat16"}
     strategy = fr.RegStrategy(terms, seed=3, fraction_evaluate=0.0, **half)
     client = partial(fr.RegClient, terms=[type(t) for t in terms])
-    single = {
-        "clients": make_clients(4, torch.float32),
-        "model": partial(make_model, torch.float32),
-    }
-    _, calls = recorded(strategy, client, rounds=6, **single)
+    data, model = make_clients(4, torch.float32), partial(make_model, torch.float32)
+    _, calls = recorded(strategy, client, rounds=6, clients=data, model=model)
     c = strategy.training.model.server["scaffold"]
     for n in start_weights():
         mean = sum(call.result.client["scaffold"][n].numpy() for call in calls[-4:]) / 4

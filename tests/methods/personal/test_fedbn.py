@@ -1,6 +1,5 @@
 """FedBN and private entries: what stays, what never travels, and which entries they are."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,49 +10,26 @@ from flwr.app import Message
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import close, descend, make_clients, make_model, remembered
+from flwr_regs.testing.problem import app_of, train
+from tests.conftest import Tampered, close, make_clients, make_model, plain_fedavg, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 MODEL, DATA = partial(make_model, batch_norm=True), make_clients(3)
 
 
-class Tapped(SerialisingGrid):
-    """Notes the name of every array that is sent or answered."""
-
-    names: frozenset[str] = frozenset()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for m in [*messages, *(self._replies[i] for i in ids)]:
-            self.names = self.names.union(*m.content.array_records.values())
-        return ids
-
-
-def by_hand(rounds: int) -> tuple[dict[str, Any], list[nn.Module]]:
-    """FedBN in plain loops (Alg. 1): two epochs a round, weights n_k / n, BatchNorm local."""
-    models = [MODEL() for _ in DATA]
-    shares = np.array([sum(len(y) for _, y in d) for d in DATA], dtype=np.float64)
-    shares /= shares.sum()
-    shared = {k: v.clone() for k, v in MODEL().state_dict().items() if k not in BN}
-    for _ in range(rounds):
-        for m, batches in zip(models, DATA, strict=True):
-            m.load_state_dict(shared, strict=False)
-            opt = torch.optim.SGD(m.parameters(), lr=0.2)
-            descend(m, opt, batches * 2)
-        ends = [m.state_dict() for m in models]
-        shared = {k: sum(p * e[k] for p, e in zip(shares, ends, strict=True)) for k in shared}
-    return shared, models
-
-
 def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
     """Clients evaluate with their own, too."""
-    grid, strategy = Tapped(app_of(fr.FedBNClient, DATA, MODEL), 3), fr.FedBN(seed=1)
+    names = set[str]()
+
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        names.update(*message.content.array_records.values(), *reply.content.array_records.values())
+        return reply
+
+    grid, strategy = Tampered(app_of(fr.FedBNClient, DATA, MODEL), 3, note), fr.FedBN(seed=1)
     models = train(strategy, fr.FedBNClient, rounds=3, model=MODEL, grid=grid)
-    shared, local = by_hand(3)
+    shared, local = plain_fedavg(MODEL, DATA, 3, 0.2, own=BN)  # Alg. 1
     close(models[-1], shared, 1e-12)
-    assert grid.names == set(shared)  # in train and evaluate messages and replies alike
+    assert names == set(shared)  # in train and evaluate messages and replies alike
     for pid, model in enumerate(local):
         own = {k: v for k, v in model.state_dict().items() if k in BN}
         close(remembered(grid, pid)["regs"], own, 1e-12)

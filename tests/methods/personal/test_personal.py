@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
@@ -21,7 +21,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import close, drawn, make_clients, make_model, to_numpy
+from tests.conftest import close, drawn, make_clients, make_model, start, to_numpy
 from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
 from tests.oracles.personal.apfl import apfl, mixed
@@ -133,13 +133,9 @@ def test_the_global_model_is_the_methods_to_the_bit(name: str, own: Term) -> Non
 def evaluated(strategy: Any, client: Any, config: dict[str, Any] | None = None, **more: Any) -> Any:
     """The last evaluation's metrics by client, and the global model."""
     data, build = make_clients(3), more.pop("model", make_model)
-    result = strategy.start(
-        grid=fr.InProcessGrid(app_of(client, data, build, **more), 3),
-        initial_arrays=ArrayRecord(build().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}),
-        evaluate_config=ConfigRecord(config or {}),
-    )
+    grid, length = fr.InProcessGrid(app_of(client, data, build, **more), 3), {"local-epochs": 2}
+    evaluate = ConfigRecord(config or {})
+    result = start(strategy, grid, 2, build, {"lr": 0.2, **length}, evaluate_config=evaluate)
     return strategy.history[-1]["evaluate"]["clients"], result.arrays.to_torch_state_dict()
 
 
@@ -240,6 +236,7 @@ def test_what_calibration_does_not_go_with() -> None:
 # saving
 
 OWN_BN = [fr.LocalBatchNorm(), fr.PersonalModel(0.3)]
+OWN_BN_CLIENT = partial(fr.RegClient, terms=[type(t) for t in OWN_BN])
 SAVED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "Ditto": (fr.Ditto, fr.DittoClient, {}),
     "APFL": (fr.APFL, fr.APFLClient, {}),
@@ -247,11 +244,7 @@ SAVED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "FedAMP": (fr.FedAMP, fr.FedAMPClient, {}),
     "calibration": (fr.FedAvg, fr.FedAvgClient, PLAIN),
     "FedBN": (fr.FedBN, fr.FedBNClient, {}),
-    "FedBN+Ditto": (
-        partial(fr.RegStrategy, OWN_BN),
-        partial(fr.RegClient, terms=[type(t) for t in OWN_BN]),
-        {},
-    ),
+    "FedBN+Ditto": (partial(fr.RegStrategy, OWN_BN), OWN_BN_CLIENT, {}),
 }
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
@@ -12,7 +12,7 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, to_numpy
+from tests.conftest import close, make_clients, start, to_numpy
 from tests.oracles.server_step.fedacg import fedacg
 from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
@@ -40,13 +40,8 @@ def test_the_history_has_the_metrics_of_the_model_that_a_paper_reports(
 
     some = {"seed": 3, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
     strategy = getattr(fr, name)(**settings, **some)
-    strategy.start(
-        fr.InProcessGrid(app_of(getattr(fr, f"{name}Client"), CLIENTS), 5),
-        ArrayRecord(make_model().state_dict()),
-        num_rounds=4,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}),
-        evaluate_fn=test,
-    )
+    grid = fr.InProcessGrid(app_of(getattr(fr, f"{name}Client"), CLIENTS), 5)
+    start(strategy, grid, 4, config={"lr": 0.2, "local-epochs": 2}, evaluate_fn=test)
     reported: list[Any] = []
     own = {**settings, filled: reported} if filled else settings
     cohorts = [entry["cohort"] for entry in strategy.history]

@@ -80,7 +80,6 @@ def test_no_claim_makes_a_weight_large(q: float, robust: bool, claim: float, nor
 def run(claim: float | None = None, **settings: Any) -> tuple[Any, Any]:
     """The models and the strategy; client 2 sends another loss."""
 
-    @dataclass(frozen=True)
     class Lies(fr.FairWeights):
         def finish(self, delta: Any, ctx: Any) -> Any:
             delta, upload, kept = super().finish(delta, ctx)

@@ -28,12 +28,7 @@ def distillation(w: Params, teacher: Params, x: np.ndarray, temperature: float) 
 
 
 def fedgkd(
-    w: Params,
-    *run: Any,
-    gamma: float = 0.2,
-    temperature: float = 1.0,
-    buffer: int = 5,
-    **how: Any,
+    w: Params, *run: Any, gamma: float = 0.2, temperature: float = 1.0, buffer: int = 5, **how: Any
 ) -> list[Params]:
     """Return the global model after each round.
 

@@ -56,12 +56,7 @@ def contrast(
 
 
 def moon(
-    w: Params,
-    *run: Any,
-    mu: float = 5.0,
-    tau: float = 0.5,
-    projection: str = "1",
-    **how: Any,
+    w: Params, *run: Any, mu: float = 5.0, tau: float = 0.5, projection: str = "1", **how: Any
 ) -> list[Params]:
     """Return the global model after each round.
 

@@ -11,11 +11,7 @@ from tests.oracles.rounds import minus, plus, rounds_of, zeros
 
 
 def feddyn(
-    w: Params,
-    *run: Any,
-    alpha: float,
-    weighting: str = "uniform",
-    **how: Any,
+    w: Params, *run: Any, alpha: float, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
     """Return the global model after each round, alpha > 0.
 

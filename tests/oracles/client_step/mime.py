@@ -12,12 +12,7 @@ from tests.oracles.rounds import mean_gradient, minus, plus, rounds_of, weights_
 
 
 def mime(
-    w: Params,
-    *run: Any,
-    beta: float,
-    lite: bool = False,
-    weighting: str = "uniform",
-    **how: Any,
+    w: Params, *run: Any, beta: float, lite: bool = False, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
     """Return the global model after each round, 0 <= beta < 1.
 

@@ -75,12 +75,7 @@ def fedgamma(w: Params, *run: Any, rho: float, slope: Slope = gradient, **how: A
 
 
 def fedlesam_s(
-    w: Params,
-    *run: Any,
-    rho: float,
-    server_lr: float = 1.0,
-    weighting: str = "uniform",
-    **how: Any,
+    w: Params, *run: Any, rho: float, server_lr: float = 1.0, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
     """Return the global model after each round: SCAFFOLD (option 2) at FedLESAM's points.
 

@@ -10,12 +10,7 @@ from tests.oracles.model import Params, loss
 from tests.oracles.rounds import examples, minus, plus, rounds_of, square, zeros
 
 
-def qfedavg(
-    w: Params,
-    *run: Any,
-    q: float,
-    **how: Any,
-) -> list[Params]:
+def qfedavg(w: Params, *run: Any, q: float, **how: Any) -> list[Params]:
     """Return the global model after each round, ``q`` >= 0; the weighting plays no part."""
     models = []
     for r in rounds_of(*run, **how):

@@ -7,12 +7,7 @@ from tests.oracles.rounds import minus, plus, rounds_of, zeros
 
 
 def slowmo(
-    w: Params,
-    *run: Any,
-    beta: float,
-    alpha: float = 1.0,
-    weighting: str = "uniform",
-    **how: Any,
+    w: Params, *run: Any, beta: float, alpha: float = 1.0, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
     """Return the global model after each round."""
     m = zeros(w)  # gradient units, starts at 0

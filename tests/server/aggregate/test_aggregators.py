@@ -23,6 +23,7 @@ from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
+from tests.conftest import Log
 from tests.oracles import aggregators as oracle
 from tests.server.network import NumpyNetwork, run
 
@@ -233,9 +234,7 @@ def test_a_round_is_the_aggregate_of_scaled_updates_and_of_each_buffer(
     assert ("bounded" in entry) == bounds
 
 
-def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(log: Log) -> None:
     train = training(max_weight=0.3)
     moved(train, network(5), rounds=2)
     assert [e["bounded"] for e in train.history] == [[4], [4]]
@@ -243,12 +242,9 @@ def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(
     others = sum((k + 1) / 10 * 0.7 * reply_arrays(k, 0)["b"].astype(np.float64) for k in range(4))
     one = training(max_weight=0.3)
     np.testing.assert_allclose(moved(one, network(5))["b"], 0.3 * gap + others, atol=1e-6)
-    caplog.clear()
     few = training(max_weight=0.1)
-    with caplog.at_level("WARNING", logger="flwr"):
-        moved(few, network(5), rounds=2)
-    said = [r.getMessage() for r in caplog.records if "max_weight" in r.getMessage()]
-    assert said == ["max_weight=0.1 is impossible for 5 replies: each weighs 1/5"]
+    moved(few, network(5), rounds=2)
+    assert log("max_weight") == ["max_weight=0.1 is impossible for 5 replies: each weighs 1/5"]
     assert few.history[0]["bounded"] == [3, 4]
 
 
@@ -293,7 +289,6 @@ def test_a_broken_aggregator_fails_the_round_by_its_name(back: Any, sentence: st
 # Uploads
 
 
-@dataclass(frozen=True)
 class Uploads(Term, Checks):
     """Its upload is one array."""
 
@@ -307,7 +302,6 @@ class Uploads(Term, Checks):
         assert set(upload) == {"u"}
 
 
-@dataclass(frozen=True)
 class Sums(Uploads, Folds):
     """Adds up what clients send; notes who came."""
 
@@ -323,7 +317,6 @@ class Sums(Uploads, Folds):
         return dict(uploads), delta
 
 
-@dataclass(frozen=True)
 class Asks(Uploads):
     """Takes the mean of what clients send from its context."""
 
@@ -364,7 +357,6 @@ def test_uploads_go_through_the_aggregator(term: Any, aggregator: Any) -> None:
         assert np.abs(slot["u"] - slots[0]["u"]).max() < 3 * times
 
 
-@dataclass(frozen=True)
 class Quiet(Term):
     """Uploads without a check, and says nothing of aggregators."""
 
@@ -375,9 +367,7 @@ class Quiet(Term):
 
 
 def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"Krum.* does not reach .* of Uploads upload.*ctx.aggregated"
-    ):
+    with pytest.raises(ValueError, match=r"Krum.* not reach .* of Uploads upload.*ctx.aggregated"):
         training([Uploads()], aggregator=fr.Krum(1))
     training([Uploads()])
     train = training([Quiet()], aggregator=fr.CoordinateMedian())  # seen only when they come
@@ -391,7 +381,6 @@ def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
     assert why[2].isprintable()
 
 
-@dataclass(frozen=True)
 class Picky(Asks):
     """Cannot work with an upload that is not positive; only its update sees that."""
 
@@ -435,6 +424,4 @@ def test_clients_that_krum_leaves_out_keep_their_state() -> None:
     train = training(aggregator=fr.Krum(1, 2))
     moved(train, net, rounds=2)
     kept = train.history[0]["selected"]
-    assert {k: said[1] for k, said in seen.items()} == {
-        k: [1 if k in kept else 0, 1] for k in range(6)
-    }
+    assert {k: said[1] for k, said in seen.items()} == {k: [int(k in kept), 1] for k in range(6)}

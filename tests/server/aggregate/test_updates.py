@@ -2,7 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -146,7 +146,6 @@ def test_a_value_that_is_not_usable_is_found(name: str) -> None:
 CONTEXT = ServerContext(1, 0.1, weights=WEIGHTS)
 
 
-@dataclass(frozen=True)
 class Same(Term):
     """Has an `update`; changes nothing."""
 
@@ -179,9 +178,8 @@ def test_the_model_moves_by_the_step_that_is_kept(half: str | None) -> None:
         elif not half:
             np.testing.assert_array_equal(found.model[name], add(w, found.step[name]), name)
             np.testing.assert_allclose(found.step[name], as_step(w, step[name]), rtol=1e-14)
-    assert {n for n, t in found.changed.items() if t} == {
-        n for n, s in found.step.items() if s.any()
-    }
+    stepped = {n for n, s in found.step.items() if s.any()}
+    assert {n for n, t in found.changed.items() if t} == stepped
     assert found.changed["mask"] == 0
     coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
     for terms, sent in ([Same()], came), ([], coded), ([Same()], coded):
@@ -200,9 +198,8 @@ def peak(work: Callable[[], object]) -> int:
 
 def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     base = {f"w{i}": np.ones((PIECE, 64), np.float32) for i in range(3)}
-    came = {
-        k: Reply({n: w + np.float32(k) for n, w in base.items()}, {}, {}, 1.0) for k in range(3)
-    }
+    sent = [{n: w + np.float32(k) for n, w in base.items()} for k in range(3)]
+    came = {k: Reply(arrays, {}, {}, 1.0) for k, arrays in enumerate(sent)}
     weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
     assert peak(lambda: mean_delta(Updates(base, came, weights, weights, []))) < 1.3 * size
     ctx = ServerContext(1, 0.1, weights=weights)

@@ -16,19 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Error,
-    Message,
-    RecordDict,
-)
+from flwr.app import Array, Error, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of
-from tests.conftest import make_clients, make_model
+from tests.conftest import make_clients, make_model, start
 
 BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
@@ -80,10 +73,9 @@ class Playback(fr.InProcessGrid):
             found: Any = self._kept[node, kind, min(number, last)] if last >= 0 else LOST
             if isinstance(found, RecordDict):
                 found = copied(found)
-                if "regs.start" in found.config_records.get(
-                    "config", {}
-                ):  # of the recorded training
-                    found["config"]["regs.start"] = m.content["config"]["regs.start"]
+                config = found.config_records.get("config", {})
+                if "regs.start" in config:  # of the recorded training
+                    config["regs.start"] = m.content["config"]["regs.start"]
             if node == 1000 + BAD and isinstance(found, RecordDict):
                 found = self._how(kind, number + 1, found)
             if isinstance(found, RecordDict):
@@ -126,7 +118,6 @@ class Case:
     strategy: Callable[[], Any]
     client: Callable[..., Any]
     model: Callable[[], nn.Module] = make_model
-    length: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] | None = None
 
     def start(self, grid: fr.InProcessGrid, rounds: int = 2, evaluate: bool = True) -> Any:
@@ -135,12 +126,7 @@ class Case:
         strategy.wait_timeout = 0.0
         if not evaluate:
             strategy.fraction_evaluate = 0.0
-        strategy.start(
-            grid=grid,
-            initial_arrays=ArrayRecord(self.model().state_dict()),
-            num_rounds=rounds,
-            train_config=ConfigRecord({"lr": 0.1, **(self.length or {"local-steps": 2})}),
-        )
+        start(strategy, grid, rounds, self.model, {"lr": 0.1, "local-steps": 2})
         return strategy
 
     def app(self) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.population.population import Population, PopulationError
 from flwr_regs.wire.parcel import Parcel
+from tests.conftest import Log
 from tests.server.network import NumpyNetwork
 
 
@@ -67,19 +68,15 @@ def test_a_mute_node_is_not_asked_in_every_round() -> None:
     assert network.asked.count(("query.flwr_regs", 102)) <= 2
 
 
-def test_the_wait_ends_with_those_who_came_and_the_others_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.WARNING, logger="flwr")
+def test_the_wait_ends_with_those_who_came_and_the_others_are_named(log: Log) -> None:
     who, network = Population(2, None, 0.2), network_of(3, total=5)
     assert who.refresh(network) == [0, 1, 2]
-    assert "training starts without partitions [3, 4] after 0 s" in caplog.text
-    caplog.clear()
+    assert log("training starts without partitions [3, 4] after 0 s")
     assert who.refresh(network) == [0, 1, 2]  # and does not wait again
-    assert not caplog.text
+    assert not log(level=logging.WARNING)
     odd = Population(2, 5, 0.2)
     assert odd.refresh(network_of(3, {0: 70, 1: 80, 2: 90})) == [70, 80, 90]
-    assert "training starts without 2 of 5 clients" in caplog.text
+    assert log("training starts without 2 of 5 clients")
 
 
 def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:

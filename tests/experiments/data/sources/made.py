@@ -150,10 +150,8 @@ class Files:
 
     def sentiment140_leaf(self) -> None:
         for part in ("train", "test"):
-            tweets = {
-                u: ([["id", "date", "q", u, f"{u} is {part}"]] * 2, [1, 0]) for u in ("ann", "bob")
-            }
-            self.leaf(part, tweets)
+            rows = {u: [["id", "date", "q", u, f"{u} is {part}"]] * 2 for u in ("ann", "bob")}
+            self.leaf(part, {u: (tweets, [1, 0]) for u, tweets in rows.items()})
 
     def stackoverflow(self) -> None:
         self.text("stackoverflow.word_count", "the 9\nhow 5\nto 4\nrun 2\n")

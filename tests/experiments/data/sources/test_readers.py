@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ def nothing(files: Files) -> None:
     """Write no file: the data set needs none."""
 
 
+CALTECH = methodcaller("listed", "office-caltech")
+GLD_160K = methodcaller("landmarks", "federated_train.csv", "test.csv")
 MADE: list[tuple[str, Any, str]] = [
     ("digits", nothing, "497f557db34b9619"),
     ("synthetic(0.5, 0.5, clients=4)", nothing, ""),
@@ -52,19 +55,11 @@ MADE: list[tuple[str, Any, str]] = [
     ("stackoverflow(users=0, words=3, length=3, most=1)", Files.stackoverflow, "b9d32de89302fe98"),
     ("digits-five", Files.digits_five, "72d3282abba58b8c"),
     ("digits-five(share=0.2)", Files.digits_five, "d26456a818ee5632"),
-    ("office-caltech(size=20)", lambda f: f.listed("office-caltech"), "b1a6e85105c3455f"),
-    (
-        "office-caltech(share=0.25, size=8)",
-        lambda f: f.listed("office-caltech"),
-        "7fdc7b45f2367929",
-    ),
+    ("office-caltech(size=20)", CALTECH, "b1a6e85105c3455f"),
+    ("office-caltech(share=0.25, size=8)", CALTECH, "7fdc7b45f2367929"),
     ("domainnet(share=0.5, size=32)", lambda f: f.listed("domainnet"), "73b2fb3064fd081a"),
     ("gld-23k(size=40, most=4)", Files.gld_23k, "0ed5968753154734"),
-    (
-        "gld-160k(size=32)",
-        lambda f: f.landmarks("federated_train.csv", "test.csv"),
-        "d680c8f2b43e6fc0",
-    ),
+    ("gld-160k(size=32)", GLD_160K, "d680c8f2b43e6fc0"),
     ("image-folder(size=8)", Files.image_folder, "5beb825597110eff"),
     ("image-folder(size=8, grey=True, groups=True)", Files.image_groups, "d703c1f3a6032162"),
 ]
@@ -227,11 +222,7 @@ def tweets(line: str) -> Any:
         ("domainnet(size=8)", relisted("gone.png"), "of which 1 are missing, such as .*gone.png"),
         ("domainnet(size=8)", relisted(drop=1), "real_test.pkl does not hold two arrays of the s"),
         ("gld-23k(size=8)", lambda f: f.gld_23k(9), "of 9 pictures are missing .* images/abc8.jpg"),
-        (
-            "gld-23k",
-            lambda f: f.gld_23k(field="id"),
-            "the columns id, class; expected image_id, cl",
-        ),
+        ("gld-23k", lambda f: f.gld_23k(field="id"), "the columns id, class; expected image_id, c"),
         ("cifar10", lambda f: f.cifar(10, "y"), "the columns img, y; expected label or fine_label"),
     ],
 )
