@@ -175,11 +175,10 @@ def _datasets(card: Experiment) -> list[str]:
 def needed(card: Experiment, data_dir: str | None = None) -> str:
     """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
     said = []
-    for name in _datasets(card):
-        if data.files(name):
-            said.append(f"files of {name}")
-            if data_dir is not None:
-                said[-1] += ": there" if data.present(name, data_dir) else ": absent"
+    for name in filter(data.files, _datasets(card)):
+        said.append(f"files of {name}")
+        if data_dir is not None:
+            said[-1] += ": there" if data.present(name, data_dir) else ": absent"
     return ", ".join(said) or "nothing"
 
 
@@ -189,10 +188,13 @@ def cards(data_dir: str = "") -> str:
     for name in card_files.names():
         one = card_files.load(name)
         source = f"{one.source}, {one.where}"
-        lines.append([name, source, "/".join(levels(one)), needed(one, data_dir)])
+        sets = filter(data.files, _datasets(one))
+        there = [of if data.present(of, data_dir) else f"[{of}]" for of in sets]
+        lines.append([name, source, "/".join(levels(one)), ", ".join(there) or "nothing"])
     text = columns(lines)
     text += [
         "",
+        "needs: data sets that are files; [those] are not there, data-dir=DIR says where to look",
         "flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)",
     ]
     return "\n".join(text)

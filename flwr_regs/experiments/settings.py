@@ -200,8 +200,9 @@ def _checked(of: Setting, value: Any) -> Any:
         )
     )
     if wrong:
-        hint = nearest(str(value), of.choices) if of.choices else ""
-        raise ValueError(f"setting '{of.name}' must be {legal(of)}, not {value!r}{hint}")
+        if hint := nearest(str(value), of.choices) if of.choices else "":
+            raise ValueError(f"setting '{of.name}' has no {value!r}{hint} It must be {legal(of)}")
+        raise ValueError(f"setting '{of.name}' must be {legal(of)}, not {value!r}")
     return kind(value)
 
 

@@ -93,8 +93,8 @@ def over_rounds(
     """
     for axis, word, legal in (("x", x, X), ("y", y, Y)):
         if word not in legal:
-            expected = f"{axis} must be one of {', '.join(legal)}"
-            raise ValueError(f"{expected}, not {word!r}{nearest(word, legal)}")
+            one = f"{axis} must be one of {', '.join(legal)}"
+            raise ValueError(f"{one}, not {word!r}{nearest(word, legal)}")
     look = look or Look()
     chosen = points["label"].isin(look.methods)
     points = points[chosen] if chosen.any() else points
