@@ -121,7 +121,7 @@ def test_a_smoke_test_is_small_and_checks_all_methods() -> None:
     card = planned("card.toml", "--smoke", "num-clients=4")
     assert (card.seeds, card.tune, card.smoke, len(card.panels)) == ((1,), (), True, 1)
     first, last = card.tests(*card.panels)
-    assert (first.label, last.label) == ("FedAvg", "mine.py:Decay")
+    assert (first.label, last.label) == ("FedAvg", "Decay")
     small = last.settings
     assert (small.rounds, small.examples, small.num_clients, small.lr) == (2, 200, 4, 0.2)
     assert small.batch_size <= 4
