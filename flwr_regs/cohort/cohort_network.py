@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -113,68 +113,68 @@ class CohortNetwork:
         if request.kind == keys.IDENTIFY:
             said = self._host.identities(request.nodes.values())
             return Replies({p: Parcel(config=said[node]) for p, node in request.nodes.items()})
+        kind, parcels = request.kind, request.parcels
         came: dict[int, Parcel] = {}
         failures: dict[int, str] = {}
         asked: dict[int, Asked] = {}
         others: dict[int, Parcel] = {}
         seen: dict[Any, Any] = {}
-        kinds = (
-            TRAINING if self._apart else (*TRAINING, "evaluate")
-        )  # other processes evaluate, too
-        stacks = self._stacks if request.kind in kinds and len(request.parcels) > 1 else None
-        for pid, parcel in request.parcels.items():
+
+        def attempt(pid: int, step: Callable[[int], Parcel | None]) -> None:
             try:
-                if request.kind == keys.PREFETCH:
-                    self._prefetch(pid, parcel)
-                    came[pid] = Parcel()
-                    continue
-                client = self._host.client(pid, request.kind, parcel.config)
-                if client is None:
-                    others[pid] = parcel
-                    continue
-                if request.kind == keys.LABELS:
-                    counts = label_counts(client.task.pairs(client.train_data)).tolist()
-                    came[pid] = Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
-                    continue
-                node = self._host.node(pid, parcel.config)
-                self._host.prepare(client, node.memory)
-                asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
+                if (reply := step(pid)) is not None:
+                    came[pid] = reply
             except OutOfSync:  # the server then sends the model
                 came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
-        if stacks and request.kind == "evaluate":
+
+        def begun(pid: int) -> Parcel | None:
+            parcel = parcels[pid]
+            if kind == keys.PREFETCH:
+                self._host.node(pid, parcel.config).model = dict(parcel.records[keys.ARRAYS])
+                return Parcel()
+            client = self._host.client(pid, kind, parcel.config)
+            if client is None:
+                others[pid] = parcel
+                return None
+            if kind == keys.LABELS:
+                counts = label_counts(client.task.pairs(client.train_data)).tolist()
+                return Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
+            node = self._host.node(pid, parcel.config)
+            self._host.prepare(client, node.memory)
+            asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
+            return None
+
+        def alone(pid: int) -> Parcel:
+            one = asked[pid]
+            self._host.prepare(one.client, one.memory)  # others have used its model since
+            return self._alone(kind, one)
+
+        for pid in parcels:
+            attempt(pid, begun)
+        evaluates = kind == "evaluate" and not self._apart  # other processes evaluate, too
+        stacks = self._stacks if len(parcels) > 1 and (kind in TRAINING or evaluates) else None
+        if stacks and evaluates:
             came |= stacks.evaluate(list(asked.values()))
         elif stacks:
             for pid, served in self._stacked(stacks, list(asked.values())).items():
                 came[pid] = self._ended(asked[pid], served)
-        for pid, one in asked.items():
-            if pid in came:
-                continue
+        for pid in [p for p in asked if p not in came]:
             if self._apart:
-                others[pid] = request.parcels[pid]
-                continue
-            try:
-                self._host.prepare(one.client, one.memory)  # others have used its model since
-                came[pid] = self._alone(request.kind, one)
-            except OutOfSync:
-                came[pid] = LACKING
-            except Exception as error:
-                failures[pid] = _failure(error)
-        silent: Collection[int] = ()
+                others[pid] = parcels[pid]
+            else:
+                attempt(pid, alone)
+        more = Replies({})
         if others:
-            more = self._host.by_messages(Request(request.kind, others, request.nodes))
-            came, failures, silent = (
-                {**came, **more.came},
-                {**failures, **more.failures},
-                more.silent,
-            )
+            more = self._host.by_messages(Request(kind, others, request.nodes))
+        came, failures = {**came, **more.came}, {**failures, **more.failures}
         if stacks and not failures:
             stacks.tell()
         return Replies(
-            {p: came[p] for p in request.parcels if p in came},
-            {p: failures[p] for p in request.parcels if p in failures},
-            silent,
+            {p: came[p] for p in parcels if p in came},
+            {p: failures[p] for p in parcels if p in failures},
+            more.silent,
         )
 
     def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, Served]:
@@ -187,10 +187,6 @@ class CohortNetwork:
             for why, clients in fallbacks.items():
                 stacks.note(CannotStack(why), clients)
         return served
-
-    def _prefetch(self, pid: int, parcel: Parcel) -> None:
-        node = self._host.node(pid, parcel.config)
-        node.model = dict(parcel.records[keys.ARRAYS])
 
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""

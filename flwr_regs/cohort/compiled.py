@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _STEPS: dict[Hashable, Callable[..., Any] | None] = {}
 
 
 def compiled_step(
-    key: Hashable, view: View, values: Arrays, row: Mapping[str, Arrays], batch: Batch, lr: float
+    key: Hashable, view: View, values: Arrays, held: Arrays, batch: Batch, lr: float
 ) -> tuple[dict[str, Any], Tensor, Arrays] | None:
     """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
@@ -31,10 +31,10 @@ def compiled_step(
     gradients. Where the step cannot be traced or there is no compiler, a sentence in the log says so.
     """
     size = len(batch.leaves[0])
-    rest = {n: v.expand(size, *v.shape) for n, v in view.rest.items()}
-    values, held = {n: v.detach() for n, v in values.items()}, {**rest, **row["private"]}
-    names = [*values], [*held], [*row["buffers"]]
-    given = [*values.values(), *held.values(), *row["buffers"].values(), *batch.leaves]
+    values = {n: v.detach() for n, v in values.items()}
+    held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
+    names = [*values], [*held]
+    given = [*values.values(), *held.values(), *batch.leaves]
     given.append(torch.tensor(lr, dtype=torch.float64, device=given[0].device))
     shapes = tuple((tuple(t.shape), t.dtype) for t in given)
     key = key, shapes, names[0][0], bool(lr)
@@ -58,31 +58,31 @@ def compiled_step(
         return None
     last = len(values)
     stepped = dict(zip(names[0], out[:last], strict=True))
-    return stepped, out[last], dict(zip(names[2], out[last + 1 :], strict=True))
+    return stepped, out[last], dict(zip(view.buffers, out[last + 1 :], strict=True))
 
 
 def _step(view: View, names: Any, batch: Batch, moves: bool) -> Callable[..., Any]:
-    """Return a step as a function of tensors: trained values, others, buffers, batch, learning rate."""
+    """Return a step as a function of tensors: trained values, others, batch, learning rate."""
 
-    def one(values: Arrays, held: Arrays, buffers: Arrays, leaves: list[Tensor]) -> Any:
+    def one(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
         inputs, targets = batch.rebuilt(leaves)
-        buffers = dict(buffers)
-        output = view.call(inputs, targets, {**held, **values}, buffers)
-        return view.loss(output, targets), buffers
+        given = {**held, **values}
+        output = view.call(inputs, targets, given)
+        return view.loss(output, targets), {n: given[n] for n in view.buffers}
 
     def step(*given: Tensor) -> Any:
         rest, parts = list(given), []
         for some in names:
             parts.append(dict(zip(some, rest, strict=False)))
             rest = rest[len(some) :]
-        (values, *others), lr = parts, rest.pop()
+        (values, held), lr = parts, rest.pop()
 
         def total(values: Arrays, *others: Any) -> Any:
             losses, buffers = view.vmapped(one)(values, *others)
             return losses.sum(), (losses.detach().float(), buffers)
 
         grad = grad_and_value(total, has_aux=True)
-        grads, (_, (losses, buffers)) = grad(values, *others, rest)
+        grads, (_, (losses, buffers)) = grad(values, held, rest)
         moved = [v - lr * grads[n] if moves else grads[n] for n, v in values.items()]
         return *moved, losses, *buffers.values()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -14,7 +13,10 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.measure.features import FeatureTap, OutputTap
+from flwr_regs.client.measure.fisher import fisher_diagonal
+from flwr_regs.client.measure.fisher_layers import Layers
 from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.serving import Client
 from flwr_regs.client.train.optimizer import OptimizerFn
@@ -23,7 +25,8 @@ from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
 from flwr_regs.wire.parcel import Parcel
 
-OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
+MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
+OVER_THE_DATA = (*MEASURED, "train")
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 
@@ -145,73 +148,66 @@ class View:
     ----------
     shared : Shared
     start : Arrays
-        ``w_t``, what terms see of it, on the device.
+        ``w_t``, what terms see of it.
     rest : Arrays
-        The entries of the model that are neither trained nor any client's own.
-    received : Slot
-        The broadcasts that all clients share, on the device.
+        The entries of the model that are neither trained nor a buffer nor any client's own.
+    buffers : collection of str
+        The names of the model's buffers.
     alike : mapping
         The numbers of steps, "budget" and "planned", that are the same for all.
+    as_products : bool
+        Whether layers run as :class:`Kernels` has them.
     tap, layers : FeatureTap, dict of str to OutputTap
         On the model, where a term needs them.
     momentum, batch_size : float or None, int
         As in the contexts.
     classes : int
         Of the model's output; 0 before the first forward pass.
-    as_products : bool
-        Whether linear layers run as products: see :class:`Kernels`.
 
     In its methods, `told` is what one client is told (slots, id, numbers), and a `row` all that is its own:
-    its `told`, its "buffers", its "private" entries that are not trained, and "at_start", what its model
-    held at the round's start beside what terms see.
+    its `told`; "held", the entries that are its own or change, but are not trained; and "at_start", what
+    its model held at the round's start beside what terms see.
     """
 
     shared: Shared
     start: Arrays
     rest: Arrays
-    received: Slot
+    buffers: Collection[str]
     alike: Mapping[str, int]
+    as_products: bool
     tap: FeatureTap | None = None
     layers: dict[str, OutputTap] = field(default_factory=dict)
     momentum: float | None = None
     batch_size: int = 0
     classes: int = 0
-    as_products: bool = True
 
     def vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one member as a function of all."""
         return vmap(one, randomness=self.shared.randomness)
 
-    def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
-        """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
-        task = self.shared.task
-        args, kwargs = task.arguments(inputs, targets)
-        given = {**self.rest, **values, **buffers}
-        shared = self.shared
-        cast, same = (
-            shared.precision,
-            shared.randomness == "same",
-        )  # in the same places in memory, too
+    def call(self, inputs: Any, targets: Any, values: Arrays) -> Any:
+        """Return the logits of one member; `values` then hold what the forward pass has made of them."""
+        shared, given = self.shared, {**self.rest, **values}
+        args, kwargs = shared.task.arguments(inputs, targets)
+        cast = shared.precision
         with (
             torch.autocast(shared.device.type, dtype=cast, enabled=cast is not None),
-            Kernels(self.as_products and cast is None and not same),
+            Kernels(self.as_products),
         ):
-            output = called(self.shared.model, given, args, kwargs)
-        buffers.update({n: given[n] for n in buffers})
-        return task.logits(output)
+            output = called(shared.model, given, args, kwargs)
+        values.update({n: given[n] for n in values})
+        return shared.task.logits(output)
 
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the plain loss of one member's logits."""
-        with Kernels() if self.shared.randomness == "different" else nullcontext():
+        with Kernels(self.as_products):
             return self.shared.task.loss(output, targets)
-
-    def of_every_class(self, counts: Tensor) -> Tensor:
-        """Return label counts with an entry for each class of the output, once there was one."""
-        return nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
 
     def context(self, told: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
         shared, counts = self.shared, told.get("counts")
+        if counts is not None:  # with an entry for each class of the output, once there was one
+            counts = nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
         numbers = {k: told[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in told}
         budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
         fields: dict[str, Any] = {
@@ -221,12 +217,12 @@ class View:
             "planned_steps": planned,
             "budget_steps": budget,
             "momentum": self.momentum,
-            "broadcast": joined(self.received, told["broadcast"]),
+            "broadcast": joined(shared.broadcast, told["broadcast"]),
             "client": told["client"],
             "loss_fn": shared.task.loss,
             "client_id": numbers.get("id"),
             "batch_size": self.batch_size,
-            "label_counts": None if counts is None else self.of_every_class(counts),
+            "label_counts": counts,
             "config": shared.config,
             "optimizer_state": told.get("optimizer", {}),
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
@@ -243,36 +239,22 @@ class View:
         self, row: dict[str, Any], inputs: Any, targets: Any, shown: Mapping[str, Any]
     ) -> ClientContext:
         """Return one member's context of a step, under vmap; `shown` is what the forward pass has shown."""
-        at_start, logits = row["at_start"], shown.get("output")
+        logits, member = shown.get("output"), OneMember(self, row)
         if isinstance(logits, Tensor) and logits.ndim == 2:
             self.classes = logits.shape[1]
         ctx = self.context(
             row["told"],
             inputs=inputs,
             targets=targets,
-            output_at=partial(self._output_at, at_start, inputs, targets),
-            features_at=partial(self._features_at, at_start, inputs),
+            output_at=partial(member.output_at, inputs, targets),
+            features_at=partial(member.features_at, inputs),
             **shown,
         )
         needs = any("start_output" in t.needs for t in self.shared.term.terms)
         if needs and ctx.start_output is None:
             with torch.no_grad():
-                there = self._output_at(at_start, inputs, None, self.start)
-            ctx = replace(ctx, start_output=there)
+                ctx = replace(ctx, start_output=member.output_at(inputs, None, self.start))
         return ctx
-
-    def _output_at(self, at_start: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
-        with evaluating(self.shared.model):
-            return self.call(inputs, targets, {**at_start, **params}, {})
-
-    def _features_at(
-        self, at_start: Arrays, inputs: Any, params: Arrays, layer: str | None = None
-    ) -> Tensor:
-        tap = self.tap if layer is None else self.layers.get(layer)
-        if tap is None:
-            raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
-        self._output_at(at_start, inputs, None, params)
-        return tap.value  # type: ignore[no-any-return]
 
     def gradient_at(
         self,
@@ -283,20 +265,89 @@ class View:
         params: Arrays,
     ) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
-        shared = self.shared
+        shared, member = self.shared, OneMember(self, row)
 
-        def whole(params: Arrays, buffers: Arrays, private: Arrays) -> Tensor:
-            output = self.call(inputs, targets, {**private, **params}, dict(buffers))
+        def whole(params: Arrays) -> Tensor:
+            output = member.call(inputs, targets, params)
             ctx = self.at(row, inputs, targets, self.shown(output))
             return shared.term.loss(self.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
 
         after = random_state(shared.device)
         set_random_state(shared.device, before)
         try:
-            copies = {n: b.clone() for n, b in row["buffers"].items()}
-            return grad(whole)(params, copies, row["private"])  # type: ignore[no-any-return]
+            return member.gradient(whole, params)
         finally:
             set_random_state(shared.device, after)
+
+
+@dataclass(frozen=True)
+class MemberTask(Task):
+    """A task whose forward pass and loss are those of one member, which holds `held`."""
+
+    view: Any = None
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def output(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any = None,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Return the member's logits on a batch; `params` take the place of what it holds."""
+        return self.view.call(inputs, targets, {**self.held, **(params or {})})
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """Return the plain loss of logits."""
+        return self.view.loss(output, targets)  # type: ignore[no-any-return]
+
+
+class OneMember(Measures):
+    """The measurements of one member under vmap.
+
+    Parameters
+    ----------
+    view : View
+    row : dict
+        What is its own: see `View`.
+    data : sequence of (inputs, targets)
+        Its batches. All members have the same number of equal ones.
+    layers : Layers
+        The model's layers whose samples' gradients need not be formed.
+    memory : int
+        Bytes of the gradients of its samples that are formed at once.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        row: Mapping[str, Any],
+        data: Sequence[tuple[Any, Any]] = (),
+        layers: Layers | None = None,
+        memory: int = 0,
+    ) -> None:
+        shared, self._held = view.shared, row["held"]
+        task = MemberTask(**vars(shared.task), view=view, held=self._held)
+        super().__init__(shared.model, data, task, shared.device, shared.classifier)
+        self._start, self._rest = view.start, row["at_start"]
+        self._buffers, self._layers, self._memory = view.buffers, layers, memory
+
+    def gradient(self, loss: Callable[[Arrays], Any], params: Arrays) -> Arrays:
+        """Return the gradient of a function of parameters."""
+        return grad(loss)(params)  # type: ignore[no-any-return]
+
+    def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
+        """Return the model's output on a batch in its present mode; its buffers stay as they are."""
+        values = {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
+        held = {**self._held, **values}
+        values |= {n: held[n].clone() for n in self._buffers if n in held}
+        return self.task.output(self.model, inputs, targets, values)
+
+    def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
+        """Return the diagonal of the empirical Fisher information: see :func:`.fisher_diagonal`."""
+        whole = {**self._held, **self._whole(params)}
+        how = max_samples, self._memory, self._layers
+        return fisher_diagonal(self.model, self.data, self.task, self.device, whole, *how)
 
 
 class Kernels(TorchFunctionMode):
@@ -308,10 +359,10 @@ class Kernels(TorchFunctionMode):
     Parameters
     ----------
     products : bool
-        False: linear layers run as they are.
+        False: linear layers and the cross-entropy run as they are.
     """
 
-    def __init__(self, products: bool = True) -> None:
+    def __init__(self, products: bool) -> None:
         super().__init__()
         self._products = products
 
@@ -324,13 +375,13 @@ class Kernels(TorchFunctionMode):
             product = weight @ x.T
             return (product if bias is None else product + bias.unsqueeze(1)).T
         if func is nn.functional.cross_entropy:
-            return _cross_entropy(*args, **(kwargs or {}))
+            return _cross_entropy(self._products, *args, **(kwargs or {}))
         if func is nn.functional.embedding:
             return _embedded(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
+def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
     """Return a cross-entropy; the usual one in fewer operations than torch's under vmap."""
     if not targets.is_floating_point() and targets.dtype not in (torch.int64, torch.uint8):
         raise CannotStack(f"its labels are {targets.dtype}, which torch refuses outside of vmap")
@@ -340,7 +391,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
         "label_smoothing",
     }
     usual = usual and how.get("reduction", "mean") == "mean" and not how.get("label_smoothing")
-    if not usual or logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+    if (
+        not (quick and usual)
+        or logits.ndim != 2
+        or targets.ndim != 1
+        or targets.is_floating_point()
+    ):
         return nn.functional.cross_entropy(logits, targets, **how)
     counts = targets != how.get("ignore_index", -100)
     chosen = torch.where(counts, targets, 0).unsqueeze(0)

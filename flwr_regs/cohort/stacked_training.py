@@ -7,7 +7,7 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,12 @@ from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
-from flwr_regs.client.train.batches import to_device
+from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.finishing import Held, finish
-from flwr_regs.cohort.gradients_of_stack import Gradient, Part
-from flwr_regs.cohort.member_view import Member, Shared, View, random_state
+from flwr_regs.cohort.gradients_of_stack import Gradient
+from flwr_regs.cohort.member_view import AsksFor, Member, Shared, View, random_state
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -83,6 +82,9 @@ class Stack:
         self._examples = [sum(m.plan.sizes) for m in self._members]
         self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
+        # by name, the first axis that of the members: trained parameters, and a row of `View`
+        self._values: Arrays = {}
+        self._own: dict[str, Any] = {}
 
     def run(self) -> StackedResult:
         """Train for the round."""
@@ -92,8 +94,7 @@ class Stack:
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            slots = [self._held.told[name] for name in ("client", "broadcast")]
-            self._gradient = Gradient(self._view, slots, self._plain_lr())
+            self._gradient = Gradient(self._view, self._own["told"], self._plain_lr())
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
@@ -103,20 +104,19 @@ class Stack:
 
     def probe(self) -> StackedResult:
         """Return a first exchange: the terms' uploads and client slots; plans are passes of the data."""
-        shared = self._shared
+        term = self._shared.term
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             view = self._view
             view.batch_size = self._members[0].plan.sizes[0]
 
-            def one(told: dict[str, Any], functions: dict[str, Any]) -> Any:
+            def one(told: dict[str, Any], **functions: Any) -> Any:
                 none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
-                return shared.term.probe(view.context(told, **none, **functions))
+                return term.probe(view.context(told, **none, **functions))
 
-            passes, held = [m.plan for m in self._members], self._held
-            given = passes, held.entries, held.at_start, (held.told,)
-            upload, kept = over_data(view, *given, one)
-            return StackedResult({}, {}, to_device(upload, "cpu"), to_device(kept, "cpu"), (), ())
+            passes = [m.plan for m in self._members]
+            upload, kept = to_device(over_data(view, passes, self._ended(), one), "cpu")
+            return StackedResult({}, {}, upload, kept, (), ())
 
     # before the steps
 
@@ -125,39 +125,32 @@ class Stack:
         stack.enter_context(seeded(self._seed, shared.device))
         shared.model.to(shared.device).train()
         self._view = self._load()
+        self._of_each = self._own_of(slice(None))
 
     def _load(self) -> View:
         """Stack what the members hold; views of the trained parameters are stepped."""
         shared, members, k = self._shared, self._members, self._rows
-        parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
         buffers = dict(shared.model.named_buffers())
+        entries = {n: p.detach() for n, p in shared.model.named_parameters()} | buffers
+        entries = {n: shared.start.get(n, v).to(shared.device) for n, v in entries.items()}
         own_names = {n for m in members for n in m.private}
 
-        def stacks(of: Arrays, names: Collection[str]) -> Arrays:
-            return {n: of_all(n, of[n]) for n in names}
-
-        def of_all(name: str, value: Tensor) -> Tensor:
-            one: Tensor = shared.start.get(name, value).to(shared.device)
+        def of_all(name: str) -> Tensor:
+            one = entries[name]
             if name not in own_names:
                 return one.expand(k, *one.shape).clone()
             return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
 
-        values = stacks(parameters, shared.trained)
-        inner = stacks(buffers, buffers)
-        still = {n: p for n, p in parameters.items() if n not in values}
-        private = stacks(still, own_names & still.keys())
-        rest = {
-            n: shared.start.get(n, p).to(shared.device)
-            for n, p in still.items()
-            if n not in own_names
-        }
         start = {n: shared.start[n].to(shared.device) for n in shared.shared}
-        unseen = {n: v for n, v in values.items() if n not in start}
-        at_start = {n: t.clone() for n, t in (inner | private | unseen).items()}
+        self._values = {n: of_all(n) for n in shared.trained}
+        changing = (own_names | buffers.keys()) - self._values.keys()
+        held = {n: of_all(n) for n in entries if n in changing}
+        rest = {n: v for n, v in entries.items() if n not in held and n not in self._values}
+        unseen = {n: v for n, v in self._values.items() if n not in start}
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
-        each: dict[str, Any] = {
+        told: dict[str, Any] = {
             "client": _stacked([m.client for m in members], shared.device),
             "broadcast": _stacked([m.broadcast for m in members], shared.device),
             "id": torch.tensor([m.client_id for m in members], device=shared.device),
@@ -168,10 +161,19 @@ class Stack:
             },
         }
         if (counts := self._label_counts()) is not None:
-            each["counts"] = counts.to(shared.device)
-        self._held = Held(values, inner, private, at_start, each)
-        self._of_each = self._held.rows(slice(None))
-        return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
+            told["counts"] = counts.to(shared.device)
+        at_start = {n: t.clone() for n, t in (held | unseen).items()}
+        self._own = {"held": held, "told": told, "at_start": at_start}
+        products = shared.precision is None and shared.randomness == "different"
+        return View(shared, start, rest, [*buffers], alike, products)
+
+    def _own_of(self, some: slice | Tensor) -> dict[str, Any]:
+        """Return what is some members' own: views, of a slice."""
+        return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
+
+    def _ended(self) -> dict[str, Any]:
+        """Return what is the members' own, with all that their models now hold."""
+        return {**self._own, "held": {**self._values, **self._own["held"]}}
 
     def _open_taps(self, stack: ExitStack) -> None:
         shared = self._shared
@@ -199,7 +201,7 @@ class Stack:
             raise CannotStack("its optimiser's factory draws random numbers")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
-        leaves = {n: nn.Parameter(v) for n, v in self._held.values.items()}
+        leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         if any(id(p) not in place for group in made.param_groups for p in group["params"]):
             raise CannotStack("its optimiser holds parameters that are not its model's")
@@ -234,8 +236,8 @@ class Stack:
                 return term.start(view.start, view.context(told))
 
             with torch.no_grad():
-                for n, p in view.vmapped(begin)(self._held.told).items():
-                    self._held.values[n].copy_(p)
+                for n, p in view.vmapped(begin)(self._own["told"]).items():
+                    self._values[n].copy_(p)
         view.batch_size = self._members[0].plan.sizes[0]
         if self._carries:
             self._carry()
@@ -248,7 +250,7 @@ class Stack:
             return term.optimizer_start(view.context(told))
 
         with torch.no_grad():
-            state = view.vmapped(begin)(self._held.told)
+            state = view.vmapped(begin)(self._own["told"])
         for key, value in state.items():
             entry, _, name = key.partition(".")
             scalar = entry == "step" or entry.endswith("#")
@@ -287,8 +289,8 @@ class Stack:
                 if isinstance(v, Tensor) and v.shape == p.shape:
                     state[key] = v[:active]
             p.grad = None
-            p.data = self._held.values[n][:active]
-        self._rows, self._of_each = active, self._held.rows(slice(0, active))
+            p.data = self._values[n][:active]
+        self._rows, self._of_each = active, self._own_of(slice(0, active))
 
     def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
         """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
@@ -298,67 +300,58 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
-        if len(set(forms)) == 1:
-            grads = self._gradients(step)
-            for n, p in self._leaves.items():
-                if self._gradient.moved and (moved := grads[n]) is not None:
-                    self._held.values[n] = p.data = moved
-                else:
-                    p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
-            self._clip()
-            return
         parts: dict[Any, list[int]] = {}
-        for row, form in enumerate(forms):
-            parts.setdefault(form, []).append(row)
-        for p in self._leaves.values():
-            p.grad = torch.zeros_like(p)
+        for row, member in enumerate(self._members[: self._rows]):
+            parts.setdefault(member.plan.forms[step], []).append(row)
         for number, rows in enumerate(parts.values()):
-            for n, g in self._gradients(
-                step, torch.tensor(rows, device=self._shared.device)
-            ).items():
-                leaf = self._leaves[n]
-                if number and (g is None) != (leaf.grad is None):
+            alone = len(parts) == 1
+            where = (
+                slice(0, self._rows) if alone else torch.tensor(rows, device=self._shared.device)
+            )
+            for n, g in self._gradients(step, rows, where).items():
+                p = self._leaves[n]
+                if number and (g is None) != (p.grad is None):
                     raise CannotStack(f"the loss depends on {n} in some batches only")
                 if g is None:
-                    leaf.grad = None
-                elif leaf.grad is not None:
-                    leaf.grad[rows] = g.to(leaf.dtype)
+                    p.grad = None
+                elif self._gradient.moved:
+                    self._values[n] = p.data = g
+                elif alone:
+                    p.grad = self._laid_out(g, p)
+                else:
+                    grad = p.grad if number and p.grad is not None else torch.zeros_like(p)
+                    grad[rows] = g.to(p.dtype)
+                    p.grad = grad
         self._clip()
 
-    def _gradients(self, step: int, rows: Tensor | None = None) -> dict[str, Tensor | None]:
-        """Return the corrected gradients of some rows (default: all left), whose batches have one shape."""
-        values, held = {n: p.detach() for n, p in self._leaves.items()}, self._held
-        chosen: Sequence[int] = range(self._rows)
-        of_each = self._of_each
-        if rows is not None:
-            chosen, of_each = rows.tolist(), held.rows(rows)
-            values = {n: v[rows] for n, v in values.items()}
-        batch = self._batches.of(step, chosen)
-        plan = self._members[chosen[0]].plan
-        whole = len(chosen) == len(self._members) and plan.forms[step] == plan.forms[0]
-        leaves = {n: v.requires_grad_() for n, v in values.items()}
-        part = Part(leaves, batch, of_each, whole)
-        grads, losses, new, slots = self._gradient.of(part)
-        where = slice(0, self._rows) if rows is None else rows
+    def _gradients(
+        self, step: int, rows: Sequence[int], where: slice | Tensor
+    ) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows, whose batches have one shape."""
+        values = {n: p.detach()[where].requires_grad_() for n, p in self._leaves.items()}
+        own = self._of_each if isinstance(where, slice) else self._own_of(where)
+        plan, held = self._members[rows[0]].plan, self._own["held"]
+        whole = len(rows) == len(self._members) and plan.forms[step] == plan.forms[0]
+        batch = self._batches.of(step, rows)
+        grads, losses, new, slots = self._gradient.of(values, batch, own, whole)
         self._losses[where] += losses * plan.sizes[step]
         self._evolve(slots, where)
         for n, b in new.items():
-            if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
+            if b.shape[1:] != held[n].shape[1:] or b.dtype != held[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
-            held.buffers[n][where] = b
+            held[n][where] = b
         return grads
 
     def _evolve(self, slots: Slot, where: slice | Tensor) -> None:
         """Put the slots of some members after a step in place of those before it."""
-        kept = self._held.told["client"]
+        kept = self._own["told"]["client"]
         for t, slot in slots.items():
             for key, value in slot.items():
                 if key not in kept.setdefault(t, {}):  # the first step: all members take it
                     kept[t][key] = value.new_zeros(len(self._members), *value.shape[1:])
                 kept[t][key][where] = value
         if slots:
-            self._of_each = self._held.rows(slice(0, self._rows))
+            self._of_each = self._own_of(slice(0, self._rows))
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -378,20 +371,36 @@ class Stack:
 
     def _finish(self) -> StackedResult:
         """Run the terms' `finish`, and return what came of the round."""
-        view, values = self._view, self._held.values
+        view, values, told = self._view, self._values, self._own["told"]
         delta = {n: values[n] - view.start[n] for n in view.start}
         if self._carries:
             self._carried()
-            self._held.told["optimizer"] = {
+            told["optimizer"] = {
                 key: torch.cat([part[key] for part in self._left]) for key in self._left[0]
             }
-        sent, uploads, slots = finish(view, self._held, self._members, delta)
-        if sent is not delta:
+        changes = False
+
+        def end(delta: Arrays, told: dict[str, Any], **functions: Any) -> Any:
+            nonlocal changes
+            sent, *kept = self._shared.term.finish(delta, view.context(told, **functions))
+            changes = sent is not delta
+            return sent, *kept
+
+        with torch.no_grad():
+            try:  # most hooks need no data
+                ended = view.vmapped(end)(delta, told)
+            except AsksFor as asked:
+                training = asked.name == "train"
+                plans = [m.plan if training else m.plan.one_pass() for m in self._members]
+                ended = over_data(view, plans, self._ended(), end, (delta,), training)
+        sent, uploads, slots = ended
+        if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         layer = None if view.tap is None else view.tap.layer
-        state, sent, uploads, slots = to_device((self._held.entries, sent, uploads, slots), "cpu")
+        state, sent = self._ended()["held"], sent if changes else delta
+        state, sent, uploads, slots = to_device((state, sent, uploads, slots), "cpu")
         return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
 
 

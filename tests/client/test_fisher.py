@@ -64,7 +64,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def vmap(f: Any, in_dims: Any) -> Any:
-        return lambda *args: sizes.append(len(args[-1])) or torch.func.vmap(f, in_dims)(*args)
+        return lambda *args: sizes.append(len(args[-1][0])) or torch.func.vmap(f, in_dims)(*args)
 
     monkeypatch.setattr(fisher, "vmap", vmap)
     monkeypatch.setattr(fisher, "find_layers", lambda *args: {})

@@ -28,6 +28,8 @@ from flwr_regs.client.measure.fisher_layers import (
 from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to_device
 from flwr_regs.client.train.task import Task, gradients, uncompiled
 
+MEMORY = 32 * 2**20
+"""Bytes of gradients that are computed together; glibc maps larger blocks anew each time."""
 JOINED = 2**20
 """Bytes of the batches that are taken together: a layer's outputs may be many times as large."""
 
@@ -39,7 +41,8 @@ def fisher_diagonal(
     device: str | torch.device,
     params: Tensors | None = None,
     max_samples: int | None = None,
-    memory: int = 32 * 2**20,  # glibc maps larger blocks anew each time: slower on a CPU
+    memory: int = MEMORY,
+    layers: Layers | None = None,
 ) -> Tensors:
     """Return the mean over the samples of the squared gradient of a sample's log-likelihood.
 
@@ -61,6 +64,8 @@ def fisher_diagonal(
     memory : int
         Bytes for the gradients that are computed together; one sample's gradient may take more. Linear
         layers' gradients are not formed: see client/measure/fisher_layers.py.
+    layers : Layers, optional
+        These layers, if they are known: under vmap they cannot be found.
 
     Raises ValueError if there are no data or no trainable parameters, `max_samples` is below 1, lengths
     differ, or the loss is not a scalar.
@@ -80,27 +85,41 @@ def fisher_diagonal(
     wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in trained.items()}  # not half
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in trained.items()}
     seen = 0
-
-    def nll(p: Tensors, row: Tensor, batch: Any) -> Tensor:
-        inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])
-        loss = task.loss(task.output(model, inputs, targets, {**p, **buffers}), targets)
-        if loss.ndim:
-            raise ValueError(f"loss_fn must return a scalar, not shape {tuple(loss.shape)}")
-        return loss
-
+    nll = partial(sample_loss, model, task, buffers)
     with _kept(model, torch.device(device)):
         pairs = iter(task.pairs(data))
         first = [to_device(pair, device) for pair in islice(pairs, 1)]
-        row = torch.zeros((), dtype=torch.int64, device=device)
-        layers = find_layers(model, partial(nll, batch=first[0]), params, row) if first else {}
-        sums = _Squares(total, params, memory, layers)
+        if in_place := layers is None:
+            layers = {}
+            for batch in first:
+                sample = [t[0] for t in tensors(batch) if t.ndim and len(t)]
+                layers = find_layers(model, partial(nll, batch), params, sample)
+        sums = _Squares(total, params, memory, layers, in_place)
         limit = sys.maxsize if max_samples is None else max_samples
-        for batch, n in joined(chain(first, pairs), sums.chunk // 4, limit, device):
-            sums.add(partial(nll, batch=batch), torch.arange(n, device=device))
+        most = sums.chunk // 4 if in_place else sums.chunk
+        for batch, n in joined(chain(first, pairs), most, limit, device):
+            sums.add(partial(nll, batch), [t[:n] for t in tensors(batch)])
             seen += n
     if not seen:
         raise ValueError(NO_DATA)
     return {n: t / seen for n, t in total.items()}
+
+
+def sample_loss(
+    model: nn.Module,
+    task: Task,
+    buffers: Tensors,
+    batch: Any,
+    params: Tensors,
+    sample: list[Tensor],
+) -> Tensor:
+    """Return the loss on one sample of a batch, at other parameters and buffers."""
+    parts = iter(sample)
+    inputs, targets = mapped(batch, lambda _: next(parts)[None])
+    loss = task.loss(task.output(model, inputs, targets, {**params, **buffers}), targets)
+    if loss.ndim:
+        raise ValueError(f"loss_fn must return a scalar, not shape {tuple(loss.shape)}")
+    return loss
 
 
 def joined(
@@ -156,6 +175,7 @@ class _Squares:
     params: Tensors
     memory: int
     layers: Layers
+    in_place: bool = True
     together: bool = True
 
     @property
@@ -165,11 +185,11 @@ class _Squares:
         sizes = [p.nbytes for n, p in self.params.items() if n not in known]
         return max(1, self.memory // sum(sizes + [layer.size for layer in self.layers.values()]))
 
-    def add(self, nll: NLL, rows: Tensor) -> None:
-        """Add the squares of the samples `rows`."""
-        done = 0
-        while done < len(rows):  # vmap's own chunk_size would keep all the chunks
-            some = rows[done : done + self.chunk]
+    def add(self, nll: NLL, samples: list[Tensor]) -> None:
+        """Add the squares of some samples, given by the tensors of their batch."""
+        done, number = 0, len(samples[0])
+        while done < number:  # vmap's own chunk_size would keep all the chunks
+            some = [t[done : done + self.chunk] for t in samples]
             why = self._add_together(nll, some) if self.together else ""
             if why and self.layers:
                 self.layers = {}  # and again, without them
@@ -180,30 +200,30 @@ class _Squares:
                 self.together = False
                 text = f"Fisher information one sample at a time: vmap failed ({why})"
                 warnings.warn(text, stacklevel=3)
-            done += len(some)
+            done += len(some[0])
 
-    def _add_together(self, nll: NLL, rows: Tensor) -> str:
+    def _add_together(self, nll: NLL, samples: list[Tensor]) -> str:
         """Add the squares by vmap; where it fails, return why, and add nothing."""
         known = of_layers(self.layers)
         rest = {n: p for n, p in self.params.items() if n not in known}
         zeros = {names: layer.like for names, layer in self.layers.items()}
         try:
-            of_rows = vmap(with_inputs(nll, self.params, self.layers), in_dims=(None, None, 0))
-            (grads, outputs), inputs = of_rows(rest, zeros, rows)
+            of_each = vmap(with_inputs(nll, self.params, self.layers), in_dims=(None, None, 0))
+            (grads, outputs), inputs = of_each(rest, zeros, samples)
         except Exception as e:  # an error of the model itself is raised again, one by one
             return f"{type(e).__name__}: {e}".partition("\n")[0]
         for n, g in grads.items():
-            add_squares(self.total[n], g)
-        add_layers(self.total, self.layers, outputs, inputs)
+            add_squares(self.total, n, g, self.in_place)
+        add_layers(self.total, self.layers, outputs, inputs, self.in_place)
         return ""
 
-    def _add_one_by_one(self, nll: NLL, rows: Tensor) -> None:
+    def _add_one_by_one(self, nll: NLL, samples: list[Tensor]) -> None:
         with torch.backends.cudnn.flags(
             enabled=False
         ):  # cuDNN's RNNs have no backward in eval mode
-            for row in rows:
+            for sample in zip(*samples, strict=True):
                 leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-                for n, g in gradients(nll(leaves, row), leaves).items():
+                for n, g in gradients(nll(leaves, list(sample)), leaves).items():
                     one = g.to_dense()  # an embedding's gradient may be sparse
                     self.total[n].addcmul_(one, one)
 

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 Tensors = dict[str, Tensor]
-NLL = Callable[[Tensors, Tensor], Tensor]
+NLL = Callable[[Tensors, list[Tensor]], Tensor]
 Names = tuple[str | None, str | None]
 
 LITTLE = 2**12
@@ -49,8 +49,8 @@ Layers = dict[Names, Layer]
 """The layers by the trained parameters, weight and bias, in the call."""
 
 
-def find_layers(model: nn.Module, nll: NLL, params: Tensors, row: Tensor) -> Layers:
-    """Return the layers of a model that see one row of inputs of the sample `row`; none if in doubt.
+def find_layers(model: nn.Module, nll: NLL, params: Tensors, sample: list[Tensor]) -> Layers:
+    """Return the layers of a model that see one row of inputs of a sample; none if in doubt.
 
     Their parameters have no other use: with this call left out, the loss does not depend on them.
     """
@@ -62,7 +62,7 @@ def find_layers(model: nn.Module, nll: NLL, params: Tensors, row: Tensor) -> Lay
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
     try:
         with torch.backends.cudnn.flags(enabled=False), _Finder(leaves) as finder:
-            loss = nll(leaves, row)
+            loss = nll(leaves, sample)
         grads: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -83,16 +83,16 @@ def of_layers(layers: Layers) -> set[str]:
 
 
 def with_inputs(nll: NLL, params: Tensors, layers: Layers) -> Callable[..., Any]:
-    """Return a function of (the other parameters, zeros for each layer, a row).
+    """Return a function of (the other parameters, zeros for each layer, a sample).
 
     It returns the gradients with respect to the first two, and the layers' inputs. Raises ValueError if a
     layer is not called once, as it was when it was found.
     """
 
-    def loss(rest: Tensors, zeros: dict[Names, Tensor], row: Tensor) -> Any:
+    def loss(rest: Tensors, zeros: dict[Names, Tensor], sample: list[Tensor]) -> Any:
         given = {**params, **rest}
         with _Recorder(given, layers, zeros) as recorder:
-            value = nll(given, row)
+            value = nll(given, sample)
         if recorder.inputs.keys() != layers.keys():
             raise ValueError("a layer was not called")
         return value, recorder.inputs
@@ -101,7 +101,11 @@ def with_inputs(nll: NLL, params: Tensors, layers: Layers) -> Callable[..., Any]
 
 
 def add_layers(
-    total: Tensors, layers: Layers, outputs: Mapping[Names, Tensor], inputs: Mapping[Names, Tensor]
+    total: Tensors,
+    layers: Layers,
+    outputs: Mapping[Names, Tensor],
+    inputs: Mapping[Names, Tensor],
+    in_place: bool = True,
 ) -> None:
     """Add the samples' squared gradients to `total`, from the outputs' gradients and the inputs.
 
@@ -110,10 +114,11 @@ def add_layers(
     for names, layer in layers.items():
         g, a = outputs[names].flatten(1), inputs[names].flatten(1)
         if layer.bias:
-            add_squares(total[layer.bias], g)
+            add_squares(total, layer.bias, g, in_place)
         if layer.weight:
             t = total[layer.weight]
-            t.addmm_(*factors(g.to(t.dtype), a.to(t.dtype)))
+            left, right = factors(g.to(t.dtype), a.to(t.dtype))
+            total[layer.weight] = t.addmm_(left, right) if in_place else t + left @ right
 
 
 def factors(g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,13 +130,16 @@ def factors(g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return left.mul_(left).T, right.mul_(right)
 
 
-def add_squares(total: Tensor, grads: Tensor) -> None:
-    """Add the squares of gradients, one of each sample, to `total`."""
-    if total.numel() <= LITTLE:
-        total.add_(grads.to(total.dtype).square().sum(0))
-        return
-    for one in grads:  # the other way is slower here and doubles the memory
-        total.addcmul_(one, one)
+def add_squares(total: Tensors, name: str, grads: Tensor, in_place: bool = True) -> None:
+    """Add the squares of gradients, one of each sample, to a sum in `total`; under vmap not `in_place`."""
+    t = total[name]
+    if not in_place:
+        total[name] = t + grads.to(t.dtype).square().sum(0)
+    elif t.numel() <= LITTLE:
+        t.add_(grads.to(t.dtype).square().sum(0))
+    else:  # the other way is slower here and doubles the memory
+        for one in grads:
+            t.addcmul_(one, one)
 
 
 class _Watch(TorchFunctionMode):
