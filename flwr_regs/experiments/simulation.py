@@ -46,7 +46,10 @@ def simulate(
     dataset, model : str or callable
         A name, ``"mine.py:load"``, or a function or class that is called without arguments.
     partition : str
+        How the clients share the data: a name of ``flwr-regs list partitions``, or Flower Datasets' own,
+        ``"fds:DirichletPartitioner(alpha=0.3)"``.
     seeds : iterable of int
+        Each method trains once for each: its split, initial model, cohorts and batches.
     runner : str
         ``"process"``: this process (or `workers` of them). ``"stacked"``: the same, and all clients of a
         round train at once (vmap). ``"ray"``: Flower's simulation.
