@@ -196,6 +196,11 @@ class Training:
         """Run one round; an error may leave the training half changed."""
         term, options = self.options.term, self.options
         this_round, exchange, members = self._opened(number, config, network)
+        asked, least = len(this_round.cohort), self.options.min_replies
+        if self._failed(number) is None and asked < least:  # before they train
+            raise TooFewReplies(
+                f"round {number} of {self.method}: a cohort of {asked} cannot give min_replies={least}"
+            )
         here = set(self.population.connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
         this_round.failures = dict.fromkeys(
@@ -240,11 +245,6 @@ class Training:
             this_round.continue_from(failed)
         members = self._participation.remaining(clients, this_round)
         this_round.cohort = self._draw(number, members, network, failed)
-        if failed is None and len(this_round.cohort) < options.min_replies:  # before they train
-            raise TooFewReplies(
-                f"round {number} of {self.method}: a cohort of {len(this_round.cohort)} cannot give "
-                f"min_replies={options.min_replies}"
-            )
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
