@@ -34,6 +34,7 @@ from flwr_regs.experiments.report.metrics import per_cent
 from flwr_regs.experiments.report.results import Results, number, ranks_over
 from flwr_regs.experiments.report.run_records import missing
 from flwr_regs.experiments.report.statistics import Ranks
+from flwr_regs.experiments.settings import DEFAULTS
 
 ROOT = comparisons.ROOT
 PAGES = ROOT / "docs" / "results"
@@ -269,10 +270,12 @@ def page(name: str) -> str:
     digest = hashlib.sha256(bench.archive.read_bytes()).hexdigest()[:HASH]
     versions = ", ".join(f"{what} {which}" for what, which in made["versions"].items())
     seeds = ", ".join(map(str, bench.panels[0][2].seeds))
+    jobs = [results.runs[0].job for *_, results in bench.panels]
+    known = {*comparisons.ELSEWHERE, "methods", "seed", *(s.key for s in bench.experiment.tune)}
     shared = [
         f"`{key}={value}`"
-        for key, value in bench.experiment.settings.items()
-        if key not in comparisons.ELSEWHERE
+        for key, value in jobs[0].items()
+        if value != DEFAULTS[key] and key not in known and all(j[key] == value for j in jobs)
     ]
     parts = [
         f"# {bench.experiment.title}",
