@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -159,7 +160,11 @@ class CohortNetwork:
             came |= stacks.evaluate(list(asked.values()))
         elif stacks:
             for pid, served in self._stacked(stacks, list(asked.values())).items():
-                came[pid] = self._ended(asked[pid], served)
+                loss: Any = (served.reply.metrics or {}).get("train-loss", 0.0)
+                if math.isfinite(
+                    loss
+                ):  # else it trains alone, and names what is wrong with its data
+                    came[pid] = self._ended(asked[pid], served)
         for pid in [p for p in asked if p not in came]:
             if self._apart:
                 others[pid] = parcels[pid]

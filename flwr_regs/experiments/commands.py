@@ -153,7 +153,7 @@ def _train_panel(
     results = results_of(experiment, panel, folder)
     results.save(folder, pictures=not experiment.smoke)
     if not experiment.smoke:
-        _draw_tuning(folder)
+        _draw_tuning(folder, folder)
     _say(results.text() + f"results: {folder}")
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
@@ -167,15 +167,15 @@ def _train_panel(
     return int(bad), results
 
 
-def _draw_tuning(folder: Path, look: Look | None = None) -> None:
-    """Draw what tuning tried in a panel's folder, if it tried several points."""
+def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
+    """Draw into `out` what tuning tried in a panel's folder, if it tried several points."""
     from flwr_regs.experiments.report import tried
 
     if several := tried.trials(folder):
         from flwr_regs.experiments.report import drawing
 
         for name, picture in tried.pictures(several, look or drawing.Look()).items():
-            drawing.save(picture, folder / name)
+            drawing.save(picture, out / name)
 
 
 def _draw_ranks(
@@ -354,9 +354,10 @@ def plot(args: argparse.Namespace) -> int:
         return 0
     if args.export:
         raise ValueError("--export goes with a partition: flwr-regs plot partition --export")
-    if args.settings:
-        raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
+    if wrong := [word for word in args.settings if not word.startswith("out=")]:
+        raise ValueError(f"results are drawn as they are: leave out {wrong[0]}")
     folder = Path(args.what)
+    target = Path(words.read_words(args.settings).get("out", folder))
     experiment, _ = card_files.of_folder(folder)
     look = _look(args)
     every = places(experiment, folder)
@@ -365,10 +366,11 @@ def plot(args: argparse.Namespace) -> int:
     check_rows(look.methods, [run.label for of_panel in each.values() for run in of_panel.runs])
     whole = replace(look, methods=(), accuracy=None)
     for place, results in each.items():
-        results.save(place, look=look)
-        _draw_tuning(place, whole)
-        print(results.text() + f"results: {place}")
-    _draw_ranks(experiment, [*each.values()], folder, whole)
+        there = target / place.relative_to(folder)
+        results.save(there, look=look)
+        _draw_tuning(place, there, whole)
+        print(results.text() + f"results: {there}")
+    _draw_ranks(experiment, [*each.values()], target, whole)
     return 0
 
 

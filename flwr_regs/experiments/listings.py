@@ -84,12 +84,18 @@ def method(name: str) -> str:
     """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
     if name in METHODS:
         text, refused = composes(METHODS[name])
-        lines = textwrap.wrap(f"{summary(name)} {METHODS[name].paper}.", 80)
-        lines += ["", *_wrapped(costs(METHODS[name])), "", *textwrap.wrap(text, 80)]
+        lines = [_documented(name), "", METHODS[name].paper, "", *_wrapped(costs(METHODS[name]))]
+        lines += ["", *textwrap.wrap(text, 80)]
         return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
+    return _documented(name)
+
+
+def _documented(name: str) -> str:
+    """Return a class's arguments and its docstring."""
     kind = light(name)
-    takes = inspect.signature(kind).replace(return_annotation=inspect.Signature.empty)
-    return f"{name}{takes}\n\n{inspect.getdoc(kind)}"
+    taken = inspect.signature(kind).parameters.values()
+    plain = inspect.Signature([p.replace(annotation=p.empty) for p in taken])
+    return f"{name}{plain}\n\n{inspect.getdoc(kind)}"
 
 
 def summary(name: str) -> str:

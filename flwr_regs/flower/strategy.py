@@ -203,6 +203,11 @@ class RegStrategy(Driven):
             A round had fewer than `min_replies` usable replies.
         """
         COUNT.check("start", "num_rounds", num_rounds)
+        if not isinstance(grid, Grid):
+            raise TypeError(
+                "grid must be one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients), not "
+                f"{type(grid).__name__}"
+            )
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         if isinstance(grid, InProcessGrid):

@@ -291,6 +291,19 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
     assert strategy.history == []
 
 
+@pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
+def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> None:
+    x, y = (part.clone() for part in pair(2))
+    x[3, 0] = float("nan")
+    clients = fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu")
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    run(strategy, kind(clients))
+    assert list(strategy.history[0]["failures"]) == [2]
+    assert "example 3 of train_data holds NaN" in strategy.history[0]["failures"][2]
+    with pytest.raises(TypeError, match=r"StackedGrid\(clients\), not Clients"):
+        run(strategy, clients)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_found_where_clients_are_made() -> None:
     with pytest.raises(ValueError, match="device='cuda': torch finds no CUDA GPU here"):

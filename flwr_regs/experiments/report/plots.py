@@ -96,6 +96,7 @@ def over_rounds(
             one = f"{axis} must be one of {', '.join(legal)}"
             raise ValueError(f"{one}, not {word!r}{nearest(word, legal)}")
     look = look or Look()
+    looks = {label: index for index, label in enumerate(points["label"].unique())}
     chosen = points["label"].isin(look.methods)
     points = points[chosen] if chosen.any() else points
     if y != "accuracy":
@@ -112,8 +113,8 @@ def over_rounds(
         picture = Picture(look)
         axes = picture.add_subplot()
         lines = []
-        for index, label in enumerate(labels):
-            line = drawing.line(index, len(labels), ordered)
+        for label in labels:
+            line = drawing.line(looks[label], len(looks), ordered)  # the same as among all
             of_label = points[points["label"] == label]
             ended = of_label.groupby("seed")["stopped"].any()
             text = label

@@ -306,12 +306,18 @@ class Results:
             return []
         decided = [row["method"] for row in compared if row["decided"]]
         others = [row["method"] for row in compared if not row["decided"]]
+        number = f"{len(compared)} comparison{'s' * (len(compared) > 1)}"
+        said = [
+            f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {number}; never "
+            f"where the interval holds 0): {', '.join(decided) or 'none'}. "
+            f"Not decided: {', '.join(others) or 'none'}.",
+        ]
+        if len(self.seeds) < 3:  # two differences say too little of how far they spread
+            return said
         shown = sorted(row["detectable"] for row in compared)
         low, middle, high = (metrics.per_cent(shown[at]) for at in (0, len(shown) // 2, -1))
         return [
-            f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {len(compared)} "
-            f"comparisons; never where the interval holds 0): {', '.join(decided) or 'none'}. "
-            f"Not decided: {', '.join(others) or 'none'}.",
+            *said,
             "Smallest difference that these seeds detect with 80 % power, in a comparison "
             f"by itself: {middle} points for the median method ({low} to {high}).",
         ]
