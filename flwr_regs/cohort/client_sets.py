@@ -27,6 +27,7 @@ from flwr_regs.client.train.optimizer import OptimizerFn, check_optimizer
 from flwr_regs.client.train.remedies import is_cross_entropy, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
+from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
@@ -50,7 +51,7 @@ class OneClient:
     save_private: Root = None
 
 
-class ClientSets:
+class ClientSets(Spelled):
     """What `flwr_regs.Clients` holds, without Flower; its docstring has the arguments."""
 
     def __init__(

@@ -156,7 +156,7 @@ def _inches(text: str) -> tuple[float, float]:
     try:
         width, height = map(float, text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no size: write 3.3x2.5") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 3.3x2.5") from None
     return width, height
 
 
@@ -167,5 +167,5 @@ def _span(text: str) -> tuple[float, float]:
     except ValueError:
         low, high = 0.0, 0.0
     if not low < high:
-        raise argparse.ArgumentTypeError(f"'{text}' is no range: write 80..95")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")
     return low, high

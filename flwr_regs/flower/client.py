@@ -24,6 +24,7 @@ from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
+from flwr_regs.wire.config import Spelled
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import to_record
 from flwr_regs.wire.terms import check_classes
@@ -33,7 +34,7 @@ NDArrayList = list[Any]
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
-class RegClient(NumPyClient):
+class RegClient(Spelled, NumPyClient):
     """A client for any list of terms; the named clients fix their terms.
 
     The method's hyper-parameters arrive with each round's config.

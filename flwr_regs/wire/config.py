@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from flwr_regs.wire.keys import ROUND_KEY
@@ -56,6 +57,22 @@ NUMBERS = {
     "personal-lam": SHARE,
     "personal-temperature": POSITIVE,
 }
+
+
+class Spelled:
+    """Refuses a keyword argument that ``__init__`` does not take, and suggests the one that was meant."""
+
+    if not TYPE_CHECKING:  # type checkers read __init__
+
+        def __new__(cls, *_: Any, **given: Any) -> Any:
+            """Make an instance; TypeError for an unknown argument."""
+            taken = signature(cls.__init__).parameters
+            if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+                for name in given.keys() - taken.keys():
+                    raise TypeError(
+                        f"{cls.__name__} takes no argument '{name}'{nearest(name, taken)}"
+                    )
+            return super().__new__(cls)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -128,8 +145,8 @@ def check_train_config(
     given = [k for k in ("local-epochs", "local-steps") if k in config]
     if len(given) > 1 or (not given and needs["duration"]):
         raise ValueError(
-            f"{where} needs exactly one of the keys 'local-epochs' and 'local-steps', "
-            f"not {given or 'neither'}" + (f"; {needs['duration']}" if not given else "")
+            f"{where} must set either 'local-epochs' or 'local-steps', "
+            + ("not both" if given else f"{needs['duration']}; neither is set")
         )
     _check_numbers(config, where, *given)
     check_optimizer(config, where)

@@ -79,3 +79,11 @@ def test_an_optimisers_instance_is_refused_with_what_to_give() -> None:
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"called as optimizer\(params, lr=lr\).*instance of SGD"):
         fr.FedAvgClient(model, make_clients(1)[0], optimizer=made)  # type: ignore[arg-type]
+
+
+def test_an_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
+    loader = make_clients(1)[0]
+    with pytest.raises(TypeError, match=r"FedFORClient takes no argument 'optimiser'.*'optimizer'"):
+        fr.FedFORClient(make_model(), loader, optimiser=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Clients takes no argument 'batchsize'.*'batch_size'"):
+        fr.Clients(make_model(), [loader], batchsize=8)  # type: ignore[call-arg]
