@@ -94,14 +94,18 @@ def _documented(name: str) -> str:
     """Return a class's arguments and its docstring."""
     kind = light(name)
     taken = inspect.signature(kind).parameters.values()
-    plain = inspect.Signature([p.replace(annotation=p.empty) for p in taken])
-    return f"{name}{plain}\n\n{inspect.getdoc(kind)}"
+    bare = inspect.Signature([p.replace(annotation=p.empty) for p in taken])
+    return f"{name}{bare}\n\n{_plain(kind)}"
 
 
 def summary(name: str) -> str:
-    """Return the first line of a method's docstring, as plain text."""
-    line, *_ = (inspect.getdoc(light(name)) or "").splitlines()
-    return re.sub(r":class:`(\w+)`", r"\1", line)
+    """Return the first line of a method's docstring."""
+    return _plain(light(name)).splitlines()[0]
+
+
+def _plain(kind: type) -> str:
+    """Return a class's docstring without the marks of links."""
+    return re.sub(r":\w+:`([\w.]+)`", r"\1", inspect.getdoc(kind) or "")
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
