@@ -165,10 +165,10 @@ class Shrinks(Term):
         (fr.SlowMo(0.5), {}, r"lacks the key 'lr'.*\['slowmo'\] may read on the server"),
         (fr.RegStrategy([Shrinks()]), {}, r"lacks the key 'lr'.*\['shrinks'\] may read"),
         (fr.FedAvg(lr_schedule=lambda t: 1 / t), {}, "'lr'.*which lr_schedule multiplies"),
-        (fr.FedAvg(incomplete="scale"), {"lr": 0.1}, "neither; because incomplete='scale' comp"),
-        (fr.FedAvg(drop_inactive=1.0), {}, "neither; because drop_inactive=1.0 compares"),
+        (fr.FedAvg(incomplete="scale"), {"lr": 0.1}, "because incomplete='scale' comp"),
+        (fr.FedAvg(drop_inactive=1.0), {}, "because drop_inactive=1.0 compares"),
         (fr.FedFOR(), {}, "lacks the key 'lr', the clients' learning rate$"),
-        (fr.FedFOR(), {"lr": 0.1}, "neither; for how long the clients train"),
+        (fr.FedFOR(), {"lr": 0.1}, "for how long the clients train"),
         (fr.FedAdam(), {"penalty": "l2"}, r"unknown.*for a key of your own, write 'user\.penalty'"),
     ],
 )
