@@ -74,7 +74,7 @@ def test_a_users_own_method_runs_in_ray_and_its_failure_is_one_sentence(tmp_path
     methods = "own_method:Decayed(rate=0.3), FedFOR+own_method:TERM, failing:TERM"
     done, folder = in_ray(tmp_path, rounds=2, local_epochs=1, num_clients=3, methods=methods)
     assert done.returncode == 1, done.stdout[-3000:]
-    assert "failing:TERM, seed 7, failed" in done.stderr
+    assert "flwr-regs: TERM, seed 7, failed" in done.stderr
     assert "ZeroDivisionError" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert "ZeroDivisionError" in (folder / "flower.log").read_text()
