@@ -319,6 +319,8 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = Results([recorded(label, [0.5, 0.6]) for label in ("A", "B(x=1, y=2)", "C")])
+    (alone,) = artists(results.plot(methods=["C"]), "mean C")
+    assert alone.get_color() == artists(results.plot(), "mean C")[0].get_color()
     picture = results.plot(methods=["A", "B(x=1, y=2)"], accuracy=(40, 70))
     assert artists(picture, "mean A")
     assert artists(picture, "mean B(x=1, y=2)")
