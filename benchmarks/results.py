@@ -279,7 +279,7 @@ def page(name: str) -> str:
     ]
     parts = [
         f"# {bench.experiment.title}",
-        f"Every run has {', '.join(shared)}; a panel below is a way to split the data, or sets more. "
+        f"Every run has {', '.join(shared)}. Panels differ in how the data is split, or in other settings. "
         "[What ran](#what-ran) has the command.",
         "## Which method to trust where",
         *trust(bench),

@@ -23,7 +23,7 @@ from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
-from flwr_regs.client.train.optimizer import OptimizerFn, check_optimizer
+from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.remedies import is_cross_entropy, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
@@ -73,7 +73,7 @@ class ClientSets(Spelled):
         if not callable(model):
             raise TypeError(f"model must be an nn.Module or return one, not {type(model).__name__}")
         COUNT.check("Clients", "batch_size", batch_size)
-        check_optimizer("Clients", optimizer)
+        check_factory("Clients", optimizer)
         if device != "auto":
             resolve_device(device)  # raises
         self._given_model = model

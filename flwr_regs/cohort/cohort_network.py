@@ -161,9 +161,8 @@ class CohortNetwork:
         elif stacks:
             for pid, served in self._stacked(stacks, list(asked.values())).items():
                 loss: Any = (served.reply.metrics or {}).get("train-loss", 0.0)
-                if math.isfinite(
-                    loss
-                ):  # else it trains alone, and names what is wrong with its data
+                # where the loss is not finite, the client trains alone, and names what is wrong
+                if math.isfinite(loss):
                     came[pid] = self._ended(asked[pid], served)
         for pid in [p for p in asked if p not in came]:
             if self._apart:

@@ -18,7 +18,7 @@ from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, Root, to_numpy, written
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts
-from flwr_regs.client.train.optimizer import OptimizerFn, check_optimizer
+from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
@@ -134,7 +134,7 @@ class RegClient(Spelled, NumPyClient):
         _WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
-        check_optimizer(who, optimizer)
+        check_factory(who, optimizer)
         # needs may be a property, which the settings decide
         declared: list[Any] = [
             t.needs for t in self.composition if not isinstance(t.needs, property)

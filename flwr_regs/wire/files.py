@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> None:
-    """Write or replace a file, which by its `mode` only its owner can read; raise OSError.
+    """Write or replace a file; by default, only its owner can read it. Raise OSError.
 
     A crash leaves the old file or the new one, and perhaps ``.<name>.<process>.part`` beside it.
     """

@@ -18,8 +18,8 @@ from flwr_regs.wire.config import OPTIMIZER_KEYS
 OptimizerFn = Callable[..., torch.optim.Optimizer]
 
 
-def check_optimizer(owner: str, optimizer: object) -> None:
-    """Raise TypeError unless a client's `optimizer` makes one: an instance holds other parameters."""
+def check_factory(owner: str, optimizer: object) -> None:
+    """Raise TypeError unless a client's `optimizer` can be called: an instance holds other parameters."""
     if optimizer is not None and not callable(optimizer):
         raise TypeError(
             f"{owner}: optimizer must be called as optimizer(params, lr=lr), such as torch.optim.AdamW or "

@@ -48,8 +48,8 @@ STEPS = 100
 def _trained(run: Run, rounds: int, one: bool, grid: Callable[..., Grid], **changes: Any) -> Any:
     """Train a run for some rounds on a new grid, no client dropping out; return strategy and grid.
 
-    With `one`, a round has one client. `changes` are of the settings. Raises RuntimeError if the run would
-    fail.
+    With `one`, a round has one client; else all train, and none evaluates. `changes` are of the settings.
+    Raises RuntimeError if the run would fail.
     """
     settings = replace(run.settings, rounds=rounds, drop_out=0.0, **changes)
     factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))

@@ -150,8 +150,8 @@ def _alone(
 ) -> tuple[list[Array], list[dict[str, Any]], str]:
     """Train a model by itself on the members' data, as FedAvg with one client does.
 
-    `turns` are those after each round. Return the model's test after each turn, the history, and why the
-    training ended early.
+    `turns` says how many turns are done after each round. Return the model's test after each turn, the
+    history, and why the training ended early.
     """
     curve, error = list[Array](), ""
     strategy = build(
