@@ -13,7 +13,7 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,14 +166,6 @@ def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
     return f"Decided {words} than `{first}`: {'; '.join(parts)}."
 
 
-def ranked(bench: Bench, labels: Iterable[str]) -> list[str]:
-    """Return labels in the order of the ranks; those without one come last."""
-    place = {
-        label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
-    }
-    return sorted(labels, key=lambda label: place.get(label, len(place)))
-
-
 def differences(bench: Bench) -> Picture:
     """Draw each method's difference to the first one, with its interval: a column for each ranked panel."""
     ranks, look = bench.ranks[0], drawing.Look(font_size=7)
@@ -227,7 +219,11 @@ def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
                 cell = f"{100 * row['difference']:+.2f}"
                 cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
             cells.setdefault(row["method"], {})[name] = cell
-    labels, names = ranked(bench, cells), [name for name, _ in panels]
+    place = {
+        label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
+    }
+    labels = sorted(cells, key=lambda label: place.get(label, len(place)))
+    names = [name for name, _ in panels]
     return table(
         ["method", *names],
         [[f"`{label}`", *(cells[label].get(name, "") for name in names)] for label in labels],
