@@ -106,6 +106,13 @@ def _part(text: str, start: int, whole: str) -> Call:
     where = f"'{part}'" + (f", at character {at} of {whole!r}" if part != whole.strip() else "")
     name = NAME.match(part)
     rest = part[name.end() :].lstrip() if name else part
+    if not part:  # a paper's name, such as FedADC+, is not one here
+        named = re.split("[+,; ]", whole[: start - 1])[-1] + "Plus"
+        meant = [name for name in catalogue() if name.lower() == named.lower()]
+        raise ValueError(
+            f"'+' joins two terms, and one is missing at character {at} of {whole!r}"
+            + nearest(named, meant)
+        )
     if name is None or (rest and not rest.startswith("(")):
         raise ValueError(
             f"{where}: expected a method such as FedFOR, FedFOR(alpha=0.5) or mine.py:MyTerm(x=1)"

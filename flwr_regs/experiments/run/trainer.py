@@ -161,6 +161,8 @@ class Trainer:
             recorder.end(record)
             if checkpoints is not None and record.ended:
                 shutil.rmtree(checkpoints, ignore_errors=True)
+                with suppress(OSError):  # another run still has some
+                    checkpoints.parent.rmdir()
         return record
 
     def _resumed(self, checkpoints: Path | None) -> Path | None:
