@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,19 @@ class ClientSets(Spelled):
         """Return a model for a client that is made for one message: a new one, where it can be made."""
         given = self._given_model
         return self.model if isinstance(given, nn.Module) else given()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let clients train in the model; a model that was given is as before afterwards."""
+        if not isinstance(self._given_model, nn.Module):
+            yield
+            return
+        model = uncompiled(self.model)
+        before = {n: v.detach().clone() for n, v in model.state_dict().items()}
+        try:
+            yield
+        finally:
+            model.load_state_dict(before)
 
     def initial(self) -> dict[str, Tensor]:
         """Return the entries of the model as it was given."""

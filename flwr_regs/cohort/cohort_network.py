@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -76,6 +77,10 @@ class Host(Protocol):
         """Let a client that remembers nothing begin with the entries that its model was given with."""
         ...
 
+    def lent(self) -> AbstractContextManager[None]:
+        """Let clients train in a model that they share; it is as before afterwards."""
+        ...
+
     def by_messages(self, request: Request) -> Replies:
         """Return the replies of clients that messages alone reach."""
         ...
@@ -114,6 +119,10 @@ class CohortNetwork:
         if request.kind == keys.IDENTIFY:
             said = self._host.identities(request.nodes.values())
             return Replies({p: Parcel(config=said[node]) for p, node in request.nodes.items()})
+        with self._host.lent():
+            return self._asked(request)
+
+    def _asked(self, request: Request) -> Replies:
         kind, parcels = request.kind, request.parcels
         came: dict[int, Parcel] = {}
         failures: dict[int, str] = {}

@@ -115,6 +115,22 @@ def test_data_sets_of_any_kind_train_as_the_clients_that_hold_them(
         assert np.array_equal(alone[name], want)
 
 
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid])
+def test_a_model_that_is_given_has_the_same_entries_afterwards(grid: Any, messages: bool) -> None:
+    model = perceptron(nn.BatchNorm1d(8))
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    clients = fr.Clients(model, [pair(k) for k in range(5)], [pair(0)] * 5, device="cpu")
+    kind = type("Mine", (grid,), {"push_messages": sent}) if messages else grid
+    run(fr.FedAvg(seed=3), kind(clients), model=lambda: model)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def sent(self: Any, messages: Any) -> Any:
+    """Push messages, as a grid of a user's own does."""
+    return fr.InProcessGrid.push_messages(self, messages)
+
+
 def test_mappings_functions_for_all_and_flowers_app_give_the_same(
     expected: dict[str, np.ndarray],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -212,8 +213,10 @@ class InProcessGrid(Grid):
         """Run the client that a message is for, and keep its reply; return the message's id."""
         sent, context = message.content, self._contexts[message.metadata.dst_node_id]
         message.content = copied(sent)
+        lent = self._source.lent() if isinstance(self._source, Clients) else nullcontext()
         try:
-            return self._keep(message, served(app, message, context))
+            with lent:
+                return self._keep(message, served(app, message, context))
         finally:
             message.content = sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -91,6 +92,10 @@ class LocalClients:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
         if self._withholds and not memory and isinstance(self._source, Clients):
             client.model.load_state_dict(self._source.initial())
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Let clients train in a model that they share; it is as before afterwards."""
+        return self._source.lent() if isinstance(self._source, Clients) else nullcontext()
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""
