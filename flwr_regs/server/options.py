@@ -209,7 +209,8 @@ class Options:
         """Raise ValueError for an unknown, missing or wrong key of a train config.
 
         Clients that only train as in FedAvg may have their learning rate and duration from elsewhere; then
-        all these keys may be missing, unless the server needs them.
+        all these keys may be missing, unless the server needs them. Of a method that adds something on the
+        server, as Flower's quickstarts would run it, all but "lr" may be.
         """
         needs = {"lr": "", "duration": ""}
         if readers := [t.name for t in self.term.terms if t.reads_lr]:
@@ -225,7 +226,7 @@ class Options:
         ]
         if not self.term.plain:
             needs = {**NEEDS}
-        elif given:
+        elif given and not (self.term.terms and given == ["lr"]):
             needs = {key: why or NEEDS[key] for key, why in needs.items()}
         noise = self.privacy is not None
         check_train_config(config, noise=noise, needs=needs)
