@@ -153,6 +153,13 @@ def trust(bench: Bench) -> Iterator[str]:
             f"Differences to `{first}` in points; **decided** ones are bold, and `?` is not decided:"
         )
         yield glance(bench, panels)
+        if any(space.key == "lr" for space in bench.experiment.tune):
+            yield (
+                "These differences take each method's tuned values as given. The points of one tuning seed "
+                "sample a learning rate coarsely, and more so where more is tuned with it: a small "
+                "difference, also one that is decided, may be that of two learning rates. The tables below "
+                "name them."
+            )
 
 
 def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
@@ -384,14 +391,15 @@ def claims_page() -> str:
         for claim, said in zip(claims(), verdicts(claims()), strict=True)
     ]
     head = ("source", "claim", "its figures", "card, panel", "here", "run")
+    ran = sum(run != "–" for *_, run in rows)
     text = (
-        "# The papers' claims\n\nEach claim is a comparison of two rows of a protocol card "
-        "([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. *Holds*: the method is ahead, "
-        "paired by seed, and Holm's adjusted p-value over the claims that ran is below 0.05. *Does not "
-        "hold*: it is significantly behind. *Not decided here*: these seeds do not tell. *Not run*: no raw "
-        "runs are kept; most of these cards need a GPU. A card that is not at its paper's setting is "
-        "marked. `python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the "
-        "raw runs beside it."
+        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here. Each is a comparison of two "
+        "rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. "
+        "*Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that"
+        " ran is below 0.05. *Does not hold*: it is significantly behind. *Not decided here*: these "
+        "seeds do not tell. *Not run*: no raw runs are kept; most of these cards need a GPU. A card "
+        "that is not at its paper's setting is marked. `python -m benchmarks.results report` makes this"
+        " page of `benchmarks/claims.toml` and the raw runs beside it."
     )
     return f"{text}\n\n{table(head, rows)}\n"
 

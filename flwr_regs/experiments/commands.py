@@ -25,7 +25,7 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.folders import locked, write
+from flwr_regs.experiments.report.folders import check_writable, locked, write
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
@@ -366,7 +366,7 @@ def plot(args: argparse.Namespace) -> int:
     check_rows(look.methods, [run.label for of_panel in each.values() for run in of_panel.runs])
     whole = replace(look, methods=(), accuracy=None)
     for place, results in each.items():
-        there = target / place.relative_to(folder)
+        check_writable(there := target / place.relative_to(folder))
         results.save(there, look=look)
         _draw_tuning(place, there, whole)
         print(results.text() + f"results: {there}")

@@ -50,9 +50,13 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
         changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")
     changed = {key: value for key, value in changed.items() if value not in ((), None)}
     if card:
-        return _of_card(args, card, given, changed), out
-    whole = Experiment.of_methods(given, heading=heading, baseline=args.command == "bench")
-    experiment = replace(whole, **changed)
+        experiment = _of_card(args, card, given, changed)
+    else:
+        whole = Experiment.of_methods(given, heading=heading, baseline=args.command == "bench")
+        experiment = replace(whole, **changed)
+        if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not args.tune]:
+            option = idle[0].replace("_", "-")
+            raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
     if cases:
         rows = [
             row for label, case in cases.items() for row in _rows(args, label, case, experiment)

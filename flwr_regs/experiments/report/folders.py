@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from flwr_regs.wire.files import claim, write_atomically
 
 LOCK = ".lock"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk, or a share of it, that is full."""
 
 
 def new_folder(parent: Path) -> Path:
@@ -52,9 +55,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        room = ": make room, and go on with --resume" if error.errno in FULL else ""
         raise CannotWrite(
-            f"{path} cannot be written ({error.strerror or error}); all that was written before is kept: "
-            "make room, and go on with --resume"
+            f"{path} cannot be written ({error.strerror or error}); all that was written before is "
+            f"kept{room}"
         ) from error
 
 

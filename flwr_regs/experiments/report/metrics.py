@@ -259,7 +259,8 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             if bad := [r for r in of_label if r.status == status]:
                 text = status + ", in no mean" * (status == "unfinished")
                 if status == "diverged":
-                    text += f" (in the mean as {bad[0].untrained:.1%})"
+                    untrained = np.mean([run.untrained for run in bad])
+                    text += f" (in the mean as untrained, {untrained:.1%})"
                 why = f"seed {bad[0].seed}: {bad[0].stopped}"
                 sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]

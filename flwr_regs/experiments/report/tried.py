@@ -29,10 +29,15 @@ def trials(folder: Path) -> list[RunRecord]:
 
 
 def cost(tried: Sequence[RunRecord]) -> str:
-    """Say what tuning cost."""
+    """Say what tuning cost, and what the results take from it."""
     steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
     seconds = sum(run.processor_seconds or run.seconds for run in tried)
-    return f"Tuning took {len(tried)} trainings, {seconds:,.0f} s and {steps:,} local steps."
+    rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
+    return (
+        f"Tuning took {len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s and {steps:,} "
+        f"local steps, with seed {', '.join(map(str, seeds))}. Intervals and p-values take what it chose "
+        "as given: other tuning seeds may choose otherwise."
+    )
 
 
 def table(tried: Sequence[RunRecord]) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
-from flwr_regs.experiments.report.folders import CannotWrite, writing
+from flwr_regs.experiments.report.folders import FULL, CannotWrite, writing
 from flwr_regs.experiments.report.metrics import on_clients
 from flwr_regs.experiments.report.run_records import (
     Recorder,
@@ -33,7 +32,6 @@ from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 OnRound = Callable[[RunRecord], None]
 """Called with the run's record after each round, and after the initial test."""
 

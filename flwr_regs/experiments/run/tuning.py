@@ -122,8 +122,8 @@ class _Method:
 def notes(
     chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
-    """Say what tuning chose, and where that is at the edge of what was tried."""
-    said = []
+    """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
+    said, tried = [], dict[str, Any]()
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
         text = shown(point, " = ") or "nothing to tune"
@@ -131,4 +131,8 @@ def notes(
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
+        if point and not outcome.get("widened"):  # which adds to the budget, as for every method
+            tried[label] = outcome["trials"]
+    if len({*tried.values()}) > 1:
+        said.append("the budgets are not equal: a grid has as many points as its values make")
     return said

@@ -75,7 +75,7 @@ def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None
     assert metrics.mean_and_spread("final", both)[::2] == (pytest.approx(0.52), 2)
     assert metrics.mean_and_spread("seconds-round", both)[2] == 1
     assert metrics.warnings(both) == [
-        "A: 1 of 2 seeds diverged (in the mean as 10.0%); seed 2: diverged in round 3"
+        "A: 1 of 2 seeds diverged (in the mean as untrained, 10.0%); seed 2: diverged in round 3"
     ]
     points = Results(both)._points()
     filled = points[points["filled"]]
