@@ -122,6 +122,9 @@ class RegStrategy(Driven):
                 self._training.options = value
         super().__setattr__(name, value)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {[*self.term.terms]}, seed {self.options.seed}"
+
     @property
     def method_name(self) -> str:
         """The name that clients check: the class's own, or that of the terms: see :func:`name_of`."""

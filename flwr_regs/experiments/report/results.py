@@ -51,7 +51,8 @@ class Results:
     Attributes
     ----------
     runs : list of RunRecord
-        One for each label and seed.
+        One for each label and seed; its ``rounds`` are the strategy's history, and its ``per_client``
+        has each client's accuracy with the final model.
     notes : list of str
         Printed below the table.
     heading : str
