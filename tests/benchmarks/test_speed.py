@@ -50,24 +50,6 @@ def test_a_part_is_kept_when_it_is_done_and_one_that_fails_does_not_stop_the_oth
     assert {t: list(parts) for t, parts in found.items()} == {"before": ["codec"], "now": ["codec"]}
 
 
-def test_a_library_is_drawn_from_the_run_that_has_the_package_too(tmp_path: Path) -> None:
-    def row(side: str, per_second: float, grid: str = "", **more: Any) -> dict[str, Any]:
-        values = dict.fromkeys(("low", "median", "high"), per_second)
-        return {"side": side, "grid": grid, "threads": 1, "per-second": values, **more}
-
-    own = [row("FedAvg", 90, "StackedGrid"), row("bare loop", 10), row("FedJAX", 80)]
-    other = [row("FedJAX", 40), row("pfl", 20), {"side": "gone", "skipped": "no"}]
-    other.append(row("FedAvg, StackedGrid", 50))
-    found = {"now": {"clients": {"rows": own}, "peers": {"rows": other}}}
-    methods, beside = report.dots(found)
-    assert [name for name, _ in methods] == ["FedAvg"]
-    kinds = {"bare loop": "plain torch", "pfl": report.ELSEWHERE, "FedJAX": "another library"}
-    assert [(name, [*rows]) for name, rows in beside] == [(n, [kinds[n]]) for n in kinds]
-    assert dict(beside)["FedJAX"]["another library"]["per-second"]["median"] == 80
-    report.draw(found, tmp_path / "it.png")
-    assert (tmp_path / "it.png").stat().st_size > 1000
-
-
 def test_all_sides_of_a_client_take_the_same_steps() -> None:
     """One epoch over one batch a client, where all orders are one: the same model from all of them."""
     grid = fr.InProcessGrid(jobs.app("FedAvg", steps=1), 3)

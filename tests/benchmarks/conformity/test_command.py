@@ -2,15 +2,12 @@
 
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.conformity import cli
-from benchmarks.conformity.environments import CannotRun, fetch
 from benchmarks.conformity.libraries import LIBRARIES
 from tests.conftest import ROOT
 
@@ -48,26 +45,6 @@ def test_a_driver_that_fails_is_skipped_with_its_error(
     assert cli.main(["--module", f"{mine}:drive", "--methods", "FedProx"]) == 2
     assert "FedProx: skipped: " in (found := capsys.readouterr().out)
     assert "failed: KeyError: 'no such client'" in found
-
-
-def test_a_repository_is_fetched_once_at_its_commit(tmp_path: Path) -> None:
-    """And not at another: the newest one has other files."""
-    upstream, folder = tmp_path / "upstream", tmp_path / "kept"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(upstream)]
-    subprocess.run(["git", "init", "-q", str(upstream)], check=True)
-    commits = []
-    for text in ("first", "second"):
-        (upstream / "file").write_text(text)
-        subprocess.run([*git, "add", "file"], check=True)
-        subprocess.run([*git, "commit", "-q", "-m", text], check=True)
-        found = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
-        commits.append(found.stdout.decode().strip())
-    assert (fetch(str(upstream), commits[0], folder) / "file").read_text() == "first"
-    (upstream / "file").unlink()
-    shutil.rmtree(upstream / ".git")
-    assert (fetch(str(upstream), commits[0], folder) / "file").read_text() == "first"
-    with pytest.raises(CannotRun, match="the fetch of"):
-        fetch(str(upstream), commits[1], folder)
 
 
 @pytest.mark.full
