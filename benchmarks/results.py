@@ -145,12 +145,14 @@ def trust(bench: Bench) -> Iterator[str]:
                 said.append(
                     f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best "
                     f"({ranks.mean.iloc[0]:.1f}); {near} of {len(ranks.mean)} methods are within the "
-                    f"critical difference of it: {ranks.blocks} ranks for each method, without the sizes "
-                    "of differences, tell fewer apart than the paired differences within a panel."
+                    "critical difference of it, the gap in mean rank that tells two methods apart "
+                    f"(Nemenyi): {ranks.blocks} ranks for each method, without the sizes of differences, "
+                    "tell fewer apart than the paired differences within a panel."
                 )
         yield "\n".join(f"- {line}" for line in said)
         yield (
-            f"Differences to `{first}` in points; **decided** ones are bold, and `?` is not decided:"
+            f"Differences to `{first}` in points, methods in the order of their mean ranks; **decided** "
+            "ones are bold, and `?` is not decided:"
         )
         yield glance(bench, panels)
         if any(space.key == "lr" for space in bench.experiment.tune):
