@@ -151,8 +151,8 @@ def trust(bench: Bench) -> Iterator[str]:
                 )
         yield "\n".join(f"- {line}" for line in said)
         yield (
-            f"Differences to `{first}` in points, methods in the order of their mean ranks; **decided** "
-            "ones are bold, and `?` is not decided:"
+            f"Differences to `{first}` in points{', best mean rank first' * bool(bench.ranks)}; "
+            "**decided** ones are bold, and `?` is not decided:"
         )
         yield glance(bench, panels)
         if any(space.key == "lr" for space in bench.experiment.tune):
