@@ -522,7 +522,7 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
 
     if settings.dp_noise == 0 or only_check:
         return CentralDP(settings.dp_clip_norm, settings.dp_noise)
-    from flwr_regs.experiments.extras import install_command
+    from flwr_regs.experiments.extras import missing_extra
     from flwr_regs.flower.compat import privacy_accounting
 
     flower = privacy_accounting()
@@ -537,10 +537,8 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
     try:
         accountant = flower.RdpAccountant(config, tuple(map(float, orders)))
     except ImportError as error:
-        raise ValueError(
-            f"setting 'dp-clip-norm' needs dp-accounting: {install_command('privacy')}, or "
-            "dp-noise=0, which protects nobody"
-        ) from error
+        missing = missing_extra("dp-accounting", "setting 'dp-clip-norm'", "privacy")
+        raise ValueError(f"{missing}, or dp-noise=0, which protects nobody") from error
     return CentralDP(settings.dp_clip_norm, settings.dp_noise, accountant)
 
 
