@@ -454,9 +454,9 @@ def check_words(runs: Sequence[Run]) -> None:
             row = METHODS.get(call.target)
             if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):
                 raise ValueError(
-                    f"dp-clip-norm does not go with {row.name}, whose clients send more than a clipped "
-                    "update or weigh unequally: leave one of the two out (`flwr-regs list methods` marks "
-                    "what goes, under DP)"
+                    f"dp-clip-norm does not go with {row.name}, whose server reads more of its clients "
+                    "than their mean update, or weighs them unequally: leave one of the two out "
+                    "(`flwr-regs list methods` marks what goes, under DP)"
                 )
         references = [call for call in run.calls if ":" in call.target]
         for call in references:
