@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import Any, ClassVar, cast
 
 from flwr_regs.abilities import (
@@ -90,6 +90,11 @@ class Chain(
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         for t in self.overriding("loss"):
             base = t.loss(base, params, own_context(ctx, t))
+            if not hasattr(base, "shape"):
+                raise TypeError(
+                    f"{type(t).__name__}.loss must return the loss, a scalar array; it returned a value of "
+                    f"type {type(base).__name__}"
+                )
         return base
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -300,14 +305,14 @@ class Chain(
                 sent = (folded or {}).get(t.name, {})
             context = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
             made = t.update(server[t.name], delta, sent, context)
-            new[t.name], delta = _several(made, t, "update", ("server slot", "delta"))
+            new[t.name], delta = _step(made, t, "update", delta)
         return new, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in self.terms:
             made = t.release(server[t.name], step, ctx)
-            new[t.name], step = _several(made, t, "release", ("server slot", "step"))
+            new[t.name], step = _step(made, t, "release", step)
         return new, step
 
     def overriding(self, hook: str) -> list[Term]:
@@ -321,6 +326,19 @@ def _several(made: Any, term: Term, hook: str, names: Sequence[str]) -> Any:
         return made
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
     raise TypeError(f"{type(term).__name__}.{hook} must return ({', '.join(names)}), not {got}")
+
+
+def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
+    """Return (server slot, step) that a hook made of the `given` step; TypeError, ValueError else."""
+    what = "delta" if hook == "update" else "step"
+    slot, step = _several(made, term, hook, ("server slot", what))
+    must = f"{type(term).__name__}.{hook} must return a {what} with"
+    if not isinstance(step, Mapping) or not given.keys() <= step.keys():
+        raise TypeError(f"{must} an array for each of {list(given)}, not {step!r:.80}")
+    for name, array in given.items():
+        if (shape := getattr(step[name], "shape", None)) != array.shape:
+            raise ValueError(f"{must} '{name}' of shape {array.shape}, not {shape}")
+    return slot, step
 
 
 def name_of(terms: Iterable[Term | type[Term]]) -> str:
@@ -337,13 +355,26 @@ def layers_of(terms: Iterable[Term]) -> list[str]:
     return sorted(n.removeprefix(OUTPUT_OF) for n in needs)
 
 
-def _check_hooks(kind: type[Term]) -> None:
-    """Raise TypeError for a term that does nothing but for a misspelt hook; warn once of a likely one.
+def _check_hooks(term: Term) -> None:
+    """Raise TypeError for a hook that takes other arguments, or a term that has but a misspelt hook.
 
-    Where a term has other hooks, or an ability, its method of such a name may be a helper.
+    Where a term has other hooks, or an ability, its method of such a name may be a helper: it warns once.
     """
+    kind = type(term)
     if kind in _CHECKED:
         return
+    owners: list[Any] = [Term, *(a for a in ABILITIES if isinstance(term, a))]
+    for of in owners:
+        for hook in HOOKS if of is Term else of.__abstractmethods__:
+            _, *names = signature(getattr(of, hook)).parameters
+            takes = signature(getattr(term, hook))
+            try:
+                takes.bind(*names)
+            except TypeError:
+                raise TypeError(
+                    f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes "
+                    f"({', '.join(takes.parameters)})"
+                ) from None
     known = {name for of in (Term, *ABILITIES) for name in dir(of)}
     hooks = [*HOOKS, *(name for ability in ABILITIES for name in ability.__abstractmethods__)]
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
@@ -428,7 +459,7 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"'{t.name}' has not checked its settings: {type(t).__name__}.__post_init__ must call "
                 "super().__post_init__()"
             )
-        _check_hooks(type(t))
+        _check_hooks(t)
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):

@@ -59,6 +59,9 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
     with pytest.raises(TypeError, match=r"Forgets.__post_init__ must call super\(\).__post_init__"):
         RegStrategy([Forgets(-1.0)])
 
+    with pytest.raises(TypeError, match=r"Made.correct must take \(self, grads, params, ctx\)"):
+        RegStrategy([made("short", correct=lambda self, grads, ctx: grads)])
+
     class Typo(Term):
         name: ClassVar[str] = "typo"
 
@@ -94,6 +97,13 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("finish", lambda delta, *_: (delta, {}), r"client slot\), not a tuple of 2"),
         ("update", lambda server, *_: server, r"\(server slot, delta\), not a dict"),
         ("release", lambda _, step, __: (step,), r"\(server slot, step\), not a tuple of 1"),
+        ("release", lambda slot, *_: (slot, {}), r"step with an array for each of .*, not {}"),
+        (
+            "update",
+            lambda slot, d, *_: (slot, {n: a[:1] for n, a in d.items()}),
+            r"'0.weight' of shape",
+        ),
+        ("loss", lambda *_: None, "the loss, a scalar array; .* of type NoneType"),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:

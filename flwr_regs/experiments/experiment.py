@@ -454,9 +454,9 @@ def check_words(runs: Sequence[Run]) -> None:
             row = METHODS.get(call.target)
             if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):
                 raise ValueError(
-                    f"dp-clip-norm does not go with {row.name}, whose clients send more than a clipped "
-                    "update or weigh unequally: leave one of the two out (`flwr-regs list methods` marks "
-                    "what goes, under DP)"
+                    f"dp-clip-norm does not go with {row.name}, whose server reads more of its clients "
+                    "than their mean update, or weighs them unequally: leave one of the two out "
+                    "(`flwr-regs list methods` marks what goes, under DP)"
                 )
         references = [call for call in run.calls if ":" in call.target]
         for call in references:
@@ -522,7 +522,7 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
 
     if settings.dp_noise == 0 or only_check:
         return CentralDP(settings.dp_clip_norm, settings.dp_noise)
-    from flwr_regs.experiments.extras import install_command
+    from flwr_regs.experiments.extras import missing_extra
     from flwr_regs.flower.compat import privacy_accounting
 
     flower = privacy_accounting()
@@ -537,10 +537,8 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
     try:
         accountant = flower.RdpAccountant(config, tuple(map(float, orders)))
     except ImportError as error:
-        raise ValueError(
-            f"setting 'dp-clip-norm' needs dp-accounting: {install_command('privacy')}, or "
-            "dp-noise=0, which protects nobody"
-        ) from error
+        missing = missing_extra("dp-accounting", "setting 'dp-clip-norm'", "privacy")
+        raise ValueError(f"{missing}, or dp-noise=0, which protects nobody") from error
     return CentralDP(settings.dp_clip_norm, settings.dp_noise, accountant)
 
 

@@ -10,29 +10,26 @@ from typing import Any
 NAME = "flwr-regs"
 
 
-def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package, such as ``"bench"``.
+def install_command(package: str, extra: str) -> str:
+    """Return the command that installs a package of an extra of this package, such as ``"bench"``.
 
-    It names the packages of the extra, because the package itself need not be on an index. Where it was not
-    installed at all (the sources are on Python's path), it is one for the clone.
+    It names the package's versions, because this one need not be on an index. A package that the extra does
+    not name comes with those that it names. Where this one was not installed at all (the sources are on
+    Python's path), the command is one for the clone.
     """
     try:
         requires = distribution(NAME).requires or ()
     except PackageNotFoundError:
         return f'pip install -e ".[{extra}]" in the clone'
-    names = []
-    for requirement in requires:
-        name, _, marker = requirement.partition(";")
-        others, of_extra = re.subn(rf"(\s*and\s*)?extra == ['\"]{extra}['\"]", "", marker)
-        if of_extra:
-            needed = ";".join(part for part in (name.strip(), others.rstrip()) if part)
-            names.append(f'"{needed}"' if re.search(r"[^\w.-]", needed) else needed)
-    return " ".join(["pip install", *sorted(names, key=lambda name: name.strip('"').lower())])
+    pairs = [requirement.partition(";")[::2] for requirement in requires]
+    names = [name.strip() for name, marker in pairs if f"'{extra}'" in marker.replace('"', "'")]
+    names = [name for name in names if re.match(rf"{package}\b", name)] or names
+    return " ".join(["pip install", *(f'"{name}"' for name in names)])
 
 
 def missing_extra(package: str, purpose: str, extra: str = "bench") -> ImportError:
     """Return the error for a package of an extra that is not installed."""
-    return ImportError(f"{purpose} needs {package}: {install_command(extra)}")
+    return ImportError(f"{purpose} needs {package}: {install_command(package, extra)}")
 
 
 def needed(module: str, package: str, purpose: str, extra: str = "bench") -> Any:

@@ -142,8 +142,9 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
                 "held-out-clients does not go with partition=long-tail-rounds, where every client draws "
                 "from all examples: use held-out-share"
             )
-        if self.data_dir and not Path(self.data_dir).expanduser().is_dir():
-            raise ValueError(f"setting 'data-dir': there is no folder '{self.data_dir}'")
+        for name, folder in (("data-dir", self.data_dir), ("code-dir", self.code_dir)):
+            if folder and not Path(folder).expanduser().is_dir():
+                raise ValueError(f"setting '{name}': there is no folder '{folder}'")
 
 
 def nearest_setting(name: str) -> str:
@@ -179,7 +180,7 @@ def legal(of: Setting) -> str:
     """Say which values a setting can have."""
     text = _KINDS[type(of.default)]
     if of.choices:
-        text = f"one of {', '.join(of.choices)}"
+        text = f"one of {', '.join(choice or repr(choice) for choice in of.choices)}"
         text += f", or your own such as {of.own}" if of.own else ""
     bounds = [(words, getattr(of, name)) for name, (_, words) in _BOUNDS.items()]
     return text + "".join(f" {words} {bound}" for words, bound in bounds if bound is not None)

@@ -8,7 +8,6 @@ returns one of these.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +27,7 @@ from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
 
 if TYPE_CHECKING:
-    from flwr_regs import RegClient, RegStrategy
+    from flwr_regs import RegStrategy
 
 SHARED = ("weighting", "incomplete", "downlink")
 """The settings that a composition takes from its strategies, if nobody gives them."""
@@ -111,6 +110,8 @@ def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str,
 
     Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
     """
+    from flwr_regs.flower.client import client_class  # loads torch
+
     made = {label: build(calls, folder) for label, calls in methods.items()}
     clients: dict[str, tuple[str, Any]] = {}
     for label, strategy in made.items():
@@ -127,23 +128,6 @@ def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str,
 def is_private(strategy: RegStrategy) -> bool:
     """Return whether its clients keep entries of the model, so that they alone can test it."""
     return any(isinstance(t, Withholds | Personalises | FineTunes) for t in strategy.term.terms)
-
-
-def client_class(strategy: RegStrategy) -> type[RegClient]:
-    """Return the class of a strategy's clients.
-
-    That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
-    strategies, and compositions, get a class made from the strategy's terms.
-    """
-    from flwr_regs import RegClient, RegStrategy
-
-    kind = type(strategy)
-    named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
-    if kind is not RegStrategy and isinstance(named_so, type) and issubclass(named_so, RegClient):
-        return named_so
-    terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
-    made = {"method": kind.method, "terms": terms}
-    return type(f"{kind.__name__}Client", (RegClient,), made)
 
 
 def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:

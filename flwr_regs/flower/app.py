@@ -256,6 +256,12 @@ class RegClientApp(ClientApp):
             message.metadata.message_type = "train"
         try:
             reply: Any = super().__call__(message, context)
+        except ValueError as error:
+            if str(error).startswith("No evaluate function"):
+                raise ValueError(
+                    f"{error}: give the app one with @app.evaluate(), or the strategy fraction_evaluate=0"
+                ) from error
+            raise
         finally:
             message.metadata.message_type = message_type
         if not isinstance(reply, Message):

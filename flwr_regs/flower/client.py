@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -257,6 +258,20 @@ class RegClient(Spelled, NumPyClient):
         name = self.method or name_of(self.composition)
         kept = (self.private, self.save_private, self.keep_optimizer)
         return Identity(name, self.composition, type(self).__name__, *kept)
+
+
+def client_class(strategy: Any) -> type[RegClient]:
+    """Return the class of a RegStrategy's clients.
+
+    That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
+    strategies, and compositions, get a class made from the strategy's terms.
+    """
+    kind = type(strategy)
+    beside = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
+    if isinstance(beside, type) and issubclass(beside, RegClient):
+        return beside
+    terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
+    return type(f"{kind.__name__}Client", (RegClient,), {"method": kind.method, "terms": terms})
 
 
 def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel, Memory]:

@@ -21,6 +21,7 @@ from flwr_regs.client.serving import measures
 from flwr_regs.client.train.batches import Batches
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
+from flwr_regs.server.arguments import check_arguments
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
@@ -29,6 +30,11 @@ from flwr_regs.wire.records import parcel_of, reply_of, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
+SETTINGS = {
+    *("loss_fn", "target_key", "output_fn", "device", "classifier", "train_mode"),
+    *("max_steps", "max_seconds"),
+}
+"""The settings of a round that :class:`.LocalTraining` takes."""
 
 
 class ClientRound(LocalTraining):
@@ -78,6 +84,8 @@ class ClientRound(LocalTraining):
         itself, or its arrays do not fit the model.
     ValueError
         The config lacks a key, holds an unknown one, or there is no training data.
+    TypeError
+        A setting that does not exist; a `method` that is none.
     """
 
     def __init__(
@@ -92,6 +100,8 @@ class ClientRound(LocalTraining):
         keep_optimizer: bool = False,
         **settings: Any,
     ) -> None:
+        own = {"private", "save_private", "keep_optimizer"}
+        check_arguments(type(self).__name__, settings, SETTINGS, own)
         name, terms, who = _described(method)
         self._message = message
         if (kind := message.metadata.message_type).split(".")[0] != "train":

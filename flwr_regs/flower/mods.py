@@ -50,7 +50,7 @@ def _guard(mod: Mod) -> Mod:
         config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
         if beside := config.get(keys.BESIDE_KEY):
             return refuse(
-                f"'{beside}', whose clients send more than their model: that stays unprotected"
+                f"'{beside}', which needs more of a client than its update: that stays unprotected"
             )
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(

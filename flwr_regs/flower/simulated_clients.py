@@ -15,6 +15,7 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.compat import Mod
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
+from flwr_regs.wire.terms import named
 
 
 class Clients(ClientSets):
@@ -54,8 +55,13 @@ class Clients(ClientSets):
     def app(self, client_class: type[RegClient], mods: Sequence[Mod] = ()) -> ClientApp:
         """Return a ClientApp of these clients, of a method's client class such as `FedFORClient`.
 
-        For Flower's simulation, SuperNodes, and strategies with messages of their own.
+        For Flower's simulation, SuperNodes, and strategies with messages of their own. Raises TypeError
+        for anything else than a client class.
         """
+        if not (isinstance(client_class, type) and issubclass(client_class, RegClient)):
+            raise TypeError(
+                f"app takes a client class, such as FedFORClient, not {named(client_class)}"
+            )
         return client_app(partial(_client_of, self, client_class), mods)
 
     def app_of(self, who: Identity) -> ClientApp:

@@ -454,5 +454,9 @@ class RegStrategy(Driven):
         if mean is None:
             return weighted_mean(metrics, self.options.weighted_by_key)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        averaged: Mapping[str, Any] = mean(records, self.options.weighted_by_key)
+        averaged = mean(records, self.options.weighted_by_key)
+        if not isinstance(averaged, Mapping):
+            raise TypeError(
+                f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {type(averaged).__name__}"
+            )
         return averaged

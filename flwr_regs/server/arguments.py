@@ -1,4 +1,4 @@
-"""Refuses unknown arguments of a strategy, and suggests the name that was probably meant."""
+"""Refuses unknown arguments of a strategy or a loop; suggests the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOVED = {
 """Names in Flower's older strategies -> their names now."""
 
 
-def check_arguments(strategy: str, given: Iterable[str], known: Set[str], own: Set[str]) -> None:
-    """Raise TypeError naming an argument of a strategy that is none of the `known`.
+def check_arguments(owner: str, given: Iterable[str], known: Set[str], own: Set[str]) -> None:
+    """Raise TypeError naming an argument of a strategy or a loop that is none of the `known`.
 
-    The name that was probably meant is one of these, or of the strategy's `own` parameters.
+    The name that was probably meant is one of these, or of the owner's `own` parameters.
     """
     for name in set(given) - known:
         hint = nearest(name, known | own)
         if name in MOVED:
             hint = f", an older name: now it is {MOVED[name]}"
-        raise TypeError(f"{strategy} takes no argument '{name}'{hint}")
+        raise TypeError(f"{owner} takes no argument '{name}'{hint}")

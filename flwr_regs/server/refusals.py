@@ -135,9 +135,9 @@ def pairs(o: Any) -> dict[str, Any]:
     """
     robust = not isinstance(o.aggregator, Mean)
     uncovered = {
-        "the clients of {who} send more than their update, without noise; leave privacy out, or take "
-        "FedAvg or another method that `flwr-regs list methods` marks under DP (an Elastic or "
-        "Curvature with lam=0 sends nothing more)": o.term.uploading,
+        "the server of {who} reads more of its clients than their mean update, without noise; leave "
+        "privacy out, or take FedAvg or another method that `flwr-regs list methods` marks under DP (or "
+        "an Elastic or Curvature with lam=0)": o.term.uploading,
         "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out": robust,
         "all clients weigh alike; leave max_weight={max_weight} out": o.max_weight is not None,
         "for class-covering cohorts the clients tell their label counts without noise, and such cohorts "

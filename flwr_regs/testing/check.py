@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flwr_regs.chain import chain
-from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.client import RegClient, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
 from flwr_regs.testing import client_rounds as rounds
@@ -65,7 +65,8 @@ def check_method(
         weighting, fraction_train, …) by name. An instance is rebuilt with other settings.
     client : callable, optional
         A named client's class, or ``client(model, train_data, eval_data, **settings)``. RegClient itself,
-        or None: a RegClient with the terms' classes.
+        or None: of `MyMethod` the class `MyMethodClient` in its module, else a RegClient with the terms'
+        classes.
     terms : Term or sequence of Term
         The terms that the strategy must run with `settings`; None: those that it runs.
     oracle : callable, optional
@@ -127,12 +128,11 @@ def check_method(
             "a strategy's instance has its settings: give `settings` and `neutral` with a class or a "
             "callable, or give the neutral strategy's instance"
         )
-    if terms is None:
-        built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
-        terms = built.term.terms
+    built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
+    terms = built.term.terms if terms is None else terms
     method = Method(
         strategy,
-        None if client is RegClient else client,
+        client_class(built) if client in (None, RegClient) else client,
         chain(terms).terms,
         oracle,
         settings=settings or {},

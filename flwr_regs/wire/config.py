@@ -89,7 +89,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     def initials(parts: list[str]) -> str:
         return "".join(part[0] for part in parts) if len(parts) > 1 else ""
 
-    given, others = words(name), {k: words(k) for k in known}
+    given, others = words(name), {k: words(k) for k in known if k}
     if not given:
         return ""
     plain = {"-".join(parts): k for k, parts in others.items()}

@@ -18,7 +18,7 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
         if inner_terms := getattr(getattr(term, "term", None), "terms", ()):
             hint = f"; give its terms, {list(inner_terms)}"
         raise TypeError(
-            f"{who}'s terms are instances, such as Proximal(0.1), not {_named(term)}{hint}"
+            f"{who}'s terms are instances, such as Proximal(0.1), not {named(term)}{hint}"
         )
     return list(terms)
 
@@ -29,22 +29,20 @@ def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     for term in terms:
         if not _is_term_class(term):
             hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
-            raise TypeError(
-                f"{who}'s terms are classes, such as Proximal, not {_named(term)}{hint}"
-            )
+            raise TypeError(f"{who}'s terms are classes, such as Proximal, not {named(term)}{hint}")
     return tuple(terms)
 
 
 def _check_list(terms: Any, who: str, expected: str) -> None:
     if not isinstance(terms, Sequence) or isinstance(terms, str):
-        raise TypeError(f"{who} takes a list of {expected}, not {_named(terms)}")
+        raise TypeError(f"{who} takes a list of {expected}, not {named(terms)}")
 
 
 def _is_term_class(term: Any) -> bool:
     return isinstance(term, type) and issubclass(term, Term)
 
 
-def _named(given: Any) -> str:
+def named(given: Any) -> str:
     """Return what was given, as a message calls it."""
     if isinstance(given, type):
         return f"the class {given.__name__}"

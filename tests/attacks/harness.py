@@ -12,7 +12,7 @@ from flwr.app import Array, Message, MetricRecord, RecordDict
 from torch import nn
 
 from flwr_regs import InProcessGrid, StackedGrid
-from flwr_regs.experiments.strategies import client_class
+from flwr_regs.flower.client import client_class
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.testing.problem import Batch, app_of

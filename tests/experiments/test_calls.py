@@ -7,7 +7,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.experiments import calls, strategies
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
-from flwr_regs.experiments.strategies import client_class
+from flwr_regs.flower.client import client_class
 from tests.experiments.runs import runs_of, strategy_of
 
 B = Call("B", (), {}, called=True)

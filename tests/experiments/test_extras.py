@@ -1,5 +1,6 @@
 """The advice on packages that are missing."""
 
+import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
@@ -7,26 +8,27 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments import extras
+from flwr_regs.experiments.report.results import Results
 
 REQUIRES = [
     "torch>=2.7",
-    "constriction<0.6; (platform_machine != 'aarch64') and extra == 'bench'",
     "matplotlib>=3.8; extra == 'bench'",
     'pandas ; extra == "bench"',
     "flwr[dp]; extra == 'privacy'",
 ]
-MARKED = "constriction<0.6; (platform_machine != 'aarch64')"
-PACKAGES = f'pip install "{MARKED}" "matplotlib>=3.8" pandas'
 
 
-def test_the_command_names_the_packages_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = SimpleNamespace(requires=REQUIRES)
     monkeypatch.setattr(extras, "distribution", lambda _: installed)
-    assert extras.install_command("bench") == PACKAGES
-    assert extras.install_command("privacy") == 'pip install "flwr[dp]"'
+    assert extras.install_command("matplotlib", "bench") == 'pip install "matplotlib>=3.8"'
+    assert extras.install_command("dp-accounting", "privacy") == 'pip install "flwr[dp]"'
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match='the table needs pandas: pip install "pandas"'):
+        Results([None]).table()  # type: ignore[list-item]
 
     def absent(name: str) -> Any:  # the sources are on Python's path alone
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "distribution", absent)
-    assert extras.install_command("bench") == 'pip install -e ".[bench]" in the clone'
+    assert extras.install_command("rich", "bench") == 'pip install -e ".[bench]" in the clone'

@@ -17,8 +17,9 @@ from torch import nn
 from flwr_regs import FedFOR
 from flwr_regs.experiments import user_code
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.strategies import build, client_class
+from flwr_regs.experiments.strategies import build
 from flwr_regs.experiments.user_code import call, load, offer
+from flwr_regs.flower.client import client_class
 from tests.conftest import ROOT
 from tests.experiments.runs import trained
 

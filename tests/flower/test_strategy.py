@@ -250,6 +250,16 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
     (
+        lambda: fr.Clients(make_model(), make_clients(1)).app(fr.FedFOR),  # type: ignore[arg-type]
+        TypeError,
+        "such as FedFORClient, not the class FedFOR",
+    ),
+    (
+        lambda: run(fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0), fr.FedAvgClient),
+        TypeError,
+        "train_metrics_aggr_fn must return a MetricRecord, not a float",
+    ),
+    (
         lambda: start(fr.FedAvg(lr_schedule=lambda t: 0.0), fr.InProcessGrid(ClientApp(None), 3)),
         ValueError,
         r"lr_schedule\(1\) makes the learning rate 0, with which clients cannot train",

@@ -19,7 +19,7 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.experiments.strategies import client_class
+from flwr_regs.flower.client import client_class
 from flwr_regs.methods import registry
 from flwr_regs.testing.problem import app_of, train
 from tests.conftest import ROOT, drawn, run

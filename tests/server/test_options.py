@@ -65,7 +65,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
         r"CoordinateMedian\(\) does not reach .* of RFedAvgPlus upload.* sum_only=False",
     ),
     (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does Even: leave one"),
-    (fr.EFL, {"lam": 0.1, **DP}, "CentralDP.* of EFL send more than their update"),
+    (fr.EFL, {"lam": 0.1, **DP}, "CentralDP.* of EFL reads more of its clients than"),
     (fr.FedAvg, {"aggregator": fr.NormBound(), **DP}, "noise is for the mean, not for aggregator"),
     (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),
     (fr.FedAvg, {"cohorts": "class-covering", **DP}, "label counts without noise"),

@@ -19,8 +19,8 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.experiments.strategies import client_class
 from flwr_regs.flower.accounting import AccountedBudget
+from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply

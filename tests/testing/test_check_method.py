@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegStrategy
+from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegClient, RegStrategy
 from flwr_regs.abilities import Recovers
 from flwr_regs.client import memory
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
@@ -64,9 +64,23 @@ def method(kind: type[Term] = Anchor, **settings: Any) -> Method:
     return Method(**{"strategy": of(kind), "client": None, "terms": [kind(0.3)], **settings})  # type: ignore[call-arg]
 
 
+class Anchored(RegStrategy):
+    """Its clients are those of AnchoredClient, which nobody names."""
+
+    method = "anchored"
+
+    def __init__(self, rate: float, **kwargs: Any) -> None:
+        super().__init__([Anchor(rate)], **kwargs)
+
+
+class AnchoredClient(RegClient):
+    method = "anchored"
+    terms = (Anchor,)
+
+
 def test_a_users_own_method_passes() -> None:
     report = check_method(
-        of(Anchor),
+        Anchored,
         oracle=anchored,
         settings={"rate": 0.3},
         neutral={"rate": 0.0},

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_regs.experiments.calls import REFERENCES
+from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.report.run_records import RunRecord
 
 LAST = 5
@@ -87,6 +88,7 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
         Where there is privacy: what it spent, and the share of clipped updates. Where models were
         personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
     """
+    needed("pandas", "pandas", "the table")
     import pandas as pd
 
     from flwr_regs.experiments.report import statistics

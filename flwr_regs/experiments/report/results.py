@@ -121,9 +121,10 @@ class Results:
 
         Its columns are those of :func:`flwr_regs.experiments.report.metrics.rows`.
         """
+        rows = self.rows()  # says what to install
         import pandas as pd
 
-        return pd.DataFrame(self.rows()).set_index("method")
+        return pd.DataFrame(rows).set_index("method")
 
     def plot(
         self,

@@ -14,7 +14,6 @@ from flwr.clientapp import ClientApp
 from flwr_regs import client_app
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.experiments.strategies import client_class
 from flwr_regs.flower.app import MessageContext
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ class ClientFactory:
 
     @cached_property
     def _class(self) -> Any:
+        from flwr_regs.flower.client import client_class
+
         return client_class(self.run.strategy())
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,7 +183,8 @@ def _in_processes(
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
     try:
-        waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
+        with _ctrl_c_blocked():  # as the workers, which start here, begin
+            waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
@@ -203,6 +205,19 @@ def _in_processes(
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Hold Ctrl-C back; a process that starts meanwhile does not get it either."""
+    if os.name == "nt":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _QUEUE: Any = None

@@ -201,6 +201,19 @@ def test_ctrl_c_while_it_starts_is_one_line() -> None:
     assert (status, said) == (130, ["flwr-regs: interrupted"])
 
 
+def loads_numpy(pid: int) -> bool:
+    return "/numpy/" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@linux
+def test_ctrl_c_while_workers_start_shows_no_traceback() -> None:
+    with started("run", "rounds=3000", "out=here", "--seeds", "1,2", "--workers", "2") as process:
+        assert until(lambda: any(map(loads_numpy, processes("spawn_main"))))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == 130
+    assert "Traceback" not in Path("log").read_text()
+
+
 def test_an_interrupted_command_gives_a_session_its_handlers_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -242,6 +242,20 @@ def test_a_train_function_that_returns_nothing_is_told_so() -> None:
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 
+def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
+    app = own_app(fr.FedFORClient, target="y")
+    with pytest.raises(
+        fr.RoundFailed, match=r"ClientRound takes no argument 'target'.*'target_key'"
+    ):
+        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+    app = own_app(fr.FedFORClient)
+    del app._registered_funcs["evaluate.default"]
+    with pytest.raises(
+        fr.RoundFailed, match=r"@app.evaluate\(\), or the strategy fraction_evaluate=0"
+    ):
+        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+
+
 def test_flowers_own_client_app_is_refused_with_what_to_do() -> None:
     app = ClientApp()
 

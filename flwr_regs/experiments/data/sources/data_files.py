@@ -68,7 +68,7 @@ def pictures(
     centre : float
         The part of height and width that is kept, in the middle.
     """
-    Image = needed("PIL.Image", "pillow, which comes with torchvision", "reading pictures")
+    Image = needed("PIL.Image", "torchvision", "reading pictures")
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
