@@ -12,7 +12,6 @@ from typing import Any
 
 from flwr_regs.experiments.calls import literal, parse_methods, text_of, values, words
 from flwr_regs.experiments.cards import card_files, choices
-from flwr_regs.experiments.data.catalogue import files
 from flwr_regs.experiments.experiment import Experiment, Row, Run, refuse_dead
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import PLACES, Settings, read
@@ -63,21 +62,13 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
             row for label, case in cases.items() for row in _rows(args, label, case, experiment)
         ]
         experiment = replace(experiment, rows=tuple(rows))
-    _refuse_idle_places(args, experiment)
+    every = [r.method + r.settings.dataset + r.settings.model for r in experiment.ends]
+    if _gives(args, "code-dir") and not any(":" in word for word in every):
+        raise ValueError(
+            "setting 'code-dir' needs code of your own, such as dataset=mine.py:load; it has no effect "
+            "without; remove it"
+        )
     return experiment, out
-
-
-def _refuse_idle_places(args: argparse.Namespace, experiment: Experiment) -> None:
-    """Raise ValueError for the folder of code or of data that is given, where no run reads it."""
-    runs = experiment.ends
-    own = any(":" in run.method + run.settings.dataset + run.settings.model for run in runs)
-    from_files = any(files(run.settings.dataset) for run in runs)
-    for name, used, needs in (
-        ("code-dir", own, "code of your own, such as dataset=mine.py:load"),
-        ("data-dir", from_files, "a data set with files, such as dataset=mnist"),
-    ):
-        if _gives(args, name) and not used:
-            raise ValueError(f"setting '{name}' needs {needs}; it has no effect without; remove it")
 
 
 def _of_card(
