@@ -142,7 +142,8 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
                 "held-out-clients does not go with partition=long-tail-rounds, where every client draws "
                 "from all examples: use held-out-share"
             )
-        for name, folder in (("data-dir", self.data_dir), ("code-dir", self.code_dir)):
+        code = self.code_dir if ":" in self.methods + self.dataset + self.model else ""
+        for name, folder in (("data-dir", self.data_dir), ("code-dir", code)):
             if folder and not Path(folder).expanduser().is_dir():
                 raise ValueError(f"setting '{name}': there is no folder '{folder}'")
 

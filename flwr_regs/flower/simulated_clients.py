@@ -56,9 +56,9 @@ class Clients(ClientSets):
         """Return a ClientApp of these clients, of a method's client class such as `FedFORClient`.
 
         For Flower's simulation, SuperNodes, and strategies with messages of their own. Raises TypeError
-        for anything else than a client class.
+        for a class that is none of a client, such as a strategy.
         """
-        if not (isinstance(client_class, type) and issubclass(client_class, RegClient)):
+        if isinstance(client_class, type) and not issubclass(client_class, RegClient):
             raise TypeError(
                 f"app takes a client class, such as FedFORClient, not {named(client_class)}"
             )
