@@ -361,6 +361,7 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     assert artists(picture, "mean B(x=1, y=2)")
     assert not artists(picture, "mean C")
     assert picture.axes[0].get_ylim() == (40, 70)
+    assert not picture.empty
     with pytest.raises(ValueError, match=r"no row 'B'.*it has A, B"):
         results.plot(methods=["B"])
     monkeypatch.chdir(tmp_path)
@@ -374,13 +375,11 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
         assert cli.main(["plot", "a", *words.split()]) == 2
         assert why in capsys.readouterr().err
     assert Path("a/accuracy.png").read_bytes() == drawn
-    assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "5..20"]) == 0
+    assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "98..99"]) == 0
     assert Path("a/accuracy.png").read_bytes() != drawn
     said = capsys.readouterr()
     assert "flwr-regs plot a draws all again" in said.out
-    assert not said.err
-    assert cli.main(["plot", "a", "--accuracy", "98..99"]) == 0
-    assert "accuracy: no curve has a point in --accuracy 98..99" in capsys.readouterr().err
+    assert "accuracy: no curve has a point in --accuracy 98..99" in said.err
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
