@@ -42,10 +42,12 @@ def main() -> int:
                 print(f"{shown}: the command above it wrote no picture", file=sys.stderr)
                 missing = 1
                 continue
-            image = Image.open(source).convert("RGB")
+            image = Image.open(source)
+            dpi = image.info["dpi"][0]
+            image = image.convert("RGB")
             if image.width > WIDEST:
-                image = image.reduce(2)
-            target.write_bytes(small_png(image))
+                image, dpi = image.reduce(2), dpi / 2
+            target.write_bytes(small_png(image, dpi))
     return missing
 
 

@@ -209,13 +209,21 @@ def differences(bench: Bench) -> Picture:
         every[0].tick_params(axis="y", length=0)
         drawing.head(
             picture,
-            f"{bench.experiment.title}: points above {first}",
+            f"{_title(bench, len(labels))}: points above {first}",
             "Mean and 95 % interval of the difference, paired by seed; methods in the order of their mean "
             "ranks. Blue: decided better; orange: decided worse (Holm's adjusted p below 0.05); hollow: "
             "not decided.",
         )
         drawing.finish(picture, every[0], 0.019 * look.font_size * len(labels))
     return picture
+
+
+def _title(bench: Bench, methods: int) -> str:
+    """Return a picture's title: it has the methods of the ranks, not all of the card's."""
+    job = bench.panels[0][2].runs[0].job
+    return (
+        f"{methods} methods with one global model on {job['dataset']}, {job['num-clients']} clients"
+    )
 
 
 def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
@@ -420,7 +428,9 @@ def draw(name: str) -> None:
     bench = Bench.of(name)
     if bench.ranks:
         look = drawing.Look(font_size=7)
-        picture = plots.over_panels(bench.ranks[0], title=bench.experiment.title, look=look)
+        picture = plots.over_panels(
+            bench.ranks[0], title=_title(bench, len(bench.ranks[0].mean)), look=look
+        )
         write_png(picture, PICTURES / f"{name}-ranks.png")
         write_png(differences(bench), PICTURES / f"{name}-differences.png")
 

@@ -367,10 +367,14 @@ def plot(args: argparse.Namespace) -> int:
     whole = replace(look, methods=(), accuracy=None)
     for place, results in each.items():
         check_writable(there := target / place.relative_to(folder))
-        results.save(there, look=look)
+        for name in results.save(there, look=look):
+            part = "..".join(f"{end:g}" for end in look.accuracy or ())
+            print(f"flwr-regs: {name}: no curve has a point in --accuracy {part}", file=sys.stderr)
         _draw_tuning(place, there, whole)
         print(results.text() + f"results: {there}")
     _draw_ranks(experiment, [*each.values()], target, whole)
+    if look != whole and target == folder:
+        print(f"they show a part now: flwr-regs plot {shlex.quote(str(folder))} draws all again")
     return 0
 
 

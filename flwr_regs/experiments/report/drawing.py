@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from flwr_regs.experiments.report.folders import write
 try:
     from matplotlib import colormaps, rc_context, rcParams
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
     from PIL import Image  # comes with matplotlib
 except ImportError as error:
     raise missing_extra("matplotlib", "a picture") from error
@@ -40,7 +45,8 @@ class Look:
     title : str or None
         Above the axes; None: what the data and the partition are.
     size : (float, float) or None
-        Width and height in inches; None: 6.3 wide, and as high as its content needs.
+        Width and height in inches; None: 6.3 wide, and as high as its content needs. Pictures with a row
+        for each method, or a map, are higher than this if they need it.
     font_size : float
         In points.
     methods : sequence of str
@@ -75,12 +81,15 @@ def style(look: Look) -> AbstractContextManager[None]:
 
 
 class Picture(Figure):
-    """A figure without pyplot that a notebook shows; its layout cuts no text off."""
+    """A figure without pyplot that a notebook shows; its layout cuts no text off.
+
+    `empty` says whether no curve has a point in the part of the axis that the look asks for.
+    """
 
     def __init__(self, look: Look) -> None:
         super().__init__(layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
         FigureCanvasAgg(self)
-        self.look = look
+        self.look, self.empty = look, False
 
     def rendered(self, kind: str, dpi: float) -> bytes:
         """Return it as ``png`` or ``pdf``, without a date: equal pictures give equal bytes."""
@@ -88,14 +97,15 @@ class Picture(Figure):
         undated = {"png": "Software", "pdf": "CreationDate"}[kind]
         with style(self.look):
             self.savefig(out, format=kind, dpi=dpi, metadata={undated: None})
-        return small_png(Image.open(out).convert("RGB")) if kind == "png" else out.getvalue()
+        return small_png(Image.open(out), dpi) if kind == "png" else out.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.rendered("png", self.dpi)
 
 
-def small_png(image: Image.Image) -> bytes:
-    """Return an RGB image as a PNG with a palette: its commonest colours, and some that cover the rest."""
+def small_png(image: Image.Image, dpi: float) -> bytes:
+    """Return an image as a PNG with a palette: its commonest colours, and some that cover the rest."""
+    image = image.convert("RGB")
     packed = np.asarray(image) @ BYTES  # one number a pixel: rows of three are slow to sort
     colours, where, counts = np.unique(packed, return_inverse=True, return_counts=True)
     levels = colours[:, None] // BYTES % 256
@@ -106,7 +116,7 @@ def small_png(image: Image.Image) -> bytes:
     indices = nearest.astype(np.uint8)[where.reshape(-1)]
     small, out = Image.frombytes("P", image.size, indices.tobytes()), io.BytesIO()
     small.putpalette(palette.astype(np.uint8).tobytes())
-    small.save(out, "png", optimize=True)
+    small.save(out, "png", optimize=True, dpi=(dpi, dpi))
     return out.getvalue()
 
 
@@ -153,13 +163,74 @@ def head(picture: Picture, title: str, caption: str) -> None:
     picture.supxlabel(wrap(caption, width), fontsize="medium", gid="caption", **place)
 
 
-def finish(picture: Picture, axes: Axes, height: float) -> None:
-    """Make the picture as high as it takes for the axes to have `height`, if the look has no size."""
-    if picture.look.size is None:
+def finish(picture: Picture, axes: Axes, height: float, grows: bool = False) -> None:
+    """Make the picture as high as it takes for the axes to have `height`, if the look has no size.
+
+    If it has one, nothing but a picture that `grows` is made higher; ValueError if its texts have no room.
+    """
+    size = picture.look.size
+    if size is None or grows:
         picture.set_figheight(height + 3)  # room for a first layout
         for _ in range(2):  # the ticks depend on the axes' size, and their room on the ticks
-            picture.draw_without_rendering()
+            lay_out(picture)
             picture.set_figheight(picture.get_figheight() + height - axes.bbox.height / picture.dpi)
+        if size is not None:
+            picture.set_figheight(max(size[1], picture.get_figheight()))
+    lay_out(picture)
+    check_room(picture)
+
+
+def lay_out(picture: Picture) -> None:
+    """Lay the picture out, with the axes' labels in lines that are no longer than the axes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "constrained_layout not applied")  # `check_room` says so
+        for _ in range(4):  # a label's lines take room from the axes
+            picture.draw_without_rendering()
+            wrapped = False
+            for axes in picture.axes:
+                for axis, length in ((axes.xaxis, axes.bbox.width), (axes.yaxis, axes.bbox.height)):
+                    before = axis.label.get_text()
+                    whole = before.replace("\n", " ")
+                    axis.label.set_text(wrap(whole, length / picture.dpi))
+                    wrapped |= axis.label.get_text() != before
+            if not wrapped:
+                break
+
+
+def check_room(picture: Picture) -> None:
+    """Raise ValueError if a text is cut off, or title, axes and caption meet, or numbers of an axis do."""
+    parts = [axes for axes in picture.axes if axes.get_visible()]
+    beside = [text for text in picture.findobj(Text) if text.get_gid() in ("title", "caption")]
+    shown = [*parts, *(text for text in beside if text.get_text())]
+    boxes = [box for part in shown if (box := part.get_tightbbox()) is not None]
+    inside = picture.bbox.padded(1)
+    cut_off = any(not (inside.contains(*box.min) and inside.contains(*box.max)) for box in boxes)
+    apart = [boxes, *(_numbers(axis) for axes in parts for axis in (axes.xaxis, axes.yaxis))]
+    met = any(
+        min(one.x1, other.x1) - max(one.x0, other.x0) > 0
+        and min(one.y1, other.y1) - max(one.y0, other.y0) > 0
+        for group in apart
+        for one, other in combinations(group, 2)
+    )
+    least = 5 * rcParams["font.size"] / 72 * picture.dpi
+    if cut_off or met or max(axes.bbox.height for axes in parts) < least:
+        raise no_room(picture)
+
+
+def _numbers(axis: Axis) -> list[Bbox]:
+    """Return where the numbers at an axis' ticks are."""
+    low, high = sorted(axis.get_view_interval())
+    texts = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+
+
+def no_room(picture: Picture) -> ValueError:
+    """Return what is raised where a picture is too small for its texts."""
+    width, height = picture.look.size or picture.get_size_inches()
+    return ValueError(
+        f"a picture of {width:.3g}x{height:.3g} inches has no room for its texts at "
+        f"{picture.look.font_size:g} points: give a larger size, a smaller font size, or fewer methods"
+    )
 
 
 def save(picture: Picture, path: Path) -> list[Path]:

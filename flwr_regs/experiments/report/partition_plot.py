@@ -135,7 +135,7 @@ def label_counts(
         above, axes = picture.subplots(2, sharex=True, height_ratios=[0.5, tall])
         # Empty cells stay white, and the scale starts below 0, so that a single example shows.
         shades: dict[str, Any] = {"cmap": "Blues", "vmin": -0.15 * most, "vmax": most}
-        image = _cells(axes, np.ma.masked_equal(counts.T, 0), **shades)
+        image = _cells(axes, look, np.ma.masked_equal(counts.T, 0), **shades)
         axes.set(xlabel=column, ylabel=row)
         axes.xaxis.set_major_formatter(lambda at, _: f"{at + first:g}")
         bar = picture.colorbar(image, ax=axes, label="examples", aspect=25, pad=0.01)
@@ -176,7 +176,7 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
         picture = Picture(look)
         axes = picture.add_subplot()
         shades: dict[str, Any] = {"cmap": "viridis", "vmin": -0.6 * classes, "vmax": classes - 1}
-        _cells(axes, np.ma.masked_array(table, unmoved).T, **shades)
+        _cells(axes, look, np.ma.masked_array(table, unmoved).T, **shades)
         axes.set(xlabel="round", ylabel="class of the example")
         if table.size <= MOST:
             for (x, y), label in np.ndenumerate(table):
@@ -191,13 +191,14 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
     return picture
 
 
-def _cells(axes: Axes, cells: Any, **shades: Any) -> Any:
+def _cells(axes: Axes, look: Look, cells: Any, **shades: Any) -> Any:
     """Draw a matrix as coloured cells, and ticks at whole numbers; return matplotlib's image."""
     axes.grid(visible=False)
     for axis, number in ((axes.yaxis, cells.shape[0]), (axes.xaxis, cells.shape[1])):
-        axis.set_major_locator(
-            MaxNLocator(min(20, number), integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-        )
+        most: Any = (
+            "auto" if look.size else min(20, number)
+        )  # a height of our own has room for them
+        axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     return axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
 
 

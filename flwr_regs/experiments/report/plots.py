@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import rcParams
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import (
@@ -37,14 +38,16 @@ X = {
     "round": "round",
     "megabytes": "traffic per client, down and up (MB)",
     "seconds": "time of training (s)",
-    "hours": "estimated time on phones (hours; Field Guide, Eqs. 9 and 10)",
+    "hours": "estimated time on phones (hours)",
     "clients": "share of the clients with at most this accuracy (%)",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
+OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
+"""What an accuracy is that is no test's -> its axis."""
 BANDS = {
     "standard deviation": "Mean and standard deviation over ",
     "95 % interval": "Mean and 95 % interval over ",
-    "second best": "The best point of tuning, and the gap to the second best; of each ",
+    "second best": "The best point of tuning, in a band to the second best; ",
 }
 """What a band around a line is -> how its caption begins."""
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
@@ -56,7 +59,8 @@ def over_rounds(
     y: str = "accuracy",
     *,
     target: float | None = None,
-    expected: bool = False,
+    kind: str = "test",
+    seeds: Mapping[str, int] | None = None,
     title: str = "",
     heading: str = "",
     ordered: bool = False,
@@ -78,7 +82,8 @@ def over_rounds(
     x : a key of `X`; megabytes are logarithmic if the labels' totals differ by more than 30 times
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
-    expected : whether accuracies follow from label shares, and are no tests
+    kind : what an accuracy is: "test", or a key of `OTHER`
+    seeds : label -> how many runs its points are means of, where they are; by default, the points' seeds
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
@@ -107,7 +112,7 @@ def over_rounds(
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
     points = points.assign(stopped=points["stopped"] | ~finite, x=points[x], y=points[y])
     labels, whole = points["label"].unique(), points[~points["stopped"]]
-    seeds = whole.groupby("label")["seed"].nunique().reindex(labels, fill_value=0)
+    counted = whole.groupby("label")["seed"].nunique().reindex(labels, fill_value=0)
     log = x == "megabytes" and _wide(points.groupby("label")[x].max())
     with drawing.style(look):
         picture = Picture(look)
@@ -127,6 +132,7 @@ def over_rounds(
             end = _draw_mean(axes, of_label[~broken], band, line, shade, most)
             end = max(end, _draw_broken(axes, of_label[broken], line), key=lambda xy: xy[1])
             lines.append((*end, text, line))
+        curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(target, gid="target", **line)
@@ -136,27 +142,26 @@ def over_rounds(
             low, top = axes.get_ylim()
             low, top = max(low, -1), min(top, 101)  # half a line's width beyond what can be
             axes.set_ylim(*(look.accuracy or (low, top)))
-            axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+            axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
         elif _wide(points[y]):
             axes.set_yscale("log")
         if log:
             axes.set_xscale("log")
-            low, top = axes.get_xlim()
-            steps = (1, 2, 5) if top < 1000 * low else (1,)
-            axes.xaxis.set_major_locator(LogLocator(subs=steps))
-            axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            _plain_ticks(axes.xaxis, axes.bbox.width / picture.dpi)
         elif x == "round":
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
-            ticks = MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+            ticks = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
         across = X[x].replace("hours", "minutes") if in_minutes else X[x]
-        up = "accuracy expected from the client's label shares (%)" if expected else Y[y]
-        axes.set(xlabel=across, ylabel=up)
-        words = seeds_in_words(seeds.to_dict())
+        axes.set(xlabel=across, ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
+        words = seeds_in_words(seeds or counted.to_dict())
         caption = f"{words}." if words else ""
-        if seeds.max() > 1:
+        if counted.max() > 1:
             caption = f"{BANDS[band]}{caption}"
+        if kind == "expected":
+            caption += " Expected from each client's label shares."
+        if x == "hours":
+            caption += " Time by Eqs. 9 and 10 of the Field Guide."
         if x == "round" and points["x"].min() == 1:
             caption += " There is no test before round 1."
         if points["stopped"].any():
@@ -165,15 +170,27 @@ def over_rounds(
                 caption += "; if it diverged, it counts in the mean as untrained from there."
             else:
                 caption += "; it is in no mean." if words else "; none finished."
+        if look.accuracy and y == "accuracy":
+            low, top = look.accuracy
+            picture.empty = not any(
+                np.nanmin(of, initial=np.inf) <= top and np.nanmax(of, initial=-np.inf) >= low
+                for of in curves
+            )
+            caption += f" No curve has a point from {low:g} to {top:g} %." * picture.empty
         drawing.head(picture, title, caption.strip())  # they take room from labels
         height = _label_ends(picture, axes, lines, heading)
         drawing.finish(picture, axes, height)
     return picture
 
 
-def _plain(value: float, _: int | None) -> str:
-    """Return a tick's label on a logarithmic axis."""
-    return f"{value:g}"
+def _plain_ticks(axis: Axis, length: float) -> None:
+    """Write plain numbers at a logarithmic axis, as many as there is room for in its `length` (inches)."""
+    low, high = axis.get_view_interval()
+    letters = 0.75 * length * 72 / rcParams["font.size"]  # other texts take the rest
+    room = letters / np.log10(high / low)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if room > 8 else (1, 3) if room > 5 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _wide(values: pd.Series) -> bool:
@@ -253,13 +270,27 @@ def _label_ends(
     width = picture.get_figwidth()
     lines = sorted(lines, key=lambda line: -line[1])
     room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
-    texts = [drawing.wrap(text, room) for _, _, text, _ in lines]
+    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
+    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
+    where = blended_transform_factory(right, axes.transAxes)
+    beside: dict[str, Any] = {"transform": where, "clip_on": False}
+    samples, texts = [], []
+    for _, _, label, line in lines:
+        samples.append(Line2D([0.8, 2, 3.2], [0.5] * 3, **beside, **{**line, "markevery": [1]}))
+        axes.add_line(samples[-1])
+        text = axes.text(3.9, 0.5, drawing.wrap(label, room), gid="label", **beside)
+        text.set(va="center", parse_math=False)
+        texts.append(text)
+    if heading:
+        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
     row = 1.35 * rcParams["font.size"] / 72
-    sizes = np.array([row * (1 + text.count("\n")) for text in texts])
+    sizes = np.array([row * (1 + text.get_text().count("\n")) for text in texts])
     height = max(3.1, float(1.02 * sizes.sum()))
     if picture.look.size:
-        picture.draw_without_rendering()
+        drawing.lay_out(picture)  # beside the labels
         height = axes.bbox.height / picture.dpi
+        if sizes.sum() > height:
+            raise drawing.no_room(picture)
     sizes /= height
     (left, _), (low, high) = axes.get_xlim(), axes.get_ylim()
     to_axes = axes.transData + axes.transAxes.inverted()
@@ -272,16 +303,9 @@ def _label_ends(
     for i, size in reversed([*enumerate(sizes)]):
         places[i] = max(places[i], edge + size / 2)
         edge = places[i] + size / 2
-    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
-    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
-    where = blended_transform_factory(right, axes.transAxes)
-    beside: dict[str, Any] = {"transform": where, "clip_on": False}
-    for place, text, (*_, line) in zip(places, texts, lines, strict=True):
-        sample = Line2D([0.8, 2, 3.2], [place] * 3, **beside, **{**line, "markevery": [1]})
-        axes.add_line(sample)
-        axes.text(3.9, place, text, va="center", parse_math=False, gid="label", **beside)
-    if heading:
-        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+    for place, sample, text in zip(places, samples, texts, strict=True):
+        sample.set_ydata([place] * 3)
+        text.set_y(place)
     return height
 
 
@@ -306,7 +330,8 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
         short = [name.partition("(")[0] for name in names]
         shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
-        axes.set_yticks(rows, [drawing.wrap(name, 1.9) for name in shown], parse_math=False)
+        width = 0.3 * picture.get_figwidth()
+        axes.set_yticks(rows, [drawing.wrap(name, width) for name in shown], parse_math=False)
         axes.set_ylim(len(names) - 0.4, -2.6)
         axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
@@ -320,7 +345,7 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             "critical difference."
         )
         drawing.head(picture, title, caption)
-        drawing.finish(picture, axes, 0.021 * look.font_size * (len(names) + 3))
+        drawing.finish(picture, axes, 0.021 * look.font_size * (len(names) + 3), grows=True)
     return picture
 
 
@@ -329,14 +354,18 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
 
     Parameters
     ----------
-    trials : a row for each point that was tried, a method's best ones first: ``label``, ``accuracy`` in per
-        cent (NaN: it diverged), and a column for each key that was tuned, NaN where a method has it not
+    trials : a row for each point that was tried, a method's best ones first: ``label``, ``rounds`` that it
+        was trained for at most, ``accuracy`` in per cent (NaN: it diverged), and a column for each key that
+        was tuned, NaN where a method has it not
     """
     look = look or Look()
-    labels, keys = [*trials["label"].unique()], [*trials.columns.drop(["label", "accuracy"])]
-    columns = min(len(labels), 4)
+    labels = [*trials["label"].unique()]
+    keys = [*trials.columns.drop(["label", "rounds", "accuracy"])]
+    most = trials["rounds"].max()
     with drawing.style(look):
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
+        width = picture.get_figwidth()
+        columns = min(len(labels), max(1, int(width / 1.5)))
         low, high = trials["accuracy"].min(), trials["accuracy"].max()
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):
@@ -345,30 +374,40 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             y = ys[0] if ys else None
             across, up = of_label[x], of_label[y] if y else pd.Series(0.0, of_label.index)
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
-            dots = axes.scatter(
-                across, up, 40, shown, marker="s", vmin=low, vmax=high, gid=f"trials {label}"
-            )
+            area = np.where(of_label["rounds"] < most, 14, 30)
+            dots = axes.scatter(across, up, area, shown, vmin=low, vmax=high, gid=f"trials {label}")
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
-            best = of_label.index[~lost][:2]
-            for at, marker, name in zip(best, ("*", "o"), ("best", "second"), strict=False):
-                ring = {"markersize": 11, "fillstyle": "none", "color": circled}
-                axes.plot(across[at], up[at], marker, gid=f"{name} {label}", **ring)
+            best = of_label.index[~lost][:2]  # their marks are around the points
+            for at, name, marker, size in zip(
+                best, ("best", "second"), "*o", (18, 11), strict=False
+            ):
+                mark = {"marker": marker, "markersize": size, "fillstyle": "none", "color": circled}
+                axes.plot(across[at], up[at], gid=f"{name} {label}", **mark)
+            logarithmic = []
             for axis, key, values in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
                 name = "" if key is None else key.rpartition(".")[2]
                 if key is not None and values.dtype.kind == "f" and values.min() > 0:
                     getattr(axes, f"set_{axis.axis_name}scale")("log")
-                    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=4))
-                    axis.set_major_formatter(FuncFormatter(_plain))
-                    axis.set_minor_formatter(NullFormatter())
+                    logarithmic.append(axis)
                 axis.set_label_text(name)
             if y is None:
                 axes.set_yticks([])
             axes.margins(0.15)
-            axes.set_title(drawing.wrap(label, 1.3), fontsize="medium", parse_math=False)
+            for axis in logarithmic:
+                sides = axes.bbox.width, axes.bbox.height
+                _plain_ticks(axis, sides[axis is axes.yaxis] / picture.dpi)
+            name = drawing.wrap(label, 0.8 * width / columns)
+            axes.set_title(name, fontsize="medium", parse_math=False)
         for axes in grid.flat[len(labels) :]:
             axes.set_visible(False)
         picture.colorbar(dots, ax=grid, label="accuracy on held-out data (%)", fraction=0.05)
         caption = "Star: the best point; ring: the second best; cross: diverged."
-        picture.set_figheight(look.size[1] if look.size else 0.8 + 1.65 * len(grid))
+        if trials["rounds"].min() < most:
+            caption += f" Small: trained for fewer than {most:g} rounds."
+        font = look.font_size
+        height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
+        picture.set_figheight(max(look.size[1], height) if look.size else height)
         drawing.head(picture, title, caption)
+        drawing.lay_out(picture)
+        drawing.check_room(picture)
     return picture

@@ -170,7 +170,7 @@ class Results:
             x,
             y,
             target=100 * self.target if y == "accuracy" and x != "clients" else None,
-            expected=x == "clients" and not self._clients_test,
+            kind="expected" if x == "clients" and not self._clients_test else "test",
             title=self._title,
             heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
@@ -355,9 +355,12 @@ class Results:
         write(folder / "table.tex", self.latex())
         write(folder / "summary.csv", self.table().to_csv())
 
-    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> None:
-        """Write the tables and the pictures (PNG and PDF) into a folder."""
-        self.save_tables(folder)
+    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> list[str]:
+        """Write the tables and the pictures (PNG and PDF) into a folder.
+
+        Return the names of the pictures that hold no point of a curve in the look's part of the axis.
+        """
+        drawn: dict[str, Picture] = {}
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
@@ -365,10 +368,15 @@ class Results:
                 "clients": any(run.per_client for run in self.runs),
                 "hours": None not in metrics.deployed_rounds(self.runs[0]),
             }
-            for name, axes in PICTURES.items():
-                if known.get(name, True):
-                    picture = self._picture(*axes, look or drawing.Look())
-                    drawing.save(picture, folder / name)
+            drawn = {
+                name: self._picture(*axes, look or drawing.Look())
+                for name, axes in PICTURES.items()
+                if known.get(name, True)
+            }
+        self.save_tables(folder)
+        for name, picture in drawn.items():  # all or, where one has no room, none
+            drawing.save(picture, folder / name)
+        return [name for name, picture in drawn.items() if picture.empty]
 
 
 def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:

@@ -91,16 +91,13 @@ def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
     from flwr_regs.experiments.report import plots
 
     of_points, title = table(tried), Results(tried).title
-    drawn = {
-        "tuning": plots.over_points(
-            of_points.drop(columns=["rounds", "point"]), title=title, look=look
-        )
-    }
-    best = []
+    drawn = {"tuning": plots.over_points(of_points.drop(columns="point"), title=title, look=look)}
+    best, seeds = [], {}
     for label, rows in of_points.dropna(subset="accuracy").groupby("label", sort=False):
         for place, row in enumerate(rows.head(2).to_dict("records")):
             names = row["label"], row["point"], row["rounds"]
             several = [run for run in tried if _names(run) == names]
+            seeds[label] = len(several)
             points = Results(several)._points()
             mean = points[~points["filled"]].groupby("round").mean(numeric_only=True)
             best.append(
@@ -108,6 +105,11 @@ def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
             )
     if best:
         drawn["tuning-gap"] = plots.over_rounds(
-            pd.concat(best), title=title, band="second best", look=look
+            pd.concat(best),
+            kind="held-out",
+            seeds=seeds,
+            title=title,
+            band="second best",
+            look=look,
         )
     return drawn

@@ -22,7 +22,7 @@ from flwr_regs.experiments import cli
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import drawing, partition_plot, plots, statistics, tried
 from flwr_regs.experiments.report.drawing import Look
-from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.report.results import PICTURES, Results
 from flwr_regs.experiments.settings import Settings
 from tests.experiments.report.test_results import run as recorded
 
@@ -180,6 +180,12 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     figure = drawn_["tuning"]
     assert_legible(figure)
     (best,), (second,) = artists(figure, "best A"), artists(figure, "second A")
+    (points,) = artists(figure, "trials A")
+    areas = dict(zip(table["lr"], points.get_sizes(), strict=True))
+    assert areas[0.3] < areas[0.2]
+    assert "Small: trained for fewer than 30 rounds" in text_of(figure, "caption")
+    inner = 0.382 / 2 * best.get_markersize()  # of a star of five points
+    assert inner > max(areas.values()) ** 0.5 / 2  # its point shows whole
     assert [*best.get_xdata(), *best.get_ydata()] == [0.2, 0.01]
     assert [*second.get_xdata()] == [0.4]
     (lost,) = artists(figure, "lost A")
@@ -188,7 +194,8 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     assert artists(gap, "mean A")[0].get_ydata()[-1] == pytest.approx(70)
     edges = artists(gap, "band A")[0].get_paths()[0].vertices
     assert {60.0, 70.0} <= {*np.round(edges[edges[:, 0] == 2][:, 1], 6)}
-    assert "second best" in text_of(gap, "caption")
+    assert gap.axes[0].get_ylabel() == "accuracy on held-out data (%)"
+    assert text_of(gap, "caption").endswith("a band to the second best; n = 1 seed.")
     assert tried.cost(trials).startswith("Tuning took 5 trainings of at most")
 
 
@@ -210,10 +217,37 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
     assert text_of(figure, "label").replace(" ", "") == "|".join(wanted).replace(" ", "")
 
 
-def test_labels_have_room_in_a_picture_of_the_users_size() -> None:
-    ends = {"FedAdagrad": 95, "FedAvg": 94, "SlowMo": 93}
-    curves = [run(label, 1, [10, end]) for label, end in ends.items()]
-    assert_legible(drawn(curves, target=92, look=Look(size=(4.6, 3.0))))
+def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_refused() -> None:
+    names, records, trials = ["FedAdagrad(tau=0.1)", "FedAvg", "SlowMo(beta=0.6)"], [], []
+    for label in names:
+        values = [0.3, 0.7, 0.92, 0.94]
+        each = {"clients": [0.7, 0.8, 0.9]}
+        records += [recorded(label, values, seed, per_client=each) for seed in (1, 2)]
+        trials += [recorded(f"{label} [lr={lr}]", values[:n]) for n, lr in enumerate((0.02, 1), 2)]
+    for record in records:
+        for entry in record.rounds:
+            entry["cohort"] = [0, 1]
+    ranks = statistics.Ranks(pd.Series([1.5, 2.0, 2.5], names), 12, 9.0, 0.03, 2.1)
+    counts, results = np.full((10, 10), 99), Results(records)
+
+    def picture(name: str, look: Look) -> drawing.Picture:
+        if name == "ranks":
+            return plots.over_panels(ranks, look=look)
+        if name == "partition":
+            return partition_plot.label_counts(counts, look, "")
+        if name in PICTURES:
+            return results._picture(*PICTURES[name], look)
+        return tried.pictures(trials, look)[name]
+
+    names, refused = ["ranks", "partition", "tuning", "tuning-gap", *PICTURES], {}
+    for size, font in (((3.3, 2.4), 7), ((3.15, 2.05), 5), ((1.5, 1.5), 12)):
+        for name in names:
+            try:
+                assert_legible(picture(name, Look("a title of some length", size, font)))
+            except ValueError as error:
+                refused[size, name] = str(error)
+    assert refused.keys() == {((1.5, 1.5), name) for name in names}
+    assert all("1.5x1.5 inches has no room" in text for text in refused.values())
 
 
 def test_no_two_lines_look_alike() -> None:
@@ -270,6 +304,7 @@ def test_files_are_whole_and_equal_whatever_the_users_style(tmp_path: Path) -> N
     assert [p.name for p in paths] == ["alpha=0.1.png", "alpha=0.1.pdf"]
     first = [p.read_bytes() for p in paths]
     assert int.from_bytes(first[0][16:20], "big") == round(6.3 * 200)
+    assert Image.open(paths[0]).info["dpi"] == pytest.approx((200, 200), abs=0.1)
     assert b"/Type3" not in first[1]  # the text is text
     with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "pdf.fonttype": 3}):
         figure = drawn(curves, title="one")
@@ -312,7 +347,7 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
     picture = results.plot("hours")
     minutes = artists(picture, "mean A")[0].get_xdata()
     assert minutes[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 60)
-    assert "(minutes;" in picture.axes[0].get_xlabel()
+    assert "(minutes)" in picture.axes[0].get_xlabel()
 
 
 def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
@@ -326,6 +361,7 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     assert artists(picture, "mean B(x=1, y=2)")
     assert not artists(picture, "mean C")
     assert picture.axes[0].get_ylim() == (40, 70)
+    assert not picture.empty
     with pytest.raises(ValueError, match=r"no row 'B'.*it has A, B"):
         results.plot(methods=["B"])
     monkeypatch.chdir(tmp_path)
@@ -339,8 +375,11 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
         assert cli.main(["plot", "a", *words.split()]) == 2
         assert why in capsys.readouterr().err
     assert Path("a/accuracy.png").read_bytes() == drawn
-    assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "5..20"]) == 0
+    assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "98..99"]) == 0
     assert Path("a/accuracy.png").read_bytes() != drawn
+    said = capsys.readouterr()
+    assert "flwr-regs plot a draws all again" in said.out
+    assert "accuracy: no curve has a point in --accuracy 98..99" in said.err
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
