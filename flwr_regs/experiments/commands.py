@@ -367,9 +367,7 @@ def plot(args: argparse.Namespace) -> int:
     whole = replace(look, methods=(), accuracy=None)
     for place, results in each.items():
         check_writable(there := target / place.relative_to(folder))
-        for name in results.save(there, look=look):
-            part = "..".join(f"{end:g}" for end in look.accuracy or ())
-            print(f"flwr-regs: {name}: no curve has a point in --accuracy {part}", file=sys.stderr)
+        results.save(there, look=look)
         _draw_tuning(place, there, whole)
         print(results.text() + f"results: {there}")
     _draw_ranks(experiment, [*each.values()], target, whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -83,13 +84,13 @@ def style(look: Look) -> AbstractContextManager[None]:
 class Picture(Figure):
     """A figure without pyplot that a notebook shows; its layout cuts no text off.
 
-    `empty` says whether no curve has a point in the part of the axis that the look asks for.
+    `flaws` says what the look makes of it: texts without room, or no point in a part of an axis.
     """
 
     def __init__(self, look: Look) -> None:
         super().__init__(layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
         FigureCanvasAgg(self)
-        self.look, self.empty = look, False
+        self.look, self.flaws = look, list[str]()
 
     def rendered(self, kind: str, dpi: float) -> bytes:
         """Return it as ``png`` or ``pdf``, without a date: equal pictures give equal bytes."""
@@ -166,7 +167,7 @@ def head(picture: Picture, title: str, caption: str) -> None:
 def finish(picture: Picture, axes: Axes, height: float, grows: bool = False) -> None:
     """Make the picture as high as it takes for the axes to have `height`, if the look has no size.
 
-    If it has one, nothing but a picture that `grows` is made higher; ValueError if its texts have no room.
+    If it has one, nothing but a picture that `grows` is made higher.
     """
     size = picture.look.size
     if size is None or grows:
@@ -198,7 +199,7 @@ def lay_out(picture: Picture) -> None:
 
 
 def check_room(picture: Picture) -> None:
-    """Raise ValueError if a text is cut off, or title, axes and caption meet, or numbers of an axis do."""
+    """Note it if a text is cut off, or title, axes and caption meet, or numbers of an axis do."""
     parts = [axes for axes in picture.axes if axes.get_visible()]
     beside = [text for text in picture.findobj(Text) if text.get_gid() in ("title", "caption")]
     shown = [*parts, *(text for text in beside if text.get_text())]
@@ -214,7 +215,7 @@ def check_room(picture: Picture) -> None:
     )
     least = 5 * rcParams["font.size"] / 72 * picture.dpi
     if cut_off or met or max(axes.bbox.height for axes in parts) < least:
-        raise no_room(picture)
+        no_room(picture)
 
 
 def _numbers(axis: Axis) -> list[Bbox]:
@@ -224,19 +225,21 @@ def _numbers(axis: Axis) -> list[Bbox]:
     return [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
 
 
-def no_room(picture: Picture) -> ValueError:
-    """Return what is raised where a picture is too small for its texts."""
+def no_room(picture: Picture) -> None:
+    """Note that a picture is too small for its texts."""
     width, height = picture.look.size or picture.get_size_inches()
-    return ValueError(
-        f"a picture of {width:.3g}x{height:.3g} inches has no room for its texts at "
-        f"{picture.look.font_size:g} points: give a larger size, a smaller font size, or fewer methods"
+    picture.flaws.append(
+        f"{width:.3g}x{height:.3g} inches have no room for its texts at {picture.look.font_size:g} points: "
+        "give a larger size, a smaller font size, or fewer methods"
     )
 
 
 def save(picture: Picture, path: Path) -> list[Path]:
-    """Write ``path.png`` (200 dots per inch) and ``path.pdf``, and return the two paths."""
+    """Write ``path.png`` (200 dots per inch) and ``path.pdf``; return the two paths, and tell of flaws."""
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
     for file in paths:
         write(file, picture.rendered(file.suffix[1:], 200))
+    for flaw in dict.fromkeys(picture.flaws):
+        print(f"flwr-regs: {path.name}: {flaw}", file=sys.stderr)
     return paths

@@ -172,11 +172,11 @@ def over_rounds(
                 caption += "; it is in no mean." if words else "; none finished."
         if look.accuracy and y == "accuracy":
             low, top = look.accuracy
-            picture.empty = not any(
+            if not any(
                 np.nanmin(of, initial=np.inf) <= top and np.nanmax(of, initial=-np.inf) >= low
                 for of in curves
-            )
-            caption += f" No curve has a point from {low:g} to {top:g} %." * picture.empty
+            ):
+                picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
         drawing.head(picture, title, caption.strip())  # they take room from labels
         height = _label_ends(picture, axes, lines, heading)
         drawing.finish(picture, axes, height)
@@ -290,7 +290,7 @@ def _label_ends(
         drawing.lay_out(picture)  # beside the labels
         height = axes.bbox.height / picture.dpi
         if sizes.sum() > height:
-            raise drawing.no_room(picture)
+            drawing.no_room(picture)
     sizes /= height
     (left, _), (low, high) = axes.get_xlim(), axes.get_ylim()
     to_axes = axes.transData + axes.transAxes.inverted()

@@ -355,12 +355,9 @@ class Results:
         write(folder / "table.tex", self.latex())
         write(folder / "summary.csv", self.table().to_csv())
 
-    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> list[str]:
-        """Write the tables and the pictures (PNG and PDF) into a folder.
-
-        Return the names of the pictures that hold no point of a curve in the look's part of the axis.
-        """
-        drawn: dict[str, Picture] = {}
+    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> None:
+        """Write the tables and the pictures (PNG and PDF) into a folder."""
+        self.save_tables(folder)
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
@@ -368,15 +365,10 @@ class Results:
                 "clients": any(run.per_client for run in self.runs),
                 "hours": None not in metrics.deployed_rounds(self.runs[0]),
             }
-            drawn = {
-                name: self._picture(*axes, look or drawing.Look())
-                for name, axes in PICTURES.items()
-                if known.get(name, True)
-            }
-        self.save_tables(folder)
-        for name, picture in drawn.items():  # all or, where one has no room, none
-            drawing.save(picture, folder / name)
-        return [name for name, picture in drawn.items() if picture.empty]
+            for name, axes in PICTURES.items():
+                if known.get(name, True):
+                    picture = self._picture(*axes, look or drawing.Look())
+                    drawing.save(picture, folder / name)
 
 
 def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:
