@@ -9,7 +9,7 @@ import torch
 
 import flwr_regs as fr
 from benchmarks.speed import __main__ as command
-from benchmarks.speed import clients, jobs, report
+from benchmarks.speed import jobs, report
 from flwr_regs.experiments.run.costs import Taken
 
 IN_PROCESS = [name for name in command.PARTS if name not in ("ray", "gpu")]
@@ -33,21 +33,6 @@ def test_every_part_measures_quickly(names: list[str], tmp_path: Path) -> None:
         assert part["rows"]
         assert "NaN" not in json.dumps(part)
         assert all(row.get("seconds", {"median": 1})["median"] > 0 for row in part["rows"])
-
-
-def test_a_part_is_kept_when_it_is_done_and_one_that_fails_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "speed.json"
-
-    def broken(_: Any) -> Any:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(clients, "measure", broken)
-    assert command.measure(["clients", "codec"], out, "before", quick=True) == ["clients"]
-    assert command.measure(["codec"], out, "now", quick=True) == []
-    found = json.loads(out.read_text())
-    assert {t: list(parts) for t, parts in found.items()} == {"before": ["codec"], "now": ["codec"]}
 
 
 def test_all_sides_of_a_client_take_the_same_steps() -> None:

@@ -93,36 +93,27 @@ run rate=0.1
 run methods=FedFOR(alpha=-1)
 run methods=FedProx()
 run methods=FedAvg(aggregator=Krum(x=1))
-run methods=FedADC(beta=2)
 run methods=FedFOR+FedFOR
 run methods=FedAvg overlap=true
 run methods=FedAvg dp-clip-norm=1
 run model=char-lstm
-run model=absent.py:Net
 run dataset=absent.py:load
 methods SparseTernary
-methods FedNope
 run methods=absent.py:Net
 run dp-noise=2
 run optimizer=Adam momentum=0.9
-run dataset=digits(x=1)
-run out=used
 run --resume nowhere
 sweep FedFOR.alfa --values 1,2
-bench fedadc-t1 --methods FedAvg,FedAvg
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
 bench --tune FedFOR.alfa=1..2
 bench --tune lr=0.1..1 --tune momentum=0.1..2
 resources rate=0.1
 plot nowhere
-reproduce nowhere
 """
 
 
 def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
     """So it answers at once."""
-    Path("used").mkdir()
-    Path("used/experiment.toml").touch()
     code = (
         "import contextlib, io, sys\n"
         "from flwr_regs.experiments import cli\n"

@@ -38,15 +38,6 @@ def test_the_pages_example_agrees_and_a_wrong_one_is_named(
     assert json.loads(out.read_text())[0]["behaviours"] == [["uniform"]]
 
 
-def test_a_driver_that_fails_is_skipped_with_its_error(
-    mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine.write_text("def drive(task):\n    raise KeyError('no such client')\n")
-    assert cli.main(["--module", f"{mine}:drive", "--methods", "FedProx"]) == 2
-    assert "FedProx: skipped: " in (found := capsys.readouterr().out)
-    assert "failed: KeyError: 'no such client'" in found
-
-
 @pytest.mark.full
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("library", LIBRARIES)

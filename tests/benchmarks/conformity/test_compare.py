@@ -66,11 +66,6 @@ def test_a_known_wrong_one_is_named(method: str, behaviour: str) -> None:
     assert f"{behaviour}: it " in verdict.text
 
 
-def test_two_together_are_named() -> None:
-    names = ("one-batch", "by-examples")
-    assert judge(TASK, "SCAFFOLD", driven("SCAFFOLD", *names)).behaviours == (names,)
-
-
 def test_an_unknown_one_is_said_to_be_unknown() -> None:
     result = driven("FedProx")
     for w in result["models"]:

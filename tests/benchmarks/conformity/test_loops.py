@@ -104,8 +104,3 @@ def test_the_gradient_is_the_oracles_and_with_batch_norm_torchs() -> None:
     net.eval()
     right = net(torch.as_tensor(x)).argmax(1).numpy() == y
     assert kit.accuracy(w | buffers, x, y) == right.mean()
-
-
-def test_a_behaviour_that_a_method_cannot_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"FedAvg cannot have the behaviours \['wrong-sign'\]"):
-        federate(TASK, "FedAvg", ["wrong-sign"])
