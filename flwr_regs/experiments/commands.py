@@ -371,7 +371,7 @@ def plot(args: argparse.Namespace) -> int:
         _draw_tuning(place, there, whole)
         print(results.text() + f"results: {there}")
     _draw_ranks(experiment, [*each.values()], target, whole)
-    if look != whole and target == folder:
+    if (look.methods or look.accuracy) and target == folder:
         print(f"they show a part now: flwr-regs plot {shlex.quote(str(folder))} draws all again")
     return 0
 

@@ -47,19 +47,25 @@ class Run:
     Attributes
     ----------
     label : str
-        Its row in the tables.
+        What names it among the runs of a panel, with its seed: its row, and the point of a trial.
     settings : Settings
         With its own seed; `methods` is its method alone.
     calls : tuple of Call
         The method, parsed.
     stated : frozenset of str
         The settings that somebody has given, also those that are the default then.
+    row : str
+        Its row in the tables.
+    point : dict
+        What tuning tries in it, or has chosen for it.
     """
 
     label: str
     settings: Settings
     calls: tuple[Call, ...] = field(compare=False)
     stated: frozenset[str] = field(compare=False)
+    row: str = field(compare=False)
+    point: Point = field(compare=False)
 
     @property
     def method(self) -> str:
@@ -326,10 +332,10 @@ class Experiment:
         settings |= {"methods": text_of(calls), "seed": seed}
         whole, stated = Settings.of(settings), frozenset(settings)
         if not trial:
-            return Run(label, whole, calls, stated)
+            return Run(label, whole, calls, stated, label, point)
         shorter = f"; {trial} rounds" * (trial < whole.rounds)
-        label += f" [{shown(point)}{shorter}]"
-        return Run(label, replace(whole, rounds=trial), calls, stated)
+        named = f"{label} [{shown(point)}{shorter}]"
+        return Run(named, replace(whole, rounds=trial), calls, stated, label, point)
 
     @cached_property
     def ends(self) -> list[Run]:

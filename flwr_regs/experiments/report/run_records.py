@@ -20,7 +20,7 @@ import numpy as np
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
-HEAD = ("label", "method", "seed", "job", "clients", "settings", "left")
+HEAD = ("label", "method", "seed", "job", "clients", "settings", "left", "row", "point")
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
@@ -35,7 +35,7 @@ class RunRecord:
     Attributes
     ----------
     label, method, seed : str, str, int
-        Its row in the tables, its method, and its seed.
+        What names it beside its seed, its method, and its seed.
     job : dict
         Every setting, by name.
     clients : int
@@ -44,6 +44,8 @@ class RunRecord:
         The terms' hyper-parameters.
     left : str
         What was left of the data set; empty: all.
+    row, point : str, dict
+        Its row in the tables, and what tuning tried in it, or had chosen for it.
     test : list of dict
         ``round``, ``loss`` and ``accuracy`` of the global model; round 0 is the initial one.
     rounds : list of dict
@@ -71,6 +73,8 @@ class RunRecord:
     clients: int
     settings: dict[str, Any]
     left: str = ""
+    row: str = ""
+    point: dict[str, Any] = field(default_factory=dict)
     test: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     per_client: dict[str, Any] = field(default_factory=dict)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +12,12 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.space import shown
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from flwr_regs.experiments.report.drawing import Look, Picture
-
-TRIAL = re.compile(r"(.*) \[(.*?)(?:; \d+ rounds)?\]", re.S)
-"""A trial's label: its method's, and the point; also the rounds of one that is shorter than the test."""
 
 
 def trials(folder: Path) -> list[RunRecord]:
@@ -50,34 +47,21 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
 
     points: dict[tuple[str, str], dict[int, list[RunRecord]]] = {}
     for run in tried:
-        label, point, rounds = _names(run)
-        points.setdefault((label, point), {}).setdefault(rounds, []).append(run)
+        by_rounds = points.setdefault((run.row, shown(run.point)), {})
+        by_rounds.setdefault(run.job["rounds"], []).append(run)
     rows = []
     for (label, point), by_rounds in points.items():
         rounds, longest = max(by_rounds.items())
         whole = all(run.whole for run in longest)
         accuracy = 100 * np.mean([last(run) for run in longest]) if whole else np.nan
-        values = dict(pair.split("=", 1) for pair in point.split(", ") if "=" in pair)
-        keys = {key: _number(value) for key, value in values.items()}
+        tuned = longest[0].point.items()
+        keys = {key: value if type(value) in (int, float) else str(value) for key, value in tuned}
         rows.append(
             {"label": label, "point": point, "rounds": rounds, "accuracy": accuracy, **keys}
         )
     order = ["label", "rounds", "accuracy"]
     best_first = pd.DataFrame(rows).sort_values(order, ascending=[True, False, False])
     return best_first.reset_index(drop=True)
-
-
-def _names(run: RunRecord) -> tuple[str, str, int]:
-    match = TRIAL.fullmatch(run.label)
-    label, point = match.groups() if match else (run.label, "")
-    return label, point, run.job["rounds"]
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
@@ -95,8 +79,8 @@ def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
     best, seeds = [], {}
     for label, rows in of_points.dropna(subset="accuracy").groupby("label", sort=False):
         for place, row in enumerate(rows.head(2).to_dict("records")):
-            names = row["label"], row["point"], row["rounds"]
-            several = [run for run in tried if _names(run) == names]
+            of_point = [r for r in tried if (r.row, shown(r.point)) == (label, row["point"])]
+            several = [run for run in of_point if run.job["rounds"] == row["rounds"]]
             seeds[label] = len(several)
             points = Results(several)._points()
             mean = points[~points["filled"]].groupby("round").mean(numeric_only=True)

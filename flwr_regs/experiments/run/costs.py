@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -217,7 +216,7 @@ def estimate(
                 f"{duration(of_model.test)}"
             )
         costs[run.key] = cost_of(run, known[alike])
-        rows.setdefault(re.sub(r" \[[^][]*\]$", "", run.label), []).append(run)  # with its trials
+        rows.setdefault(run.row, []).append(run)  # with its trials
     for label, of_row in [] if panel else rows.items():
         number, one = len(of_row), costs[of_row[-1].key]
         mean = sum(costs[run.key].run for run in of_row) / number

@@ -95,7 +95,8 @@ def train(
     settings, clients = run.settings, client_data_of(run.settings)
     number, last_round, config = clients.num_clients, settings.rounds, {**settings.train_config}
     record = RunRecord(
-        *(run.label, run.method, run.seed, settings.config, number, {}, left(settings, clients))
+        *(run.label, run.method, run.seed, settings.config, number, {}),
+        *(left(settings, clients), run.row, {**run.point}),
     )
     began, ticks = time.monotonic(), time.process_time()
     share = max(int(settings.fraction_train * number), 1) / number

@@ -168,10 +168,10 @@ def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
 def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     trials = []
     for lr, accuracy in ((0.1, 0.5), (0.2, 0.7), (0.4, 0.6), (0.8, 0.9)):
-        trials.append(recorded("", [0.3, accuracy], 101))
-        trials[-1].label = f"A [lr={lr}, A.mu=0.01]"
+        point = {"lr": lr, "A.mu": 0.01}
+        trials.append(recorded("", [0.3, accuracy], 101, row="A", point=point))
     trials[3].error, trials[3].diverged = "diverged", True
-    short = recorded("A [lr=0.3, A.mu=0.1; 9 rounds]", [0.99], 101)
+    short = recorded("", [0.99], 101, row="A", point={"lr": 0.3, "A.mu": 0.1})
     short.job["rounds"] = 9  # a rung of halving that the point did not leave
     trials.append(short)
     table = tried.table(trials)
@@ -223,7 +223,8 @@ def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_sa
         values = [0.3, 0.7, 0.92, 0.94]
         each = {"clients": [0.7, 0.8, 0.9]}
         records += [recorded(label, values, seed, per_client=each) for seed in (1, 2)]
-        trials += [recorded(f"{label} [lr={lr}]", values[:n]) for n, lr in enumerate((0.02, 1), 2)]
+        points = {2: {"lr": 0.02}, 3: {"lr": 1.0}}
+        trials += [recorded("", values[:n], row=label, point=p) for n, p in points.items()]
     for record in records:
         for entry in record.rounds:
             entry["cohort"] = [0, 1]
