@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
@@ -200,7 +200,16 @@ class Agrees(ABC):
 
 
 class Steers(ABC):
-    """Has a say in the client's optimiser."""
+    """Has a say in the client's optimiser.
+
+    Attributes
+    ----------
+    counts_on_sgd : str
+        Empty: a round's steps may be any. Else why each must be the round's learning rate times the
+        corrected gradient: a sentence with ``{}`` for what a client does instead, which is refused.
+    """
+
+    counts_on_sgd: ClassVar[str] = ""
 
     @abstractmethod
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -359,6 +359,7 @@ class LocalTraining:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
+        self._optimizer.corrected()
         self._step_ctx, self._in_step = self._ctx, False
         self._taken += 1
 

@@ -297,7 +297,8 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
     name = shlex.quote(str(folder))
     on_farewell(
         f"\nflwr-regs: interrupted; the rounds that have ended, if any, are in {folder}\n"
-        f"tables and pictures were not written; to make them: flwr-regs plot {name}\n"
+        "tables may lack the last runs, and pictures were not written; to make them: "
+        f"flwr-regs plot {name}\n"
         f"to resume: flwr-regs {command} --resume {name}"
     )
     try:

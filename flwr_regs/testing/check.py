@@ -20,8 +20,8 @@ from flwr_regs.testing.method import Exempt, Method, Oracle
 LAWS = {
     law.name: law
     for law in (
-        *(runs.neutral, runs.moves, runs.oracle),
-        *(rounds.pure, rounds.runners, rounds.stacked),
+        *(rounds.pure, runs.neutral, runs.moves, runs.oracle),
+        *(rounds.runners, rounds.stacked),
         *(runs.state, runs.repeated, runs.downlinks, rounds.unused, runs.order, runs.identity),
         *(runs.fixed_point, rounds.incomplete),
     )

@@ -70,6 +70,7 @@ class ClientOptimizer:
         self._term, self._trained, self._ctx = term, trained, ctx
         self._carrying = term.able(Carries)
         self._made: torch.optim.Optimizer | None = None
+        self._corrected: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self.missing: str | None = None
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
@@ -94,7 +95,27 @@ class ClientOptimizer:
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
+        for t in self._term.terms:
+            if isinstance(t, Steers) and t.counts_on_sgd and t.acts("client_optimizer"):
+                made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd))
         return made
+
+    def corrected(self) -> None:
+        """Note the gradients as the method has corrected them."""
+        grads = [(p, p.grad) for p in self._trained.values() if p.grad is not None]
+        self._corrected = [(p, grad, grad._version) for p, grad in grads]
+
+    def _check_step(
+        self, refused: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient."""
+        if len(args) > 1 or kwargs:  # a closure takes the gradient within the step
+            return
+        if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
+            raise ValueError(refused.format("the loop changes the learning rate"))
+        if any(p.grad is not grad or grad._version != at for p, grad, at in self._corrected):
+            what = "the loop changes the gradients after correct(), as clipping does"
+            raise ValueError(refused.format(what))
 
     def state(self) -> Arrays:
         """Return the state at the end, if a term carries it."""

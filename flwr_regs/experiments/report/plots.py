@@ -37,7 +37,7 @@ from flwr_regs.wire.config import nearest
 X = {
     "round": "round",
     "megabytes": "traffic per client, down and up (MB)",
-    "seconds": "time of training (s)",
+    "seconds": "wall-clock time of training (s)",
     "hours": "estimated time on phones (hours)",
     "clients": "share of the clients with at most this accuracy (%)",
 }

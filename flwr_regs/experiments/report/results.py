@@ -273,7 +273,8 @@ class Results:
     def _legend(self) -> list[str]:
         job = self.runs[0].job
         seeds, goal = ", ".join(map(str, self.seeds)), f"{100 * self.target:.4g}%"
-        n = len(self.seeds)
+        counts = [len(runs) for runs in metrics.by_label(self.runs).values()]
+        n, least = max(counts), min(counts)
         data = "the server's test set"
         if job["held-out-clients"]:
             data = "the held-out clients' data"
@@ -292,12 +293,24 @@ class Results:
             worst = "worst: the lowest of a client, on its own test data"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        if least < n:
+            spread += f"; not all runs are there: rows have {least} to {n} seeds"
         clock = "; s: the clock's, as a run was resumed or in Ray" if self._by_clock else ""
+        weighed: dict[str, dict[str, None]] = {}
+        for run in self.runs:
+            weighed.setdefault(run.weighting, {})[run.label] = None
+        by_examples, equal = (weighed.get(how, {}) for how in ("num-examples", "uniform"))
+        weights = ""
+        if by_examples and equal:
+            weights = (
+                f" Clients weigh by their examples in {', '.join(by_examples)}, the same in "
+                f"{', '.join(equal)}; weighting=uniform makes them alike."
+            )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
-            f"per client, both ways, the whole training{clock}.",
+            f"per client, both ways, the whole training{clock}.{weights}",
         ]
 
     def decisions(self) -> list[str]:

@@ -20,7 +20,18 @@ import numpy as np
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
-HEAD = ("label", "method", "seed", "job", "clients", "settings", "left", "row", "point")
+HEAD = (
+    "label",
+    "method",
+    "seed",
+    "job",
+    "clients",
+    "settings",
+    "left",
+    "row",
+    "point",
+    "weighting",
+)
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
@@ -46,6 +57,8 @@ class RunRecord:
         What was left of the data set; empty: all.
     row, point : str, dict
         Its row in the tables, and what tuning tried in it, or had chosen for it.
+    weighting : str
+        How the server weighs clients; empty if it does not.
     test : list of dict
         ``round``, ``loss`` and ``accuracy`` of the global model; round 0 is the initial one.
     rounds : list of dict
@@ -75,6 +88,7 @@ class RunRecord:
     left: str = ""
     row: str = ""
     point: dict[str, Any] = field(default_factory=dict)
+    weighting: str = ""
     test: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     per_client: dict[str, Any] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class Trainer:
         self.record = RunRecord(
             *(run.label, run.method, run.seed, run.settings.config, clients.num_clients),
             self.strategy.term.config(),
-            *(left(run.settings, clients), run.row, {**run.point}),
+            *(left(run.settings, clients), run.row, {**run.point}, self.strategy.weighting),
         )
 
     def _client_begins(self, kind: str, server_round: int) -> None:

@@ -62,6 +62,10 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
 
     name: ClassVar[str] = "gradient-tracking"
     elementwise: ClassVar[bool] = True
+    counts_on_sgd: ClassVar[str] = (
+        "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: "
+        "leave that out"
+    )
     excludes: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("scaffold", "feddyn"),
@@ -73,7 +77,7 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
     server_lr: float = 1.0
 
     def restrict(self, config: Mapping[str, Any]) -> None:
-        check_unclipped(config, _REFUSED)
+        check_unclipped(config, self.counts_on_sgd)
         if config.get(keys.INCOMPLETE_KEY) == "scale":
             raise ValueError(
                 "gradient tracking compares each client with the clients' mean, which incomplete='scale' "
@@ -81,7 +85,7 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
             )
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        check_plain(optimizer, _REFUSED)
+        check_plain(optimizer, self.counts_on_sgd)
         return optimizer
 
     def _drift(self, name: str, ctx: ClientContext) -> Any:
@@ -114,12 +118,6 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
         if uploads:
             means |= {f"{ctx.round}.{n}": np.array(d) for n, d in delta.items()}  # w̄ − w_t
         return {**last, **means}, {n: self.server_lr * d for n, d in delta.items()}
-
-
-_REFUSED = (
-    "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: "
-    "leave that out"
-)
 
 
 class VRLSGD(RegStrategy):

@@ -65,6 +65,10 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
     name: ClassVar[str] = "scaffold"
     keeps_delta: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    counts_on_sgd: ClassVar[str] = (
+        "SCAFFOLD's option 2 derives a client's control variate from its steps of plain SGD, but {}: leave "
+        "that out, or give the strategy option=1"
+    )
     ranges: ClassVar[Mapping[str, Range]] = {
         "option": Range("1 or 2", lambda v: v in (1, 2), Integral)
     }
@@ -81,11 +85,11 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
 
     def restrict(self, config: Mapping[str, Any]) -> None:
         if self.option == 2:
-            check_unclipped(config, _REFUSED)
+            check_unclipped(config, self.counts_on_sgd)
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if self.acts("client_optimizer"):
-            check_plain(optimizer, _REFUSED)
+            check_plain(optimizer, self.counts_on_sgd)
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -153,12 +157,6 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
             wide = np.promote_types(ctx.params[name].dtype, np.float32)
             new[key] = np.asarray(old + rise).astype(wide)
         return new, delta
-
-
-_REFUSED = (
-    "SCAFFOLD's option 2 derives a client's control variate from its steps of plain SGD, but {}: leave "
-    "that out, or give the strategy option=1"
-)
 
 
 def scaled(server_lr: float) -> list[Term]:

@@ -138,7 +138,7 @@ def test_a_signal_ends_a_command_whatever_it_computes(
         assert process.wait(5) == 128 + number, Path("log").read_text()  # two, on a busy machine
         assert until(lambda: not processes(), 5)
     text = Path("log").read_text()
-    assert "tables and pictures were not written; to make them: flwr-regs plot" in text
+    assert "pictures were not written; to make them: flwr-regs plot" in text
     assert "to resume: flwr-regs run --resume" in text
     assert "Traceback" not in text
     assert main(["plot", "here"]) == 0

@@ -219,6 +219,34 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
         run(fr.FedADC(0.5), fr.FedADCClient, grid=fr.InProcessGrid(own_app(method, loop), 4))
 
 
+@pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
+@pytest.mark.parametrize("client", [fr.SCAFFOLDClient, fr.VRLSGDClient, fr.FedDynClient])
+def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_count(
+    client: Any, what: str
+) -> None:
+    def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        optimizer = round_.optimizer(make)
+        for inputs, targets in round_.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            round_.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+            round_.correct()
+            if what == "learning rate":
+                optimizer.param_groups[0]["lr"] /= 2
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    strategy = client.__name__.removesuffix("Client")
+    strategy = getattr(fr, strategy)(seed=3, **({"alpha": 0.1} if strategy == "FedDyn" else {}))
+    grid = fr.InProcessGrid(own_app(client, loop), 4)
+    if client is fr.FedDynClient:
+        run(strategy, client, grid=grid)
+        return
+    with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
+        run(strategy, client, grid=grid)
+
+
 @pytest.mark.parametrize("case", CASES[::12], ids=lambda c: c.name)
 def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Method) -> None:
     strategy = case.strategy(**case.settings, seed=3)
