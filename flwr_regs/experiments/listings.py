@@ -91,11 +91,12 @@ def method(name: str) -> str:
 
 
 def _documented(name: str) -> str:
-    """Return a class's arguments and its docstring."""
+    """Return a class's arguments and its docstring, with those of the terms that it refers to."""
     kind = light(name)
     taken = inspect.signature(kind).parameters.values()
     bare = inspect.Signature([p.replace(annotation=p.empty) for p in taken])
-    return f"{name}{bare}\n\n{_plain(kind)}"
+    terms = dict.fromkeys(re.findall(r"See :class:`(\w+)`", inspect.getdoc(kind) or ""))
+    return "\n\n".join([f"{name}{bare}\n\n{_plain(kind)}", *map(_documented, terms)])
 
 
 def summary(name: str) -> str:

@@ -18,6 +18,8 @@ from flwr_regs.experiments.report.run_records import RunRecord
 
 LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
+MANY, LITTLE = 10, 0.05
+"""A run of so many rounds has not learned if its best accuracy is no more above the untrained one."""
 COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
 ENDS = ("diverged", "failed", "unfinished")
@@ -266,6 +268,13 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 why = f"seed {bad[0].seed}: {bad[0].stopped}"
                 sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]
+        long = [r for r in whole if len(r.accuracy) >= MANY]
+        if idle := [r for r in long if 0 < r.untrained > max(r.accuracy) - LITTLE]:
+            run = idle[0]
+            sentences.append(
+                f"{label}: {len(idle)} of {seeds} never learned; seed {run.seed} begins at "
+                f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: is lr too high?"
+            )
         if fallen := [r for r in whole if collapsed(r)]:
             run = fallen[0]
             best = max(run.trained, key=lambda test: float(test["accuracy"]))
