@@ -273,7 +273,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             run = idle[0]
             sentences.append(
                 f"{label}: {len(idle)} of {seeds} never learned; seed {run.seed} begins at "
-                f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: is lr too high?"
+                f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: try another lr, or more rounds"
             )
         if fallen := [r for r in whole if collapsed(r)]:
             run = fallen[0]
