@@ -367,7 +367,8 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         metric = claim["metric"]
         by = metrics.shown(metric, float(np.mean(np.abs(of)) if not np.ptp(of) else np.mean(of)))
         link = f"[{claim['card']}]({claim['card']}.md)"
-        said.append((verdict, f"{link}{scaled}: ahead by {by}, {len(of)} seeds"))
+        unit = metrics.METRICS[metric].unit.replace("%", "points")
+        said.append((verdict, f"{link}{scaled}: ahead by {by} {unit}, {len(of)} seeds"))
     return said
 
 
@@ -411,7 +412,8 @@ def claims_page() -> str:
         "*Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that"
         " ran is below 0.05. *Does not hold*: it is significantly behind. *Not decided here*: these "
         "seeds do not tell. *Not run*: no raw runs are kept; most of these cards need a GPU. A card "
-        "that is not at its paper's setting is marked. `python -m benchmarks.results report` makes this"
+        "that is not at its paper's setting is marked: with fewer rounds and examples, its differences "
+        "are not the paper's. `python -m benchmarks.results report` makes this"
         " page of `benchmarks/claims.toml` and the raw runs beside it."
     )
     return f"{text}\n\n{table(head, rows)}\n"

@@ -160,6 +160,8 @@ def over_rounds(
             caption = f"{BANDS[band]}{caption}"
         if kind == "expected":
             caption += " Expected from each client's label shares."
+        if x == "seconds":
+            caption += " By the clock, with all that ran beside: the table's CPU s compare methods."
         if x == "hours":
             caption += " Time by Eqs. 9 and 10 of the Field Guide."
         if x == "round" and points["x"].min() == 1:
