@@ -10,7 +10,6 @@ import torch
 import flwr_regs as fr
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import jobs, report
-from flwr_regs.experiments.run.costs import Taken
 
 IN_PROCESS = [name for name in command.PARTS if name not in ("ray", "gpu")]
 
@@ -54,9 +53,3 @@ def test_all_sides_of_a_client_take_the_same_steps() -> None:
             mean[n] += (p - jobs.LR * g).detach() / 3
     for n, a in strategy.arrays.to_torch_state_dict().items():
         torch.testing.assert_close(a, mean[n])
-
-
-def test_a_gpus_share_is_the_memory_with_a_margin_rounded_up() -> None:
-    assert Taken(1.0, 1, 10 * 2**30, 100 * 2**30).gpus == 0.12
-    assert Taken(1.0, 1, 1, 100 * 2**30).gpus == 0.01
-    assert Taken(1.0, 1, 95 * 2**30, 100 * 2**30).gpus == 1.0

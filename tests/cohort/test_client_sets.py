@@ -121,14 +121,10 @@ def test_a_model_that_is_given_has_the_same_entries_afterwards(grid: Any, messag
     model = perceptron(nn.BatchNorm1d(8))
     before = {n: v.clone() for n, v in model.state_dict().items()}
     clients = fr.Clients(model, [pair(k) for k in range(5)], [pair(0)] * 5, device="cpu")
-    kind = type("Mine", (grid,), {"push_messages": sent}) if messages else grid
+    sends = {"push_messages": lambda self, sent: fr.InProcessGrid.push_messages(self, sent)}
+    kind = type("Mine", (grid,), sends if messages else {})
     run(fr.FedAvg(seed=3), kind(clients), model=lambda: model)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-
-
-def sent(self: Any, messages: Any) -> Any:
-    """Push messages, as a grid of a user's own does."""
-    return fr.InProcessGrid.push_messages(self, messages)
 
 
 def test_mappings_functions_for_all_and_flowers_app_give_the_same(

@@ -86,29 +86,16 @@ def here(trained: tuple[Path, str]) -> Path:
 
 ANSWERS = r"""
 --version
-list settings
 methods FedADC
 protocols
-run rate=0.1
 run methods=FedFOR(alpha=-1)
-run methods=FedProx()
 run methods=FedAvg(aggregator=Krum(x=1))
-run methods=FedFOR+FedFOR
-run methods=FedAvg overlap=true
 run methods=FedAvg dp-clip-norm=1
-run model=char-lstm
-run dataset=absent.py:load
 methods SparseTernary
-run methods=absent.py:Net
 run dp-noise=2
-run optimizer=Adam momentum=0.9
 run --resume nowhere
-sweep FedFOR.alfa --values 1,2
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
 bench --tune FedFOR.alfa=1..2
-bench --tune lr=0.1..1 --tune momentum=0.1..2
-resources rate=0.1
-plot nowhere
 """
 
 

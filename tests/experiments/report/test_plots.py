@@ -114,10 +114,10 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
         np.testing.assert_allclose(cross.get_ydata(), [wanted[-1] / unit])
     assert "A (2 of 6 stopped)" in text_of(figure, "label")
     words = "95 % interval" if interval else "standard deviation"
-    assert text_of(figure, "caption") == (
-        f"Mean and {words} over n = 4 seeds (B: n = 3). "
-        "Thin line with a cross: a run that stopped there; it is in no mean."
-    )
+    caption = text_of(figure, "caption")
+    assert caption.startswith(f"Mean and {words} over n = 4 seeds (B: n = 3). ")
+    assert caption.endswith("Thin line with a cross: a run that stopped there; it is in no mean.")
+    assert ("By the clock" in caption) == (x == "seconds")
     assert "none finished" in text_of(drawn(curves[4:6]), "caption")
 
 
