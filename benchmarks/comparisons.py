@@ -115,7 +115,7 @@ def unpacked(name: str, where: Path = STUDIES) -> Path:
 
 def _head(run: RunRecord) -> dict[str, Any]:
     job = {**run.job, **dict.fromkeys(ELSEWHERE, "")}
-    names = ("label", "method", "seed", "clients", "settings", "row", "point")
+    names = ("label", "method", "seed", "clients", "settings", "row", "point", "weighting")
     return {**{name: getattr(run, name) for name in names}, "job": job}
 
 

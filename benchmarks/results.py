@@ -290,13 +290,13 @@ def page(name: str) -> str:
         for key, value in jobs[0].items()
         if value != DEFAULTS[key] and key not in known and all(j[key] == value for j in jobs)
     ]
-    reduced = bench.experiment.setting == "reduced"
+    scale = ""
+    if bench.experiment.setting == "reduced":
+        scale = " **The card is at its reduced setting**, smaller than the source's."
     parts = [
         f"# {bench.experiment.title}",
         f"Every run has {', '.join(shared)}. Panels differ in how the data is split, or in other settings. "
-        "[What ran](#what-ran) has the command."
-        + " **The card is at its reduced setting**, smaller than the source's."
-        * reduced,
+        f"[What ran](#what-ran) has the command.{scale}",
         "## Which method to trust where",
         *trust(bench),
     ]

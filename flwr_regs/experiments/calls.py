@@ -106,7 +106,7 @@ def _part(text: str, start: int, whole: str) -> Call:
     where = f"'{part}'" + (f", at character {at} of {whole!r}" if part != whole.strip() else "")
     name = NAME.match(part)
     rest = part[name.end() :].lstrip() if name else part
-    if not part:  # a paper's name, such as FedADC+, is not one here
+    if not part:  # a paper may call the method FedADC+
         named = re.split("[+,; ]", whole[: start - 1])[-1] + "Plus"
         meant = [name for name in catalogue() if name.lower() == named.lower()]
         raise ValueError(

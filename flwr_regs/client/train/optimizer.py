@@ -71,6 +71,7 @@ class ClientOptimizer:
         self._carrying = term.able(Carries)
         self._made: torch.optim.Optimizer | None = None
         self._corrected: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._watches = False  # whether a term counts on steps of plain SGD
         self.missing: str | None = None
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
@@ -98,10 +99,13 @@ class ClientOptimizer:
         for t in self._term.terms:
             if isinstance(t, Steers) and t.counts_on_sgd and t.acts("client_optimizer"):
                 made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd))
+                self._watches = True
         return made
 
     def corrected(self) -> None:
-        """Note the gradients as the method has corrected them."""
+        """Note the gradients as the method has corrected them, if a term counts on them."""
+        if not self._watches:
+            return
         grads = [(p, p.grad) for p in self._trained.values() if p.grad is not None]
         self._corrected = [(p, grad, grad._version) for p, grad in grads]
 

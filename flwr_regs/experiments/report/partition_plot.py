@@ -195,9 +195,8 @@ def _cells(axes: Axes, look: Look, cells: Any, **shades: Any) -> Any:
     """Draw a matrix as coloured cells, and ticks at whole numbers; return matplotlib's image."""
     axes.grid(visible=False)
     for axis, number in ((axes.yaxis, cells.shape[0]), (axes.xaxis, cells.shape[1])):
-        most: Any = (
-            "auto" if look.size else min(20, number)
-        )  # a height of our own has room for them
+        # without a size of the user's, the picture is as high as its ticks need
+        most: Any = "auto" if look.size else min(20, number)
         axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     return axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
 

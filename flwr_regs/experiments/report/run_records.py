@@ -21,16 +21,8 @@ from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
 HEAD = (
-    "label",
-    "method",
-    "seed",
-    "job",
-    "clients",
-    "settings",
-    "left",
-    "row",
-    "point",
-    "weighting",
+    *("label", "method", "seed", "job", "clients", "settings"),
+    *("left", "row", "point", "weighting"),
 )
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
