@@ -176,46 +176,16 @@ def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
 
 
 def differences(bench: Bench) -> Picture:
-    """Draw each method's difference to the first one, with its interval: a column for each ranked panel."""
-    ranks, look = bench.ranks[0], drawing.Look(font_size=7)
-    panels = [
-        (panel.name, {row["method"]: row for row in methods_of(results)})
-        for panel, _, results in bench.panels
-        if {*ranks.mean.index} <= {row["method"] for row in results.rows()}
-    ]
-    first = bench.panels[0][2].baseline
+    """Draw each method's difference to the first one in each ranked panel, in the order of the ranks."""
+    ranks, first = bench.ranks[0], bench.panels[0][2].baseline
     labels = [label for label in ranks.mean.index if label != first]
-    with drawing.style(look):
-        picture = Picture(look)
-        every = picture.subplots(1, len(panels), sharex=True, sharey=True)
-        for axes, (name, rows) in zip(every, panels, strict=True):
-            axes.axvline(0, color="0.35", linewidth=0.8)
-            for at, label in enumerate(labels):
-                row = rows[label]
-                x, half = 100 * row["difference"], 100 * row["difference_interval"]
-                colour = ("#0072b2" if x > 0 else "#d55e00") if row["decided"] else "0.6"
-                fill = colour if row["decided"] else "white"
-                axes.errorbar(
-                    *(x, at, None, half, "o"),
-                    color=colour,
-                    markerfacecolor=fill,
-                    markersize=3,
-                    linewidth=0.9,
-                )
-            axes.set_title(drawing.wrap(name, 1.0), fontsize="medium")
-        short = [label.partition("(")[0] for label in labels]
-        every[0].set_yticks(range(len(labels)), short, parse_math=False)
-        every[0].set_ylim(len(labels) - 0.4, -0.6)
-        every[0].tick_params(axis="y", length=0)
-        drawing.head(
-            picture,
-            f"{_title(bench, len(labels))}: points above {first}",
-            "Mean and 95 % interval of the difference, paired by seed; methods in the order of their mean "
-            "ranks. Blue: decided better; orange: decided worse (Holm's adjusted p below 0.05); hollow: "
-            "not decided.",
-        )
-        drawing.finish(picture, every[0], 0.019 * look.font_size * len(labels))
-    return picture
+    panels = {
+        panel.name: [rows[label] for label in labels]
+        for panel, _, results in bench.panels
+        if {*labels} <= {*(rows := {row["method"]: row for row in methods_of(results)})}
+    }
+    look, title = drawing.Look(font_size=7), _title(bench, len(labels))
+    return plots.differences(panels, first, title=title, look=look)
 
 
 def _title(bench: Bench, methods: int) -> str:

@@ -3,8 +3,9 @@
 The functions return matplotlib figures and never touch pyplot's state. They take a table of points: a
 row for each run (``label``, ``seed``) and round with a test. Its columns are ``round`` (0 is the untrained
 model), ``accuracy`` in per cent, ``loss``, ``megabytes`` (10^6 bytes down and up until the end of the
-round, per client of the population), ``seconds`` of training until then, ``hours`` that it would take on
-phones, ``stopped``, whether the run diverged or failed after its last round, and ``filled``, whether the
+round, per client of the population), ``seconds`` of training until then by the clock,
+``processor_seconds`` with tests, ``hours`` that it would take on phones, ``stopped``, whether the run
+diverged or failed after its last round, and ``filled``, whether the
 row is of a run that diverged as it counts in the mean: with the untrained accuracy from there on.
 """
 
@@ -38,12 +39,15 @@ X = {
     "round": "round",
     "megabytes": "traffic per client, down and up (MB)",
     "seconds": "wall-clock time of training (s)",
+    "processor_seconds": "processor time, with tests (s)",
     "hours": "estimated time on phones (hours)",
     "clients": "share of the clients with at most this accuracy (%)",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
 OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
 """What an accuracy is that is no test's -> its axis."""
+DECIDED = {True: "#0072b2", False: "#d55e00"}
+"""Whether a decided difference is positive -> its colour."""
 BANDS = {
     "standard deviation": "Mean and standard deviation over ",
     "95 % interval": "Mean and 95 % interval over ",
@@ -161,7 +165,7 @@ def over_rounds(
         if kind == "expected":
             caption += " Expected from each client's label shares."
         if x == "seconds":
-            caption += " By the clock, with all that ran beside: the table's CPU s compare methods."
+            caption += " By the clock, with all that ran beside."
         if x == "hours":
             caption += " Time by Eqs. 9 and 10 of the Field Guide."
         if x == "round" and points["x"].min() == 1:
@@ -330,16 +334,12 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             axes.plot((across, across), (first, last), gid="group", **bar)
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
-        short = [name.partition("(")[0] for name in names]
-        shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
-        width = 0.3 * picture.get_figwidth()
-        axes.set_yticks(rows, [drawing.wrap(name, width) for name in shown], parse_math=False)
+        _name_rows(picture, axes, names)
         axes.set_ylim(len(names) - 0.4, -2.6)
         axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
         axes.set_xticks([1, *(tick for tick in ticks if 1 < tick <= len(names))])
         axes.set_xlabel("mean rank (1 is the best)")
-        axes.tick_params(axis="y", length=0)
         apart = "" if ranks.p < LEVEL else ": the ranks show no difference at all"
         caption = (
             f"Ranks over {ranks.blocks} panels by the mean over seeds. Friedman's test: p = "
@@ -348,6 +348,67 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         )
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, 0.021 * look.font_size * (len(names) + 3), grows=True)
+    return picture
+
+
+def _name_rows(picture: Picture, axes: Axes, names: Sequence[str]) -> None:
+    """Write each row's method left of it, without its parameters where that is enough."""
+    short = [name.partition("(")[0] for name in names]
+    shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
+    width = 0.3 * picture.get_figwidth()
+    texts = [drawing.wrap(name, width) for name in shown]
+    axes.set_yticks(range(len(names)), texts, parse_math=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def differences(
+    panels: Mapping[str, Sequence[Mapping[str, Any]]],
+    first: str,
+    *,
+    seeds: Mapping[str, int] | None = None,
+    title: str = "",
+    look: Look | None = None,
+) -> Picture:
+    """Draw each method's difference to the first one, with its interval: a column for each panel.
+
+    Parameters
+    ----------
+    panels : a panel's name -> rows of its table (:func:`flwr_regs.experiments.report.metrics.rows`) that
+        have a difference and an interval; every panel has the same methods in the same order
+    first : the method that they are compared with
+    seeds : method -> its number of seeds; by default the caption does not say it
+    title : one sentence above the axes, if the look has none
+    """
+    look = look or Look()
+    chosen = [row["method"] for row in next(iter(panels.values()))]
+    labels = [label for label in chosen if label in look.methods] or chosen
+    with drawing.style(look):
+        picture = Picture(look)
+        every = picture.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, (name, rows) in zip(every, panels.items(), strict=True):
+            axes.axvline(0, color="0.35", linewidth=0.8)
+            by_label = {row["method"]: row for row in rows}
+            for at, label in enumerate(labels):
+                row = by_label[label]
+                x, half = 100 * row["difference"], 100 * row["difference_interval"]
+                colour = DECIDED[x > 0] if row["decided"] else "0.6"
+                fill = colour if row["decided"] else "white"
+                bar: dict[str, Any] = {"markersize": 3, "linewidth": 0.9, "color": colour}
+                bars = axes.errorbar(x, at, None, half, "o", markerfacecolor=fill, **bar)
+                bars.lines[0].set_gid(f"difference {label}")
+            axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
+        _name_rows(picture, every[0], labels)
+        every[0].set_ylim(len(labels) - 0.4, -0.6)
+        if len(panels) == 1:
+            every[0].set_xlabel(f"points above {first}, last five rounds")
+        words = seeds_in_words(seeds or {})
+        caption = (
+            f"Points of accuracy above {first}, mean of the last five rounds. Mean and 95 % interval of "
+            f"the difference, paired by seed{'; ' * bool(words)}{words}. Blue: decided better; orange: "
+            f"decided worse (Holm's adjusted p below {LEVEL:g}); hollow: not decided."
+        )
+        drawing.head(picture, title, caption)
+        drawing.finish(picture, every[0], 0.021 * look.font_size * (len(labels) + 1), grows=True)
     return picture
 
 

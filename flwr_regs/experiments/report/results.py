@@ -38,6 +38,7 @@ PICTURES = {
     "seconds": ("seconds", "accuracy"),
     "hours": ("hours", "accuracy"),
     "clients": ("clients", "accuracy"),
+    "differences": ("differences", "accuracy"),
 }
 """Picture -> its axes."""
 
@@ -140,7 +141,9 @@ class Results:
         """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
         Or against ``hours``, the time that the rounds would take on phones, by the Field Guide's estimate.
-        With ``x="clients"``, the quantiles of the clients' accuracies with the final model.
+        With ``x="clients"``, the quantiles of the clients' accuracies with the final model. With
+        ``x="differences"``, each row's paired difference to the `baseline`, and its interval. Seconds are
+        the processor's where all runs know them, and else the clock's.
 
         Parameters
         ----------
@@ -164,7 +167,11 @@ class Results:
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
+        if x == "differences":
+            return self._differences(look)
         points = self._clients() if x == "clients" else self._points()
+        if x == "seconds" and points["processor_seconds"].notna().all():
+            x = "processor_seconds"
         return plots.over_rounds(
             points,
             x,
@@ -177,6 +184,17 @@ class Results:
             band="95 % interval" if self.baseline else "standard deviation",
             look=look,
         )
+
+    def _differences(self, look: Look) -> Picture:
+        from flwr_regs.experiments.report import plots
+
+        if not (rows := self.compared()):
+            raise ValueError(
+                "differences need a baseline, and two seeds that it and a method ended"
+            )
+        seeds = {row["method"]: row["n"] for row in rows}
+        title = self._title
+        return plots.differences({"": rows}, self.baseline, seeds=seeds, title=title, look=look)
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
@@ -208,6 +226,8 @@ class Results:
                 spent.index += 1
                 spent.loc[0] = 0.0  # the initial model has cost nothing
                 points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
+                known = len(run.spent) == len(run.test)  # Ctrl-C may come between the two
+                points["processor_seconds"] = run.spent if known else np.nan
                 points = points.join(spent, on="round")
                 points["accuracy"] *= 100
                 points = points.assign(label=run.label, seed=run.seed, filled=False)
@@ -313,11 +333,15 @@ class Results:
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
 
+    def compared(self) -> list[dict[str, Any]]:
+        """Return the rows of methods whose difference to the baseline has an interval."""
+        without = metrics.references(self.runs)
+        rows = [row for row in self.rows() if row.get("difference_interval") is not None]
+        return [row for row in rows if row["method"] not in without]
+
     def decisions(self) -> list[str]:
         """Say which differences to the baseline are decided, and how small ones these seeds could show."""
-        rows = [row for row in self.rows() if row["method"] not in metrics.references(self.runs)]
-        compared = [row for row in rows if row.get("difference_interval") is not None]
-        if not compared:
+        if not (compared := self.compared()):
             return []
         decided = [row["method"] for row in compared if row["decided"]]
         others = [row["method"] for row in compared if not row["decided"]]
@@ -377,6 +401,7 @@ class Results:
             known = {
                 "clients": any(run.per_client for run in self.runs),
                 "hours": None not in metrics.deployed_rounds(self.runs[0]),
+                "differences": bool(self.compared()),
             }
             for name, axes in PICTURES.items():
                 if known.get(name, True):

@@ -25,7 +25,10 @@ HEAD = (
     *("left", "row", "point", "weighting"),
 )
 """What a record's first line holds."""
-END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
+END = (
+    *("per_client", "seconds", "processor_seconds", "spent"),
+    *("error", "warnings", "diverged", "ended"),
+)
 """What a record's last line holds."""
 NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge|over [0-9]+ times the")
 """What the server says of a reply, a step or a round that has left the numbers."""
@@ -59,6 +62,8 @@ class RunRecord:
         ``clients`` (each client's accuracy with the final model), ``mean``, ``std``, ``worst``.
     seconds, processor_seconds : float, float or None
         Of the training; the processor's where all of it ran in one process.
+    spent : list of float
+        The processor's seconds until each test; empty where they are not known.
     error : str
         Why it ended early; empty if it did not.
     warnings : list of str
@@ -86,6 +91,7 @@ class RunRecord:
     per_client: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     processor_seconds: float | None = None
+    spent: list[float] = field(default_factory=list)
     error: str = ""
     warnings: list[str] = field(default_factory=list)
     diverged: bool = False

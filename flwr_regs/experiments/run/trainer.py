@@ -123,6 +123,8 @@ class Trainer:
         recorder = Recorder(folder, record)
         before = sum(record.clock[-1:])
         began, ticks = time.monotonic(), clock() if clock else 0.0
+        counts = clock if resumed is None else None
+        self._spent = (lambda: counts() - ticks) if counts else None
         try:
             strategy.start(
                 grid=grid,
@@ -148,7 +150,7 @@ class Trainer:
         finally:  # also after Ctrl-C: nothing here takes long
             self.heartbeat.at("")
             record.seconds = before + time.monotonic() - began
-            record.processor_seconds = clock() - ticks if clock and resumed is None else None
+            record.processor_seconds = self._spent() if self._spent else None
             record.warnings = [*self._warnings]
             if strategy.history:
                 self._test_clients()
@@ -201,6 +203,8 @@ class Trainer:
             figures = {name: float(np.mean(on_clients(history[-1], name))) for name in metrics}
             point = {"round": server_round, **figures}
         record.test.append(point)
+        if self._spent:
+            record.spent.append(self._spent())
         recorder.round(record)
         on_round(record)
         self.heartbeat.at(self._at(server_round + 1))

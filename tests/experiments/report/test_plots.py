@@ -165,6 +165,27 @@ def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
     assert "show no difference at all" in text_of(plots.over_panels(alike), "caption")
 
 
+def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
+    ends = {
+        "Base": (0.5, 0.6, 0.7),
+        "Far": (0.9, 1.0, 0.99),
+        "Bad": (0.1, 0.2, 0.29),
+        "Near": (0.5,) * 3,
+    }
+    every = [recorded(label, [v], seed) for label, of in ends.items() for seed, v in enumerate(of)]
+    figure = Results(every, baseline="Base").plot("differences")
+    assert_legible(figure)
+    blue, orange = plots.DECIDED[True], plots.DECIDED[False]
+    for label, x, fill in (("Far", 36.33, blue), ("Bad", -40.33, orange), ("Near", -10, "white")):
+        (dot,) = artists(figure, f"difference {label}")
+        assert (round(dot.get_xdata()[0], 2), dot.get_markerfacecolor()) == (x, fill)
+    bars = figure.axes[0].collections[0].get_segments()[0]
+    assert np.ptp(bars[:, 0]) / 2 == pytest.approx(4.302653 * np.std([40, 40, 29], ddof=1) / 3**0.5)
+    assert "paired by seed; n = 3 seeds" in text_of(figure, "caption")
+    with pytest.raises(ValueError, match="need a baseline, and two seeds"):
+        Results(every).plot("differences")
+
+
 def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     trials = []
     for lr, accuracy in ((0.1, 0.5), (0.2, 0.7), (0.4, 0.6), (0.8, 0.9)):
@@ -229,7 +250,7 @@ def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_sa
         for entry in record.rounds:
             entry["cohort"] = [0, 1]
     ranks = statistics.Ranks(pd.Series([1.5, 2.0, 2.5], names), 12, 9.0, 0.03, 2.1)
-    counts, results = np.full((10, 10), 99), Results(records)
+    counts, results = np.full((10, 10), 99), Results(records, baseline="FedAvg")
 
     def picture(name: str, look: Look) -> drawing.Picture:
         if name == "ranks":

@@ -91,7 +91,13 @@ def test_seconds_are_the_clocks_in_all_rows_where_a_resumed_run_has_no_others() 
     both = [run("A", GOOD), run("B", GOOD)]
     assert "CPU s" in (text := Results(both).text())
     assert "clock" not in text
-    both[1].processor_seconds = None
+    for record in both:
+        record.spent = [0.25 * t for t in range(8)]
+    (curve, *_) = Results(both).plot("seconds").axes[0].lines
+    assert curve.get_xdata()[-1] == 1.75
+    both[1].processor_seconds, both[1].spent = None, []
+    (curve, *_) = Results(both).plot("seconds").axes[0].lines
+    assert curve.get_xdata()[-1] == 17.5  # of the clock
     text = " ".join(Results(both).text().split())
     assert "CPU s" not in text
     assert "3.00 B" in text  # the end of row A
