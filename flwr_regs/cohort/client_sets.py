@@ -25,7 +25,7 @@ from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
-from flwr_regs.client.train.remedies import is_cross_entropy, wrong_label
+from flwr_regs.client.train.remedies import is_cross_entropy, wrong_kind, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
 from flwr_regs.wire.config import Spelled
@@ -168,7 +168,8 @@ class ClientSets(Spelled):
     def check(self, evaluates: bool) -> None:
         """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
 
-        And labels that are none of the model's classes, in sets that are tensors.
+        And labels of a wrong type or shape, or that are none of the model's classes, in sets that are
+        tensors.
         """
         if evaluates and not self._test:
             raise ValueError(
@@ -179,8 +180,10 @@ class ClientSets(Spelled):
             return
         for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
             for pid, given in enumerate(sets):
-                known = type(given) is TensorDataset
-                if known and (why := wrong_label(output, given.tensors[1])):
+                if type(given) is not TensorDataset:
+                    continue
+                labels = given.tensors[1]
+                if why := wrong_kind(output, labels[:1]) or wrong_label(output, labels):
                     raise ValueError(f"{name}: client {pid}: {why}")
 
     def _output(self) -> Tensor | None:

@@ -283,6 +283,11 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
         0.0,
         "train_sets: client 1: a label is ., but the model has 3 outputs",
     ),
+    "types": (
+        {"train_sets": [pair(0), (pair(1)[0], pair(1)[1].float())]},
+        0.0,
+        r"train_sets: client 1: the labels are torch.float32, expected torch.int64: give y.long\(\)",
+    ),
     "test labels": (
         {"test_sets": [pair(0), (pair(1)[0], pair(1)[1] + 3)]},
         1.0,

@@ -26,17 +26,23 @@ def remedy(error: Exception, inputs: Any, output: Any, targets: Any, model: nn.M
             "a batch holds one example, and BatchNorm needs two in training: give the loader "
             "drop_last=True, or another batch_size"
         )
-    logits = isinstance(output, Tensor) and output.ndim >= 2 and output.is_floating_point()
-    if not logits or not isinstance(targets, Tensor):
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        return ""
+    return wrong_kind(output, targets) or wrong_label(output, targets)
+
+
+def wrong_kind(output: Tensor, targets: Tensor) -> str:
+    """Say what cross-entropy refuses in the shape or the type of a batch's labels; "" if nothing."""
+    if output.ndim < 2 or not output.is_floating_point():
         return ""
     shape = tuple(targets.shape)
     if targets.ndim == output.ndim and targets.shape[1:] == (1,) * (targets.ndim - 1):
         return f"the labels have the shape {shape}, expected ({shape[0]},): give y.squeeze(1)"
     if targets.shape == output.shape and not targets.is_floating_point():
         return f"the labels are one-hot integers of the shape {shape}: give y.argmax(1)"
-    if targets.dtype is not torch.int64 and targets.ndim < output.ndim:
+    if targets.dtype not in (torch.int64, torch.uint8) and targets.ndim < output.ndim:
         return f"the labels are {targets.dtype}, expected torch.int64: give y.long()"
-    return wrong_label(output, targets)
+    return ""
 
 
 def wrong_label(output: Tensor, targets: Tensor) -> str:

@@ -378,13 +378,20 @@ class Results:
         return said
 
     def latex(self) -> str:
-        """Return the table for a paper; it needs the LaTeX package booktabs."""
+        """Return the table for a paper, decided differences in bold; it needs LaTeX's package booktabs."""
+        rows = self.rows()  # says what to install
         import pandas as pd
 
-        cells = pd.DataFrame([self._cells(row) for row in self.rows()])
+        cells = pd.DataFrame([self._cells(row) for row in rows])
+        bold = [place for place, row in enumerate(rows) if row.get("decided")]
+        style = cells.style.hide(axis="index").format(escape="latex")
+        style = style.format_index(escape="latex", axis="columns")
+        for column in cells.columns[cells.columns.str.startswith("vs ")]:
+            style = style.set_properties(subset=(bold, column), textbf="--rwrap")
         kinds = "l" + "r" * (len(cells.columns) - 1)
-        body = cells.to_latex(index=False, escape=True, column_format=kinds)
-        return f"% {' '.join(self._legend())}\n{body}"
+        body = style.to_latex(hrules=True, column_format=kinds)
+        said = [*self._legend(), *self.decisions(), *("Bold: decided." for _ in bold[:1])]
+        return f"% {' '.join(said)}\n{body}"
 
     def save_tables(self, folder: Path) -> None:
         """Write the tables into a folder: as text, LaTeX, and every column as CSV."""

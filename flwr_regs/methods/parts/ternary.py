@@ -97,6 +97,11 @@ class SparseTernary(Term, Compresses, TakesBack):
     density_up: float | None = None
     density_down: float | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.density_up, self.density_down) != (None, None):
+            _library()  # its absence is said before a round is lost
+
     def acts(self, hook: str) -> bool:
         densities = {"finish": self.density_up, "release": self.density_down}
         return super().acts(hook) and densities.get(hook, 1.0) is not None

@@ -129,6 +129,8 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
     # Far: p = 0.008, twice; Near: p = 0.074
     assert "adjusted p < 0.05 over 2 comparisons" in text
     assert "Far. Not decided: Near." in text
+    tex = Results(every, baseline="Base").latex()
+    assert ("textbf" in tex.split("Far &")[1], tex.count("textbf")) == (True, 1)
     # 5.6535 / sqrt(3) deviations, which are 0.01 and 0.0635: the larger of two is the median
     assert "20.73 points for the median method (3.26 to 20.73)" in text
     assert "80 % power" not in Results(every[::3], baseline="Base").text()  # one seed

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -49,6 +50,13 @@ GOLDEN = (
     "535443016a0000000000000009000000000000000800000000000000000000000000e03f0400000000000000ba06da08"
     "dd1057961140e209b59dda4bbf020000"
 )
+
+
+def test_a_lacking_library_is_named_before_a_round(monkeypatch):
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    codec.SparseTernary()
+    with pytest.raises(ImportError, match="needs the package 'constriction'"):
+        codec.SparseTernary(density_up=0.1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
