@@ -11,7 +11,9 @@ from typing import Any
 from flwr_regs.experiments.experiment import Run
 
 LINES = 10
-"""Plain lines for each run, about."""
+"""Plain lines for each run, at most about."""
+BREATH = 1.0
+"""Seconds between two of them, at least; a run's last round is always told."""
 SILENCE = 2.0
 """Seconds after which a terminal is told of what takes long; then after twice as long each time."""
 PIPED = 30.0
@@ -72,9 +74,9 @@ class Progress:
 
 
 class Lines(Progress):
-    """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them.
+    """Plain lines, for a file or a pipe: a run's last round, and up to ten before it.
 
-    What a run is at within a round is told where nothing else has been for `PIPED` seconds.
+    Those are the first round and every tenth of them, not less than `BREATH` apart. What a run is at within a round is told where nothing else has been for `PIPED` seconds.
     """
 
     quiet = False
@@ -91,7 +93,9 @@ class Lines(Progress):
         """Print some of the rounds."""
         server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
         tenth = server_round and not server_round % max(rounds // LINES, 1)
-        if accuracy is not None and (tenth or server_round in (1, rounds)):
+        told = tenth or server_round == 1
+        told &= time.monotonic() - self._spoke > BREATH
+        if accuracy is not None and (told or server_round == rounds):
             at = f"round {server_round:>4}/{rounds}"
             self.say(f"{self._name(label, seed)} {at}   accuracy {accuracy:7.2%}   {self.left()}")
 
