@@ -399,13 +399,16 @@ def differences(
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
         _name_rows(picture, every[0], labels)
         every[0].set_ylim(len(labels) - 0.4, -0.6)
+        what = f"points of accuracy above {first}, mean of the last five rounds"
         if len(panels) == 1:
-            every[0].set_xlabel(f"points above {first}, last five rounds")
+            every[0].set_xlabel(what)
         words = seeds_in_words(seeds or {})
         caption = (
-            f"Points of accuracy above {first}, mean of the last five rounds. Mean and 95 % interval of "
-            f"the difference, paired by seed{'; ' * bool(words)}{words}. Blue: decided better; orange: "
-            f"decided worse (Holm's adjusted p below {LEVEL:g}); hollow: not decided."
+            f"The axes show {what}. "
+            * (len(panels) > 1)
+            + "Mean and 95 % interval of the difference, paired by "
+            f"seed{'; ' * bool(words)}{words}. Blue: decided better; orange: decided worse (Holm's "
+            f"adjusted p below {LEVEL:g}); hollow: not decided."
         )
         drawing.head(picture, title, caption)
         drawing.finish(picture, every[0], 0.021 * look.font_size * (len(labels) + 1), grows=True)
