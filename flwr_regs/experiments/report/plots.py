@@ -397,6 +397,7 @@ def differences(
                 bars = axes.errorbar(x, at, None, half, "o", markerfacecolor=fill, **bar)
                 bars.lines[0].set_gid(f"difference {label}")
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
+            axes.tick_params(axis="y", length=0)
         _name_rows(picture, every[0], labels)
         every[0].set_ylim(len(labels) - 0.4, -0.6)
         what = f"points of accuracy above {first}, mean of the last five rounds"

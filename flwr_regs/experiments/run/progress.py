@@ -76,7 +76,8 @@ class Progress:
 class Lines(Progress):
     """Plain lines, for a file or a pipe: a run's last round, and up to ten before it.
 
-    Those are the first round and every tenth of them, not less than `BREATH` apart. What a run is at within a round is told where nothing else has been for `PIPED` seconds.
+    Those are the first round and every tenth of them, not less than `BREATH` apart. What a run is at within
+    a round is told where nothing else has been for `PIPED` seconds.
     """
 
     quiet = False
