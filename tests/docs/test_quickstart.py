@@ -31,7 +31,7 @@ def before() -> dict[str, str]:
 
 def changed(files: dict[str, str], page: str) -> dict[str, str]:
     """Files with the diffs of a page: what a diff takes away occurs once."""
-    for diff in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S):
+    for diff in re.findall(r"^(?:@@.*|```diff)\n([^@]+?)(?=^@@|^```)", page, re.M):
         old, new = (
             "".join(line[1:] for line in diff.splitlines(True) if line[0] in kept)
             for kept in (" -", " +")
