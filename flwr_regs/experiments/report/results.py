@@ -196,6 +196,45 @@ class Results:
         title = self._title
         return plots.differences({"": rows}, self.baseline, seeds=seeds, title=title, look=look)
 
+    def rounds(self) -> pd.DataFrame:
+        """Return a DataFrame with a row for each test of a model, of each run.
+
+        Its columns: ``method``, ``seed``, ``round`` (0: the initial model), ``accuracy`` (a fraction),
+        ``loss``, and what was spent until then, by a client on average: ``megabytes``, both ways; in all:
+        ``seconds`` by the clock, ``processor_seconds`` with tests, ``hours`` on phones; NaN if unknown.
+        """
+        import pandas as pd
+
+        tables = []
+        for run in self.runs:
+            hours = np.cumsum([s or np.nan for s in metrics.deployed_rounds(run)]) / 3600
+            spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock, "hours": hours})
+            spent.index += 1
+            spent.loc[0] = 0.0  # the initial model has cost nothing
+            points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
+            known = len(run.spent) == len(run.test)  # Ctrl-C may come between the two
+            points["processor_seconds"] = run.spent if known else np.nan
+            points.insert(0, "method", run.label)
+            points.insert(1, "seed", run.seed)
+            tables.append(points.join(spent, on="round"))
+        return pd.concat(tables, ignore_index=True)
+
+    def clients(self) -> pd.DataFrame:
+        """Return a DataFrame with a row for each client of each run that ended.
+
+        Its columns: ``method``, ``seed``, ``client``, and ``accuracy``, a fraction, with the final model:
+        the expected one by the client's label shares, or on its own test data where clients test.
+        """
+        import pandas as pd
+
+        rows = [
+            (run.label, run.seed, client, accuracy)
+            for run in self.runs
+            if run.whole
+            for client, accuracy in enumerate(run.per_client.get("clients", ()))
+        ]
+        return pd.DataFrame(rows, columns=["method", "seed", "client", "accuracy"])
+
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
         import pandas as pd
@@ -203,10 +242,12 @@ class Results:
         shares = np.linspace(0, 1, 21)
         tables = [
             pd.DataFrame(
-                {"round": shares, "clients": 100 * shares, "label": run.label, "seed": run.seed}
+                {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
             ).assign(accuracy=100 * np.quantile(each, shares), stopped=False, filled=False)
-            for run in self.runs
-            if run.whole and (each := run.per_client.get("clients")) and None not in each
+            for (label, seed), each in self.clients().groupby(["method", "seed"], sort=False)[
+                "accuracy"
+            ]
+            if each.notna().all()
         ]
         if not tables:
             raise ValueError("no whole run holds the clients' accuracies")
@@ -216,21 +257,12 @@ class Results:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
         import pandas as pd
 
+        of_runs = self.rounds().rename(columns={"method": "label"}).groupby(["label", "seed"])
         tables = []
         for run in self.runs:
             if run.accuracy:
-                hours = np.cumsum([s or np.nan for s in metrics.deployed_rounds(run)]) / 3600
-                spent = pd.DataFrame(
-                    {"megabytes": run.megabytes, "seconds": run.clock, "hours": hours}
-                )
-                spent.index += 1
-                spent.loc[0] = 0.0  # the initial model has cost nothing
-                points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
-                known = len(run.spent) == len(run.test)  # Ctrl-C may come between the two
-                points["processor_seconds"] = run.spent if known else np.nan
-                points = points.join(spent, on="round")
-                points["accuracy"] *= 100
-                points = points.assign(label=run.label, seed=run.seed, filled=False)
+                points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
+                points = points.assign(accuracy=100 * points["accuracy"], filled=False)
                 tables.append(points.assign(stopped=run.status != "ended"))
                 if run.diverged:  # as the table's means take it
                     rounds = range(run.job["rounds"] + 1)

@@ -135,6 +135,8 @@ def test_clients_are_quantiles_of_each_seed() -> None:
     clients = [{"clients": v.tolist()} for v in values]
     records = [recorded("A", [0.5], s, per_client=v) for s, v in enumerate(clients)]
     records.append(recorded("A", [0.5], 9, error="diverged", diverged=True))
+    table = Results(records).clients().set_index(["method", "seed", "client"])["accuracy"]
+    assert (len(table), table["A", 1, 7]) == (60, values[1, 7])
     figure = Results(records, baseline="A").plot("clients")
     (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
     each = 100 * np.sort(values)[:, [0, -1]]

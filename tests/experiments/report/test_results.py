@@ -95,6 +95,9 @@ def test_seconds_are_the_clocks_in_all_rows_where_a_resumed_run_has_no_others() 
         record.spent = [0.25 * t for t in range(8)]
     (curve, *_) = Results(both).plot("seconds").axes[0].lines
     assert curve.get_xdata()[-1] == 1.75
+    last = Results(both).rounds().iloc[-1]
+    columns = ["method", "round", "accuracy", "megabytes", "seconds", "processor_seconds"]
+    assert last[columns].tolist() == ["B", 7, GOOD[-1], 5.25, 17.5, 1.75]
     both[1].processor_seconds, both[1].spent = None, []
     (curve, *_) = Results(both).plot("seconds").axes[0].lines
     assert curve.get_xdata()[-1] == 17.5  # of the clock
