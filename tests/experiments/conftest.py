@@ -1,4 +1,4 @@
-"""A user's files that a test has loaded are gone after it, as in a new process."""
+"""A user's files that a test has loaded are gone after it, as in a new process. One picture is drawn."""
 
 import sys
 import tempfile
@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from flwr_regs.experiments.report import results
 from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _one_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than most runs; the tests of reports draw all of them."""
+    if request.path.parent.name != "report":
+        monkeypatch.setattr(results, "PICTURES", {"clients": results.PICTURES["clients"]})
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import chosen_of
 from flwr_regs.experiments.experiment import Experiment, Run
-from flwr_regs.experiments.report import results
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.settings import DEFAULTS
 from flwr_regs.experiments.space import Space, points
@@ -36,9 +35,8 @@ OURS = "methods=FedAvg, FedFOR+mine.py:Decay"
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own; one picture is drawn, the clients', since they take longer than the runs."""
+    """A folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "PICTURES", {"clients": results.PICTURES["clients"]})
 
 
 def run(*args: str) -> int:

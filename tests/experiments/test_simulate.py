@@ -46,7 +46,7 @@ def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -
     assert {(r.job["lr"], r.job["rounds"]) for r in result.runs} == {(0.5, 1)}
     experiment, made = card_files.of_folder(tmp_path / "kept")
     assert (experiment.seeds, made["command"]) == ((1, 2), ["flwr_regs.simulate"])
-    assert (tmp_path / "kept" / "accuracy.pdf").is_file()
+    assert (tmp_path / "kept" / "clients.pdf").is_file()
 
 
 def load() -> Any:
