@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +21,12 @@ from tests.laws import CASES
 Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
 
 
-def plain_loop(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+def plain_loop(
+    loop: fr.ClientRound,
+    model: nn.Module,
+    make: Any,
+    before_step: Callable[[Any, nn.Module], None] = lambda *_: None,
+) -> None:
     """What anybody writes, with the three calls."""
     optimizer = loop.optimizer(make)
     for inputs, targets in loop.batches():
@@ -28,6 +34,7 @@ def plain_loop(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
         output = model(inputs)
         loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
         loop.correct()
+        before_step(optimizer, model)
         optimizer.step()
 
 
@@ -224,19 +231,13 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
 def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_count(
     client: Any, what: str
 ) -> None:
-    def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
-        optimizer = round_.optimizer(make)
-        for inputs, targets in round_.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            round_.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-            round_.correct()
-            if what == "learning rate":
-                optimizer.param_groups[0]["lr"] /= 2
-            else:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
+    def changed(optimizer: Any, model: nn.Module) -> None:
+        if what == "learning rate":
+            optimizer.param_groups[0]["lr"] /= 2
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
+    loop = partial(plain_loop, before_step=changed)
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
         run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
