@@ -283,6 +283,10 @@ def test_test_data_is_distributed_as_the_training_data() -> None:
     train, test = np.array([0, 0, 1, 1, 2]), np.array([2, 0, 1, 1, 0, 2])
     tests = split_test(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
     assert [sorted(rows) for rows in tests] == [[1, 4], [2, 3]]
+    # the smallest of three takes one from the largest
+    tests = split_test(np.zeros(30), np.split(np.arange(30), [1, 10]), np.zeros(4), 0)
+    assert [len(rows) for rows in tests] == [1, 1, 2]
+    assert sorted(np.concatenate(tests)) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="1 of 2 clients would get no test data"):
         split_test(train, [np.array([0, 1]), np.array([4])], test[1:5], 0)
 
