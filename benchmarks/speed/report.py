@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.lines import Line2D
 
 from benchmarks.common import BLUE, GREEN, RED, picture, table
@@ -241,17 +242,22 @@ def dots(found: Found) -> tuple[Dots, Dots]:
 def draw(found: Found, path: Path) -> None:
     """Draw clients a second on the small job: the present code, plain loops and other libraries.
 
-    What only the run of other libraries has is marked, with what the package reached in that run.
+    What only the run of other libraries has is scaled so that the package's FedAvg would be as fast there,
+    and marked.
     """
     groups = dots(found)
     if not groups[0]:
         return
     lines = [*groups[0], ("", {}), *groups[1]]
+    there = [r for r in rows_of(found, TAGS[-1], "peers") if r["side"] == "FedAvg, StackedGrid"]
+    here = dict(groups[0])["FedAvg"]["StackedGrid"]
+    scale = here["per-second"]["median"] / there[0]["per-second"]["median"] if there else 1.0
     with picture(path, 7.2, 1.2 + 0.2 * len(lines)) as made:
         axes = made.subplots()
         for at, (_, rows) in enumerate(lines):
             for kind, row in rows.items():
-                low, median, high = (row["per-second"][k] for k in ("low", "median", "high"))
+                figures = np.array([row["per-second"][k] for k in ("low", "median", "high")])
+                low, median, high = figures * (scale if kind == ELSEWHERE else 1)
                 axes.plot((low, high), (at, at), color=LOOKS[kind]["color"], ls="-", lw=1)
                 axes.plot(median, at, ls="", ms=5, zorder=3, **LOOKS[kind])
         axes.set_yticks(range(len(lines)), [name for name, _ in lines])
@@ -264,9 +270,11 @@ def draw(found: Found, path: Path) -> None:
         axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
         axes.minorticks_off()
         words = "clients a second on one thread, median and quartiles (logarithmic scale)"
-        for row in rows_of(found, TAGS[-1], "peers"):
-            if row["side"] == "FedAvg, StackedGrid":
-                words += f"\n* there, FedAvg on StackedGrid trained {_range(row['per-second'])}"
+        if there:
+            words += (
+                f"\n* times {scale:.2f}: there, FedAvg on StackedGrid trained "
+                f"{_range(there[0]['per-second'])}"
+            )
         axes.set_xlabel(words)
         key = [
             Line2D([], [], ls="", ms=5, label=kind, **look)

@@ -208,7 +208,8 @@ class LocalTraining:
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield (inputs, targets) on the device for each local step, until a budget is spent.
 
-        Several inputs of a mapping are a dict for ``model(**inputs)``.
+        Of a batch that is a mapping, `target_key` names the targets; its other entries are the inputs: one
+        alone as it is, several as a dict for ``model(**inputs)``.
         """
         drawn = self._replay.draw(self.num_steps)
         for _ in range(self.num_steps):

@@ -160,10 +160,8 @@ def _train_panel(
         print(f"flwr-regs: {run.label}, seed {run.seed}, failed", file=sys.stderr)
     bad = bool(failed) or all(run.error for run in results.runs) or bool(missing(tests, folder))
     if not experiment.smoke:
-        bad |= any(run.diverged for run in results.runs)
-        if experiment.baseline:
-            wrong = ("collapsed", "failures")
-            bad |= any(row[what] for row in results.rows() for what in wrong)
+        bad |= any(run.diverged or run.rejected for run in results.runs)
+        bad |= bool(experiment.baseline) and any(row["collapsed"] for row in results.rows())
     return int(bad), results
 
 
@@ -174,7 +172,8 @@ def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     if several := tried.trials(folder):
         from flwr_regs.experiments.report import drawing
 
-        for name, picture in tried.pictures(several, look or drawing.Look()).items():
+        rows = [row.name for row in card_files.of_folder(folder)[0].rows]
+        for name, picture in tried.pictures(several, rows, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
 

@@ -130,4 +130,7 @@ def _named(thing: Any) -> str:
     if isinstance(thing, flwr_regs.RegStrategy):
         kind = type(thing).__name__
         raise ValueError(f"give the class {kind}, or the text '{kind}(...)', not an instance")
-    return thing if isinstance(thing, str) else offer(thing)
+    if isinstance(thing, str):
+        return thing
+    name = getattr(thing, "__name__", "")
+    return name if thing is getattr(flwr_regs, name, None) else offer(thing)

@@ -8,6 +8,7 @@ returns one of these.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
 from flwr_regs.experiments.calls import REFERENCES, Call, check_name, text_of
 from flwr_regs.experiments.light_classes import light
-from flwr_regs.experiments.user_code import load
+from flwr_regs.experiments.user_code import HERE, load
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import check_ranges
@@ -143,7 +144,7 @@ def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) ->
 def _terms(kind: Any, call: Call) -> list[Term]:
     """Return the terms of a part that is no strategy: a class, a function, a term or a list of terms."""
     made = kind
-    if call.called or isinstance(kind, type):
+    if call.called or callable(kind):
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
@@ -171,7 +172,7 @@ def named(text: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise ValueError(f"'{text}': {error}") from error
+        raise ValueError(re.sub(rf"\b{HERE}:", "", f"'{text}': {error}")) from error
 
 
 def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:

@@ -83,7 +83,8 @@ def offer(thing: Any) -> str:
 
     The same object has one reference; another object of the same name has another reference.
     """
-    plain = getattr(thing, "__name__", type(thing).__name__)
+    parts = thing if isinstance(thing, list | tuple) else [thing]
+    plain = "_".join(getattr(part, "__name__", type(part).__name__) for part in parts)
     name = plain = re.sub(r"^(?=\d)|\W+", "_", plain)  # a lambda's name is no identifier
     number = 1
     while _OFFERED.setdefault(name, thing) is not thing:

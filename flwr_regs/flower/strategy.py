@@ -152,8 +152,8 @@ class RegStrategy(Driven):
         """Log the method, its hyper-parameters, the seed, and how many clients take part."""
         self._wrapped = True  # `prepare` denies it; another strategy's start calls this alone
         o = self.options
-        settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
-        settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
+        settings = f"weighting {o.weighting}, downlink {o.downlink}"
+        settings += f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
         shares = " and ".join(
             f"{share:.0%} of the clients {verb} (at least {least})"
             if share
@@ -163,7 +163,7 @@ class RegStrategy(Driven):
                 ("evaluate", o.fraction_evaluate, o.min_evaluate_nodes),
             )
         )
-        log(INFO, "%s %s, seed %d", self.method_name, settings, o.seed)
+        log(INFO, "%r, %s", self, settings)
         log(
             INFO,
             "in each round %s; training begins with %d clients or more",

@@ -90,7 +90,8 @@ def test_every_method_is_in_the_grand_table_or_named_with_its_reason() -> None:
     for panel, own in zip(card.panels, card.panels[5:], strict=False):
         both = {**card.rows_of(panel), **card.rows_of(own)}
         assert {call.target for row in both.values() for call in row.calls} == there
-        assert own.settings == {**panel.settings, "test-on-clients": True, "test-examples": 100}
+        tested = {"test-on-clients": True, "test-examples": 100, "test-split": "matched"}
+        assert own.settings == {**panel.settings, **tested}
 
 
 def test_words_change_a_card() -> None:

@@ -302,15 +302,15 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
         for client, chunk in zip(chunks_of, np.split(rows, cuts), strict=True):
             client.append(chunk)
     test_parts = [np.concatenate(chunks) for chunks in chunks_of]
-    for client, of_client in enumerate(held):
-        if not len(test_parts[client]):
+    for number, of_client in enumerate(held):
+        if not len(test_parts[number]):
             commonest = kinds[of_client.argmax()]
             counts = [np.count_nonzero(test[rows] == commonest) for rows in test_parts]
             most = int(np.argmax(counts))
             if counts[most] > 1:
                 taken = test_parts[most][test[test_parts[most]] == commonest][:1]
                 test_parts[most] = np.setdiff1d(test_parts[most], taken)
-                test_parts[client] = taken
+                test_parts[number] = taken
     if none := sum(len(rows) == 0 for rows in test_parts):
         raise ValueError(
             f"{none} of {len(parts)} clients would get no test data by their training data's distribution: "

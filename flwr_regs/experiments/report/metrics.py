@@ -303,9 +303,12 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:
-    """Return the bytes of a client's average turn, such as ``bytes_down``."""
+    """Return the bytes of a client's average turn, such as ``bytes_down``.
+
+    A kept round has the sum over its clients, and says in ``turns`` how many they were.
+    """
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
-    turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
+    turns = sum(r.get("turns", len(r.get(ways[0], {}))) for r in run.rounds)
     return float(sum(sent)) / turns if turns else None
 
 

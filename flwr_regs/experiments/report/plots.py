@@ -412,7 +412,8 @@ def differences(
             f"adjusted p below {LEVEL:g}); hollow: not decided."
         )
         drawing.head(picture, title, caption)
-        drawing.finish(picture, every[0], 0.021 * look.font_size * (len(labels) + 1), grows=True)
+        lines = max(len(labels) + 1, 4)  # the texts around want some height
+        drawing.finish(picture, every[0], 0.021 * look.font_size * lines, grows=True)
     return picture
 
 

@@ -42,6 +42,9 @@ PICTURES = {
 }
 """Picture -> its axes."""
 
+LABEL_SHARES = ("dirichlet", "dirichlet-hsu", "dirichlet-niid-bench", "pachinko", "similarity")
+"""Partitions whose clients have some classes often and others seldom."""
+
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
 
@@ -343,6 +346,8 @@ class Results:
             if labels:
                 data += f" (models of the clients' own: {', '.join(labels)})"
             worst = "worst: the lowest of a client, on its own test data"
+            if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
+                worst += ", which has its classes alike and not in its shares: test-split=matched has those"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         if least < n:
@@ -355,8 +360,8 @@ class Results:
         weights = ""
         if by_examples and equal:
             weights = (
-                f" Clients weigh by their examples in {', '.join(by_examples)}, the same in "
-                f"{', '.join(equal)}; weighting=uniform makes them alike."
+                f" Weights: a client's examples in {', '.join(by_examples)}, but equal ones in "
+                f"{', '.join(equal)}; weighting=uniform makes all equal."
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
@@ -438,7 +443,7 @@ class Results:
             from flwr_regs.experiments.report import drawing
 
             known = {
-                "clients": any(run.per_client for run in self.runs),
+                "clients": any(run.whole and run.per_client for run in self.runs),
                 "hours": None not in metrics.deployed_rounds(self.runs[0]),
                 "differences": bool(self.compared()),
             }

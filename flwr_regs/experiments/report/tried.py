@@ -64,17 +64,19 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
     return best_first.reset_index(drop=True)
 
 
-def pictures(tried: Sequence[RunRecord], look: Look) -> dict[str, Picture]:
+def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> dict[str, Picture]:
     """Return ``tuning``, a map of what was tried for each method, and ``tuning-gap``.
 
-    The latter has each method's curve on held-out data at its best point, in a band that reaches to the
-    second best (Wang et al. 2021, Figs. 1 and 3).
+    The methods come in the order of the rows, as in the other pictures. The latter picture has each
+    method's curve on held-out data at its best point, in a band that reaches to the second best (Wang et
+    al. 2021, Figs. 1 and 3).
     """
     import pandas as pd
 
     from flwr_regs.experiments.report import plots
 
     of_points, title = table(tried), Results(tried).title
+    of_points = of_points.sort_values("label", key=lambda of: of.map(order.index), kind="stable")
     drawn = {"tuning": plots.over_points(of_points.drop(columns="point"), title=title, look=look)}
     best, seeds = [], {}
     for label, rows in of_points.dropna(subset="accuracy").groupby("label", sort=False):

@@ -184,6 +184,8 @@ def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
     bars = figure.axes[0].collections[0].get_segments()[0]
     assert np.ptp(bars[:, 0]) / 2 == pytest.approx(4.302653 * np.std([40, 40, 29], ddof=1) / 3**0.5)
     assert "paired by seed; n = 3 seeds" in text_of(figure, "caption")
+    alone = Results(every[:6], baseline="Base")._picture("differences", "accuracy", Look())
+    assert not alone.flaws
     with pytest.raises(ValueError, match="need a baseline, and two seeds"):
         Results(every).plot("differences")
 
@@ -199,7 +201,7 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     trials.append(short)
     table = tried.table(trials)
     assert table["lr"].tolist() == [0.2, 0.4, 0.1, 0.8, 0.3]
-    drawn_ = tried.pictures(trials, Look())
+    drawn_ = tried.pictures(trials, ["A"], Look())
     figure = drawn_["tuning"]
     assert_legible(figure)
     (best,), (second,) = artists(figure, "best A"), artists(figure, "second A")
@@ -241,8 +243,8 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
 
 
 def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_said() -> None:
-    names, records, trials = ["FedAdagrad(tau=0.1)", "FedAvg", "SlowMo(beta=0.6)"], [], []
-    for label in names:
+    labels, records, trials = ["FedAdagrad(tau=0.1)", "FedAvg", "SlowMo(beta=0.6)"], [], []
+    for label in labels:
         values = [0.3, 0.7, 0.92, 0.94]
         each = {"clients": [0.7, 0.8, 0.9]}
         records += [recorded(label, values, seed, per_client=each) for seed in (1, 2)]
@@ -251,7 +253,7 @@ def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_sa
     for record in records:
         for entry in record.rounds:
             entry["cohort"] = [0, 1]
-    ranks = statistics.Ranks(pd.Series([1.5, 2.0, 2.5], names), 12, 9.0, 0.03, 2.1)
+    ranks = statistics.Ranks(pd.Series([1.5, 2.0, 2.5], labels), 12, 9.0, 0.03, 2.1)
     counts, results = np.full((10, 10), 99), Results(records, baseline="FedAvg")
 
     def picture(name: str, look: Look) -> drawing.Picture:
@@ -261,7 +263,7 @@ def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_sa
             return partition_plot.label_counts(counts, look, "")
         if name in PICTURES:
             return results._picture(*PICTURES[name], look)
-        return tried.pictures(trials, look)[name]
+        return tried.pictures(trials, labels, look)[name]
 
     names = ["ranks", "partition", "tuning", "tuning-gap", *PICTURES]
     for size, font in (((3.3, 2.4), 7), ((3.15, 2.05), 5), ((1.5, 1.5), 12)):
