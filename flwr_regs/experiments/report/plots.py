@@ -418,7 +418,7 @@ def differences(
 
 
 def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = None) -> Picture:
-    """Draw the accuracy on held-out data over what was tuned: a map for each method.
+    """Draw the accuracy on held-out data over what was tuned: a curve's points for each method, or a map.
 
     Parameters
     ----------
@@ -434,14 +434,17 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
         width = picture.get_figwidth()
         columns = min(len(labels), max(1, int(width / 1.5)))
-        low, high = trials["accuracy"].min(), trials["accuracy"].max()
+        finite = trials["accuracy"].dropna()
+        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
+        maps = False
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):
             of_label = trials[trials["label"] == label]
             x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
             y = ys[0] if ys else None
-            across, up = of_label[x], of_label[y] if y else pd.Series(0.0, of_label.index)
+            maps |= y is not None
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
+            across, up = of_label[x], of_label[y] if y else shown.fillna(low)
             area = np.where(of_label["rounds"] < most, 14, 30)
             dots = axes.scatter(across, up, area, shown, vmin=low, vmax=high, gid=f"trials {label}")
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
@@ -453,14 +456,15 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
                 axes.plot(across[at], up[at], gid=f"{name} {label}", **mark)
             logarithmic = []
             for axis, key, values in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
-                name = "" if key is None else key.rpartition(".")[2]
+                name = "accuracy (%)" if key is None else key.rpartition(".")[2]
                 if key is not None and values.dtype.kind == "f" and values.min() > 0:
                     getattr(axes, f"set_{axis.axis_name}scale")("log")
                     logarithmic.append(axis)
                 axis.set_label_text(name)
-            if y is None:
-                axes.set_yticks([])
             axes.margins(0.15)
+            if y is None:
+                room = 1 + 0.2 * (high - low)
+                axes.set_ylim(low - room, high + room)
             for axis in logarithmic:
                 sides = axes.bbox.width, axes.bbox.height
                 _plain_ticks(axis, sides[axis is axes.yaxis] / picture.dpi)
@@ -468,8 +472,9 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.set_title(name, fontsize="medium", parse_math=False)
         for axes in grid.flat[len(labels) :]:
             axes.set_visible(False)
-        picture.colorbar(dots, ax=grid, label="accuracy on held-out data (%)", fraction=0.05)
-        caption = "Star: the best point; ring: the second best; cross: diverged."
+        if maps:
+            picture.colorbar(dots, ax=grid, label="accuracy on held-out data (%)", fraction=0.05)
+        caption = "Accuracy on held-out data. Star: the best point; ring: the second best; cross: diverged."
         if trials["rounds"].min() < most:
             caption += f" Small: trained for fewer than {most:g} rounds."
         font = look.font_size
