@@ -139,6 +139,14 @@ def trust(bench: Bench) -> Iterator[str]:
         first = panels[0][1].baseline
         said = [_decided(words, first, of, len(panels)) for words, of in counts.items()]
         said.append(f"Highest mean accuracy: {'; '.join(highest)}.")
+        alone = [
+            f"{name}: {per_cent(row['last5'], row['last5_interval'])}"
+            for name, results in panels
+            for row in results.rows()
+            if row["method"] == "Local" and results.runs[0].job["test-on-clients"]
+        ]
+        if alone:
+            said.append(f"Each client alone, without federation (`Local`): {'; '.join(alone)}.")
         for ranks in bench.ranks:
             if labels <= {*ranks.mean.index}:
                 near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
@@ -335,7 +343,10 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         experiment = Bench.of(claim["card"]).experiment
         scaled = "" if experiment.setting == "paper" else f", {experiment.setting}"
         metric = claim["metric"]
-        by = metrics.shown(metric, float(np.mean(np.abs(of)) if not np.ptp(of) else np.mean(of)))
+        half = None
+        if len(of) > 1 and np.ptp(of):
+            half = float(statistics.half_interval(pd.DataFrame([of])).iloc[0])
+        by = metrics.shown(metric, float(np.mean(of)), half)
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
         said.append((verdict, f"{link}{scaled}: ahead by {by} {unit}, {len(of)} seeds"))
@@ -376,9 +387,11 @@ def claims_page() -> str:
     ]
     head = ("source", "claim", "its figures", "card, panel", "here", "run")
     ran = sum(run != "–" for *_, run in rows)
+    counts = Counter(verdict for *_, verdict, run in rows if run != "–")
+    verdicts_said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     text = (
-        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here. Each is a comparison of two "
-        "rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. "
+        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}. Each is a "
+        "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs bench CARD` runs. "
         "*Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that"
         " ran is below 0.05. *Does not hold*: it is significantly behind. *Not decided here*: these "
         "seeds do not tell. *Not run*: no raw runs are kept; most of these cards need a GPU. A card "

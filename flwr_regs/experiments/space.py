@@ -9,7 +9,7 @@ from math import ceil, log2, prod, sqrt
 from typing import Any
 
 from flwr_regs.experiments.calls import Call, literal, values
-from flwr_regs.experiments.settings import DEFAULTS, read
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, read
 from flwr_regs.wire.config import nearest
 
 FIXED = (
@@ -51,8 +51,12 @@ class Space:
             raise ValueError(
                 f"--tune must look like lr=0.02..2 or FedFOR.alpha=0.1,1, not '{text}'"
             )
+        key = FIELD_KEYS.get(key, key)
         if "." not in key and key not in DEFAULTS:
-            raise ValueError(f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)}")
+            raise ValueError(
+                f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)} (a method's parameter "
+                f"has its method's name before it, such as FedFOR.{key})"
+            )
         if key in FIXED:
             raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
         if not dots:

@@ -183,7 +183,9 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"'{text}' is not of the form key=value")
+            raise ValueError(
+                f"'{text}' is not of the form key=value, such as lr=0.1 or methods='FedAvg, FedFOR'"
+            )
         if name == "seeds":
             raise ValueError(
                 f"'seeds' is no setting: several seeds are --seeds {value} of run, sweep and bench"
