@@ -391,13 +391,13 @@ def claims_page() -> str:
     verdicts_said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     text = (
         f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}. Each is a "
-        "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs bench "
-        "CARD` runs. *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the "
-        "claims that ran is below 0.05. *Does not hold*: it is significantly behind. *Not decided here*: these "
-        "seeds do not tell. *Not run*: no raw runs are kept; most of these cards need a GPU. A card "
-        "that is not at its paper's setting is marked: with fewer rounds and examples, its differences "
-        "are not the paper's. `python -m benchmarks.results report` makes this"
-        " page of `benchmarks/claims.toml` and the raw runs beside it."
+        "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
+        "bench CARD` runs. *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value "
+        "over the claims that ran is below 0.05. *Does not hold*: it is significantly behind. *Not "
+        "decided here*: these seeds do not tell. *Not run*: no raw runs are kept; most of these cards "
+        "need a GPU. A card that is not at its paper's setting is marked: with fewer rounds and "
+        "examples, its differences are not the paper's. `python -m benchmarks.results report` makes "
+        "this page of `benchmarks/claims.toml` and the raw runs beside it."
     )
     return f"{text}\n\n{table(head, rows)}\n"
 
