@@ -109,6 +109,12 @@ class Chain(
                 raise TypeError(
                     f"{type(t).__name__}.correct must return a gradient for every parameter; it {wrong}"
                 )
+            for name, grad in grads.items():
+                if (shape := getattr(made[name], "shape", None)) != grad.shape:
+                    raise ValueError(
+                        f"{type(t).__name__}.correct must return a gradient of '{name}' of the shape "
+                        f"{tuple(grad.shape)}, not {shape}"
+                    )
             grads = cast(Arrays, made)
             left = (*left, t)
         return grads

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.result import Best, TrainingResult
+from flwr_regs.server.failures import name_failures
 from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
@@ -114,6 +115,11 @@ class Loop:
             if self._ends(entry):
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
+        history = self.strategy.history
+        used = {pid for entry in history for pid in entry["replies"]}
+        never = {pid: why for e in history for pid, why in e["failures"].items() if pid not in used}
+        if never:
+            log(WARNING, "in the whole training, %s", name_failures(never, what="was of no use"))
         return self.result
 
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:

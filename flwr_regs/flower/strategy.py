@@ -123,7 +123,8 @@ class RegStrategy(Driven):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} of {[*self.term.terms]}, seed {self.options.seed}"
+        terms = f" of {[*self.term.terms]}" * bool(self.term.terms)
+        return f"{type(self).__name__}{terms}, seed {self.options.seed}"
 
     @property
     def method_name(self) -> str:

@@ -168,6 +168,12 @@ def test_the_history_is_plain_numbers_and_complete() -> None:
     assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
 
 
+def test_a_client_that_was_of_no_use_in_any_round_is_named_at_the_end(log: Log) -> None:
+    app = app_of(sabotage=lambda pid, client: client if pid != 2 else None)
+    run(fr.FedAvg(seed=3), None, rounds=2, grid=fr.InProcessGrid(app, 4))
+    assert log("in the whole training, 1 client (partition 2) was of no use: ")
+
+
 def test_a_mean_of_equal_numbers_is_that_number() -> None:
     metrics = [{"num-examples": n, "local-steps": 10} for n in (12, 38, 31)]
     assert weighted_mean(metrics, "num-examples") == {"local-steps": 10}
