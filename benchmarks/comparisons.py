@@ -129,7 +129,7 @@ def _rounds(run: RunRecord) -> list[dict[str, Any]]:
         }
         seconds = {"all": round(sum(entry["seconds"].values()), 3)}
         more = {k: entry[k] for k in ("failures", "epsilon", "delta", "clipped") if entry.get(k)}
-        more["turns"] = len(entry.get("bytes_down", ()))
+        more["turns"] = entry.get("turns", len(entry.get("bytes_down", ())))
         lines.append({"round": {**ways, "seconds": seconds, **more}, "test": _test(point)})
     return lines
 

@@ -294,6 +294,12 @@ def page(name: str) -> str:
         f"{bench.archive.name}` trains one, drawn; `tar -xf docs/results/{bench.archive.name} -C FOLDER`, "
         f"then `flwr-regs reproduce FOLDER` all.",
     ]
+    later: dict[str, list[str]] = {}
+    for panel, place, _ in bench.panels:
+        commit = card_files.of_folder(place)[1].get("commit", made["commit"])
+        if commit != made["commit"]:
+            later.setdefault(commit, []).append(panel.name)
+    parts += [f"At commit `{commit}`: {'; '.join(names)}." for commit, names in later.items()]
     if bench.experiment.departures:
         parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))
     if bench.ranks:
