@@ -347,7 +347,8 @@ class Results:
                 data += f" (models of the clients' own: {', '.join(labels)})"
             worst = "worst: the lowest of a client, on its own test data"
             if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
-                worst += " (all test examples of its classes; test-split=matched follows its class shares)"what = "95 % interval" if self.baseline else "sample standard deviation"
+                worst += " (all test examples of its classes; test-split=matched follows its class shares)"
+        what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
