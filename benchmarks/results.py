@@ -312,7 +312,7 @@ def page(name: str) -> str:
         "## Panels",
         f"Accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t). Differences "
         "are paired by seed; one is decided if Holm's adjusted p-value over the panel's methods is below "
-        "0.05, which it never is where the interval holds 0. A seed that diverged is counted, and enters "
+        "0.05; it is never decided if the interval contains 0. A seed that diverged is counted, and enters "
         "the mean with the untrained model's accuracy.",
     ]
     for panel, place, results in bench.panels:
