@@ -111,9 +111,8 @@ class Chain(
                 )
             for name, grad in grads.items():
                 shape = tuple(getattr(made[name], "shape", (None,)))
-                if (
-                    shape != tuple(grad.shape)[grad.ndim - len(shape) :]
-                ):  # a stack's may lack the clients
+                alone = tuple(grad.shape)[grad.ndim - len(shape) :]  # without a stack's clients
+                if shape != alone:
                     raise ValueError(
                         f"{type(t).__name__}.correct must return a gradient of '{name}' of the shape "
                         f"{tuple(grad.shape)}, not {shape}"

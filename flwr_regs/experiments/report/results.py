@@ -360,7 +360,7 @@ class Results:
         weights = ""
         if by_examples and equal:
             weights = (
-                f" Weights: a client's examples in {', '.join(by_examples)}, but equal ones in "
+                f" Clients weigh by their examples in {', '.join(by_examples)}, but equally in "
                 f"{', '.join(equal)}; weighting=uniform makes all equal."
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
@@ -385,7 +385,7 @@ class Results:
         number = f"{len(compared)} comparison{'s' * (len(compared) > 1)}"
         said = [
             f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {number}; never "
-            f"where the interval holds 0): {', '.join(decided) or 'none'}. "
+            f"if the interval contains 0): {', '.join(decided) or 'none'}. "
             f"Not decided: {', '.join(others) or 'none'}.",
         ]
         if len(self.seeds) < 3:  # two differences say too little of how far they spread
