@@ -172,7 +172,8 @@ def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     if several := tried.trials(folder):
         from flwr_regs.experiments.report import drawing
 
-        rows = [row.name for row in card_files.of_folder(folder)[0].rows]
+        experiment, _ = card_files.of_folder(folder)
+        rows = [*experiment.rows_of(experiment.panel)]
         for name, picture in tried.pictures(several, rows, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
