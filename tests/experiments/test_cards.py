@@ -143,7 +143,8 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hashes = 'hashes = {digits = "00"}\nseeds = [1]'
-    Path("card.toml").write_text(CARD.replace("seeds = [1, 2]", hashes))
+    tuned = CARD.replace("settings = {lr = 0.2}, ", "")  # Mine too
+    Path("card.toml").write_text(tuned.replace("seeds = [1, 2]", hashes))
     assert run("bench", "card.toml", "out=here") in (0, 1)  # 1: a method may collapse
     cells = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
     decayed = cells["two", "Mine", "final"]
@@ -157,6 +158,7 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     experiment, _ = card_files.of_folder(Path("here"))
     assert experiment.hashes == {"digits": known}
     assert [panel.notes for panel in experiment.panels] == [(said,)] * 2
+    assert Path("here/two/tuning.png").is_file()
     before = rows("here")
     Path("here/protocol.csv").unlink()
     assert run("bench", "--resume", "here") in (0, 1)
