@@ -158,7 +158,6 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     experiment, _ = card_files.of_folder(Path("here"))
     assert experiment.hashes == {"digits": known}
     assert [panel.notes for panel in experiment.panels] == [(said,)] * 2
-    assert Path("here/two/tuning.png").is_file()
     before = rows("here")
     Path("here/protocol.csv").unlink()
     assert run("bench", "--resume", "here") in (0, 1)
