@@ -39,6 +39,10 @@ from flwr_regs.experiments.settings import DEFAULTS
 ROOT = comparisons.ROOT
 PAGES = ROOT / "docs" / "results"
 PICTURES = ROOT / "docs" / "img" / "results"
+TUNED = (
+    "A small difference, even a decided one, may come from the learning rates: each method's is the best "
+    "of a few that tuning drew, with one seed."
+)
 CLAIMS = Path(__file__).with_name("claims.toml")
 """What the papers claim, as comparisons of two rows of a card."""
 HASH = 16
@@ -164,12 +168,7 @@ def trust(bench: Bench) -> Iterator[str]:
         )
         yield glance(bench, panels)
         if any(space.key == "lr" for space in bench.experiment.tune):
-            yield (
-                "These differences take each method's tuned values as given. The points of one tuning seed "
-                "sample a learning rate coarsely, and more so where more is tuned with it: a small "
-                "difference, also one that is decided, may be that of two learning rates. The tables below "
-                "name them."
-            )
+            yield f"{TUNED} The tables below name them."
 
 
 def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
@@ -193,7 +192,7 @@ def differences(bench: Bench) -> Picture:
         if {*labels} <= {*(rows := {row["method"]: row for row in methods_of(results)})}
     }
     look, title = drawing.Look(font_size=7), _title(bench, len(labels))
-    return plots.differences(panels, first, title=title, look=look)
+    return plots.differences(panels, first, title=title, note=TUNED, look=look)
 
 
 def _title(bench: Bench, methods: int) -> str:
@@ -235,7 +234,9 @@ def panel_table(place: Path, results: Results) -> str:
         if row["rounds_to_target"] is not None:
             reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
         point = chosen.get(row["method"], {})
-        tuned = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+        short = [key.rpartition(".")[2] for key in point]
+        names = [s if short.count(s) == 1 else key for s, key in zip(short, point, strict=True)]
+        tuned = ", ".join(f"{name} {x}" for name, x in zip(names, point.values(), strict=True))
         decided = {True: "yes", False: "not decided"}[bool(row["decided"])]
         cells = [
             *(f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"]), difference),
@@ -314,6 +315,10 @@ def page(name: str) -> str:
         "are paired by seed; one is decided if Holm's adjusted p-value over the panel's methods is below "
         "0.05; it is never decided if the interval contains 0. A seed that diverged is counted, and enters "
         "the mean with the untrained model's accuracy.",
+        "*Worst client*: the lowest accuracy of a client with the final model, expected from the shares of "
+        "its labels, or measured on its own test data where the clients test. *MB*: what a client receives "
+        "and sends in the whole training. `Local`: each client trains a model alone; its accuracy is the "
+        "mean over those models, on the same test data as the others'. `Pooled`: one model on all data.",
     ]
     for panel, place, results in bench.panels:
         parts += [f"### {panel.name}", f"{results.title}.", panel_table(place, results)]

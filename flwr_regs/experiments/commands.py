@@ -295,9 +295,10 @@ def _train(
 def keeping(folder: Path, command: str) -> Iterator[None]:
     """Say where the results so far are, and how to go on, if this is interrupted."""
     name = shlex.quote(str(folder))
+    once = ", once tuning has ended" * (command == "bench")
     on_farewell(
         f"\nflwr-regs: interrupted; the rounds that have ended, if any, are in {folder}\n"
-        "tables may lack the last runs, and pictures were not written; to make them: "
+        f"tables may lack the last runs, and pictures were not written; to make them{once}: "
         f"flwr-regs plot {name}\n"
         f"to resume: flwr-regs {command} --resume {name}"
     )

@@ -13,7 +13,7 @@ import numpy as np
 import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.report.results import Results, provenance
+from flwr_regs.experiments.report.results import Results, check_rows, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
 from flwr_regs.experiments.settings import key
@@ -32,6 +32,7 @@ def simulate(
     runner: str = "process",
     *,
     workers: int = 1,
+    baseline: str = "",
     out: str | os.PathLike[str] | None = None,
     show: bool = False,
     **settings: Any,
@@ -55,6 +56,9 @@ def simulate(
         round train at once (vmap). ``"ray"``: Flower's simulation.
     workers : int
         Runs at a time. More than one, and Ray, need methods, data set and model by name.
+    baseline : str
+        A row's label, such as ``"FedAvg"``: the table then has 95 % intervals, and each row's difference to
+        this one, paired by seed, with Holm's adjusted p-value.
     out : path, optional
         A folder for records, tables, pictures and models. Default: nothing is kept.
     show : bool
@@ -105,6 +109,8 @@ def simulate(
         )
     experiment = Experiment.of_methods(given, seeds).checked()
     runs = experiment.tests(experiment.panel)
+    if baseline:
+        check_rows([baseline], [run.label for run in runs])
     bars = (progress if show else Progress)(runs)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = Path(out if out is not None else temporary).expanduser().resolve()
@@ -114,7 +120,7 @@ def simulate(
         records = engine.execute(runs, kept, bars, workers, runner)
         if failed := [record for record in records if not record.ended]:
             raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
-        results = Results(records)
+        results = Results(records, baseline=baseline)
         if out is not None:
             results.save(folder)
     return results

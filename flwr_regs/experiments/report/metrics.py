@@ -26,7 +26,7 @@ ENDS = ("diverged", "failed", "unfinished")
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
 MEANS = (
-    *("rounds_to_target", "mb_to_target", "mb", "mb_down", "mb_up", "seconds"),
+    *("rounds_to_target", "mb_to_target", "mb", "mb_down_turn", "mb_up_turn", "seconds"),
     "processor_seconds",
 )
 OF_ALL = ("last5", "final")
@@ -61,35 +61,7 @@ METRICS = {name: Metric(**row) for name, row in tomllib.loads(_FILE).items()}
 
 
 def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
-    """Return a row for each label, in order.
-
-    Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
-    deviations (None for one seed). In ``last5`` and ``final`` a seed that diverged counts too, with the
-    untrained model's accuracy.
-
-    method, n, diverged, failed, unfinished, collapsed
-        The label, its seeds, and those of them that diverged, failed, have not ended yet, or collapsed.
-    last5, final, best
-        The mean of the last five rounds, the last round, the best round.
-    rounds_to_target, reached
-        The mean of the first rounds at or above the target, over the seeds that reach it; how many do.
-    worst_client, spread
-        The lowest of the clients' accuracies with the final model, and their standard deviation.
-    mb, mb_down, mb_up, mb_to_target
-        10^6 bytes per client of the population: of the whole run both ways, and until the target; of a
-        client's average turn, down and up.
-    seconds, processor_seconds
-        Of a run.
-    failures
-        Replies that were rejected, over all seeds.
-    last5_interval, difference, difference_interval, p, p_holm, decided, detectable
-        With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
-        seeds); its paired difference to the baseline, and what
-        :func:`flwr_regs.experiments.report.statistics.differences` says of that.
-    epsilon, delta, clipped, own, personal
-        Where there is privacy: what it spent, and the share of clipped updates. Where models were
-        personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
-    """
+    """Return a row for each label, in order; :meth:`Results.table` says what it holds."""
     needed("pandas", "pandas", "the table")
     import pandas as pd
 
@@ -130,7 +102,7 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
         "mb_to_target": of_run["megabytes-to"],
     }
     if run.rounds:
-        row |= {f"mb_{way}": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
+        row |= {f"mb_{way}_turn": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
         if "clipped" in run.rounds[-1]:
             row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
             row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
@@ -255,7 +227,7 @@ def collapsed(run: RunRecord) -> bool:
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
-    """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
+    """Say which methods diverged, failed, collapsed, had replies rejected or are equal: a sentence each."""
     sentences = []
     for label, of_label in by_label(runs).items():
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
@@ -294,7 +266,20 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 f"{label}: {sum(r.rejected for r in whole)} replies were rejected, the first in round "
                 f"{entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
             )
-    return sentences
+    return [*sentences, *identical(runs)]
+
+
+def identical(runs: Sequence[RunRecord]) -> list[str]:
+    """Say which rows are the same in every test of every seed: a parameter, or a term, has done nothing."""
+    same: dict[str, list[str]] = {}
+    for label, of_label in by_label(runs).items():
+        whole = {run.seed: run.test for run in of_label if run.whole}
+        same.setdefault(str(sorted(whole.items())) if whole else label, []).append(label)
+    return [
+        f"{' and '.join(labels)} are the same in every round of every seed"
+        for labels in same.values()
+        if len(labels) > 1
+    ]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -334,7 +334,7 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             axes.plot((across, across), (first, last), gid="group", **bar)
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
-        _name_rows(picture, axes, names)
+        _name_rows(picture, axes, names, short=True)
         axes.set_ylim(len(names) - 0.4, -2.6)
         axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
@@ -351,10 +351,11 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
     return picture
 
 
-def _name_rows(picture: Picture, axes: Axes, names: Sequence[str]) -> None:
-    """Write each row's method left of it, without its parameters where that is enough."""
-    short = [name.partition("(")[0] for name in names]
-    shown = [s if short.count(s) == 1 else name for s, name in zip(short, names, strict=True)]
+def _name_rows(picture: Picture, axes: Axes, names: Sequence[str], short: bool) -> None:
+    """Write each row's method left of it; a `short` name has its parameters only where it takes them."""
+    without = [name.partition("(")[0] for name in names]
+    pairs = zip(without, names, strict=True)
+    shown = [s if short and without.count(s) == 1 else name for s, name in pairs]
     width = 0.3 * picture.get_figwidth()
     texts = [drawing.wrap(name, width) for name in shown]
     axes.set_yticks(range(len(names)), texts, parse_math=False)
@@ -367,6 +368,7 @@ def differences(
     *,
     seeds: Mapping[str, int] | None = None,
     title: str = "",
+    note: str = "",
     look: Look | None = None,
 ) -> Picture:
     """Draw each method's difference to the first one, with its interval: a column for each panel.
@@ -378,6 +380,7 @@ def differences(
     first : the method that they are compared with
     seeds : method -> its number of seeds; by default the caption does not say it
     title : one sentence above the axes, if the look has none
+    note : one more sentence below them
     """
     look = look or Look()
     chosen = [row["method"] for row in next(iter(panels.values()))]
@@ -398,7 +401,7 @@ def differences(
                 bars.lines[0].set_gid(f"difference {label}")
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
             axes.tick_params(axis="y", length=0)
-        _name_rows(picture, every[0], labels)
+        _name_rows(picture, every[0], labels, short=len(panels) > 1)
         every[0].set_ylim(len(labels) - 0.4, -0.6)
         what = f"points of accuracy above {first}, mean of the last five rounds"
         if len(panels) == 1:
@@ -409,8 +412,8 @@ def differences(
             * (len(panels) > 1)
             + "Mean and 95 % interval of the difference, paired by "
             f"seed{'; ' * bool(words)}{words}. Blue: decided better; orange: decided worse (Holm's "
-            f"adjusted p below {LEVEL:g}); hollow: not decided."
-        )
+            f"adjusted p below {LEVEL:g}); hollow: not decided. {note}"
+        ).strip()
         drawing.head(picture, title, caption)
         lines = max(len(labels) + 1, 4)  # the texts around want some height
         drawing.finish(picture, every[0], 0.021 * look.font_size * lines, grows=True)
@@ -427,6 +430,8 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         was tuned, NaN where a method has it not
     """
     look = look or Look()
+    chosen = trials["label"].isin(look.methods)
+    trials = trials[chosen] if chosen.any() else trials
     labels = [*trials["label"].unique()]
     keys = [*trials.columns.drop(["label", "rounds", "accuracy"])]
     most = trials["rounds"].max()
@@ -436,17 +441,18 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         columns = min(len(labels), max(1, int(width / 1.5)))
         finite = trials["accuracy"].dropna()
         low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
-        maps = False
+        coloured = None
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):
             of_label = trials[trials["label"] == label]
             x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
             y = ys[0] if ys else None
-            maps |= y is not None
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
             across, up = of_label[x], of_label[y] if y else shown.fillna(low)
             area = np.where(of_label["rounds"] < most, 14, 30)
-            dots = axes.scatter(across, up, area, shown, vmin=low, vmax=high, gid=f"trials {label}")
+            filled: dict[str, Any] = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
+            dots = axes.scatter(across, up, area, gid=f"trials {label}", **filled)
+            coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
             best = of_label.index[~lost][:2]  # their marks are around the points
             for at, name, marker, size in zip(
@@ -472,8 +478,10 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.set_title(name, fontsize="medium", parse_math=False)
         for axes in grid.flat[len(labels) :]:
             axes.set_visible(False)
-        if maps:
-            picture.colorbar(dots, ax=grid, label="accuracy on held-out data (%)", fraction=0.05)
+        if coloured is not None:
+            picture.colorbar(
+                coloured, ax=grid, label="accuracy on held-out data (%)", fraction=0.05
+            )
         caption = "Accuracy on held-out data. Star: the best point; ring: the second best; cross: diverged."
         if trials["rounds"].min() < most:
             caption += f" Small: trained for fewer than {most:g} rounds."

@@ -117,13 +117,39 @@ class Results:
         return _either(run.job[setting] for run in self.runs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each label: see :func:`flwr_regs.experiments.report.metrics.rows`."""
+        """Return the rows of :meth:`table`."""
         return metrics.rows(self.runs, self.baseline)
 
     def table(self) -> pd.DataFrame:
-        """Return a DataFrame with a row for each method; accuracies are fractions.
+        """Return a DataFrame with a row for each label.
 
-        Its columns are those of :func:`flwr_regs.experiments.report.metrics.rows`.
+        Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample
+        standard deviations (None for one seed). In ``last5`` and ``final`` a seed that diverged counts too,
+        with the untrained model's accuracy.
+
+        method, n, diverged, failed, unfinished, collapsed
+            The label, its seeds, and those of them that diverged, failed, have not ended yet, or collapsed.
+        last5, final, best
+            The mean of the last five rounds, the last round, the best round.
+        rounds_to_target, reached
+            The mean of the first rounds at or above the target, over the seeds that reach it; how many do.
+        worst_client, spread
+            The lowest of the clients' accuracies with the final model, and their standard deviation.
+        mb, mb_to_target
+            10^6 bytes per client of the population, both ways: of the whole run, and until the target.
+        mb_down_turn, mb_up_turn
+            10^6 bytes that a client receives and sends in its average turn.
+        seconds, processor_seconds
+            Of a run.
+        failures
+            Replies that were rejected, over all seeds.
+        last5_interval, difference, difference_interval, p, p_holm, decided, detectable
+            With a `baseline`: half the width of the 95 % interval of ``last5`` (Student's t over
+            seeds); its paired difference to the baseline, and what
+            :func:`flwr_regs.experiments.report.statistics.differences` says of that.
+        epsilon, delta, clipped, own, personal
+            Where there is privacy: what it spent, and the share of clipped updates. Where models were
+            personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
         """
         rows = self.rows()  # says what to install
         import pandas as pd
@@ -291,6 +317,11 @@ class Results:
         return "\n".join(lines) + "\n"
 
     @property
+    def _last(self) -> str:
+        """Say over how many last rounds an accuracy is a mean."""
+        return f"last {min(metrics.LAST, max(run.job['rounds'] for run in self.runs))}"
+
+    @property
     def _by_clock(self) -> bool:
         """Whether the processor's seconds of a whole run are not known: all rows have the clock's then."""
         return any(run.whole and run.processor_seconds is None for run in self.runs)
@@ -303,11 +334,11 @@ class Results:
             reached += f" ({row['reached']} of {row['n']})"
         cells = {self.heading: row["method"]}
         if self.baseline:
-            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_interval"])
+            cells[self._last] = metrics.per_cent(row["last5"], row["last5_interval"])
             first = self.baseline if len(self.baseline) <= BRIEF else "first"
             cells[f"vs {first}"] = metrics.per_cent(row["difference"], row["difference_interval"])
         else:
-            cells["last 5"] = metrics.per_cent(row["last5"], row["last5_std"])
+            cells[self._last] = metrics.per_cent(row["last5"], row["last5_std"])
             cells["final"] = metrics.per_cent(row["final"], row["final_std"])
         if not several:
             cells["best"] = metrics.per_cent(row["best"])
@@ -366,7 +397,7 @@ class Results:
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
-            f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
+            f"{self._last}: mean over the {self._last} rounds; to {goal}: rounds to it; {worst}; MB: "
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
 

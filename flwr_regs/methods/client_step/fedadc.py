@@ -130,8 +130,8 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
         if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
-                f"which {what} would accumulate or rescale; for the paper's "
-                "local momentum (Alg. 4) give the strategy local_momentum=..."
+                f"and {what} may accumulate or rescale them; torch.optim.SGD, or a subclass of it, is "
+                "taken. For the paper's local momentum (Alg. 4) give the strategy local_momentum=..."
             )
         if self.local_momentum is None:
             return optimizer

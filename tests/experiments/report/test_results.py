@@ -44,7 +44,7 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     assert row["final_std"] == pytest.approx(0.14 / math.sqrt(2))
     assert (row["best"], row["worst_client"]) == (pytest.approx(0.87), 0.7)
     # three megabytes a round over four clients, seven rounds
-    megabytes = [row[name] for name in ("mb", "mb_to_target", "mb_down", "mb_up")]
+    megabytes = [row[name] for name in ("mb", "mb_to_target", "mb_down_turn", "mb_up_turn")]
     assert megabytes == pytest.approx([5.25, 2.25, 1.0, 0.5])
     assert (row["rounds_to_target"], row["seconds"], row["processor_seconds"]) == (3, 3.0, 2.0)
 
