@@ -155,11 +155,10 @@ def trust(bench: Bench) -> Iterator[str]:
             if labels <= {*ranks.mean.index}:
                 near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
                 said.append(
-                    f"Over {ranks.blocks} panels, `{ranks.mean.index[0]}` ranks best "
-                    f"({ranks.mean.iloc[0]:.1f}); {near} of {len(ranks.mean)} methods are within the "
-                    "critical difference of it, the gap in mean rank that tells two methods apart "
-                    f"(Nemenyi): {ranks.blocks} ranks for each method, without the sizes of differences, "
-                    "tell fewer apart than the paired differences within a panel."
+                    f"Mean ranks over {ranks.blocks} panels: `{ranks.mean.index[0]}` is the best "
+                    f"({ranks.mean.iloc[0]:.1f}). So few ranks separate few methods: {near} of "
+                    f"{len(ranks.mean)} are within Nemenyi's critical difference of it. The paired "
+                    "differences within a panel separate more."
                 )
         yield "\n".join(f"- {line}" for line in said)
         yield (
