@@ -125,6 +125,10 @@ def trust(bench: Bench) -> Iterator[str]:
         alike.setdefault(labels, []).append((panel.name, results))
     for labels, panels in alike.items():
         yield f"### {'; '.join(name for name, _ in panels)}"
+        for ranks in bench.ranks:
+            if labels <= {*ranks.mean.index}:
+                best = [label for label in ranks.mean.index if label in labels][:3]
+                yield f"**In short**: by mean rank, the best are {listed(best)}."
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []
         for name, results in panels:

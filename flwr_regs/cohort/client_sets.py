@@ -183,7 +183,8 @@ class ClientSets(Spelled):
                 if type(given) is not TensorDataset:
                     continue
                 labels = given.tensors[1]
-                if why := wrong_kind(output, labels[:1]) or wrong_label(output, labels):
+                outputs = output.expand(len(labels), *output.shape[1:])
+                if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels):
                     raise ValueError(f"{name}: client {pid}: {why}")
 
     def _output(self) -> Tensor | None:

@@ -127,7 +127,7 @@ def test_terms_that_do_not_go_together_are_refused(row: int) -> None:
             fr.RegStrategy(order)
 
 
-OTHER, ADDS_UP = "takes other steps", "SGD without momentum of their own"
+OTHER, ADDS_UP = "may take other steps", "SGD without momentum of their own"
 NOVA_BALL = partial(fr.FedNova, 0.5)
 MIME, LITE = partial(fr.Mime, 0.5), partial(fr.MimeLite, 0.5)
 CONFIGS: list[tuple[Any, Any, dict[str, Any], str]] = [

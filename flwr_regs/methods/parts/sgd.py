@@ -30,7 +30,7 @@ def check_plain(
 ) -> None:
     """Raise ValueError, the sentence `refused` about a factory, unless it makes plain SGD."""
     if what := unlike_sgd(optimizer, settings):
-        raise ValueError(refused.format(f"{what} takes other steps"))
+        raise ValueError(refused.format(f"{what} may take other steps"))
 
 
 def check_unclipped(config: Mapping[str, Any], refused: str) -> None:

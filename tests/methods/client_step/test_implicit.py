@@ -1,5 +1,6 @@
 """Implicit steps of quadratic pulls: their stability, and when a warning asks for them."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_a_strong_pull_diverges_explicitly_and_is_finite_implicitly(
 
 def warnings_of(log: Log, strategy: Any, client: Any) -> list[str]:
     run(strategy, client, rounds=5, lr=0.2, train={"local-steps": 1})
-    return log("implicit=True")
+    return log("implicit=True", logging.WARNING)
 
 
 OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
