@@ -43,6 +43,7 @@ TUNED = (
     "A small difference, even a decided one, may come from the learning rates: each method's is the best "
     "of a few that tuning drew, with one seed."
 )
+"""Said of a benchmark that tuned the learning rate."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 """What the papers claim, as comparisons of two rows of a card."""
 HASH = 16
@@ -125,10 +126,10 @@ def trust(bench: Bench) -> Iterator[str]:
         alike.setdefault(labels, []).append((panel.name, results))
     for labels, panels in alike.items():
         yield f"### {'; '.join(name for name, _ in panels)}"
-        for ranks in bench.ranks:
-            if labels <= {*ranks.mean.index}:
-                best = [label for label in ranks.mean.index if label in labels][:3]
-                yield f"**In short**: by mean rank, the best are {listed(best)}."
+        of_labels = [ranks for ranks in bench.ranks if labels <= {*ranks.mean.index}]
+        for ranks in of_labels:
+            best = [label for label in ranks.mean.index if label in labels][:3]
+            yield f"**In short**: by mean rank, the best are {listed(best)}."
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []
         for name, results in panels:
@@ -155,23 +156,27 @@ def trust(bench: Bench) -> Iterator[str]:
         ]
         if alone:
             said.append(f"Each client alone, without federation (`Local`): {'; '.join(alone)}.")
-        for ranks in bench.ranks:
-            if labels <= {*ranks.mean.index}:
-                near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
-                said.append(
-                    f"Mean ranks over {ranks.blocks} panels: `{ranks.mean.index[0]}` is the best "
-                    f"({ranks.mean.iloc[0]:.1f}). So few ranks separate few methods: {near} of "
-                    f"{len(ranks.mean)} are within Nemenyi's critical difference of it. The paired "
-                    "differences within a panel separate more."
-                )
+        for ranks in of_labels:
+            near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
+            said.append(
+                f"Mean ranks over {ranks.blocks} panels: `{ranks.mean.index[0]}` is the best "
+                f"({ranks.mean.iloc[0]:.1f}). So few ranks separate few methods: {near} of "
+                f"{len(ranks.mean)} are within Nemenyi's critical difference of it. The paired "
+                "differences within a panel separate more."
+            )
         yield "\n".join(f"- {line}" for line in said)
         yield (
             f"Differences to `{first}` in points{', best mean rank first' * bool(bench.ranks)}; "
             "**decided** ones are bold, and `?` is not decided:"
         )
         yield glance(bench, panels)
-        if any(space.key == "lr" for space in bench.experiment.tune):
+        if tunes_rates(bench):
             yield f"{TUNED} The tables below name them."
+
+
+def tunes_rates(bench: Bench) -> bool:
+    """Return whether each method's learning rate was tuned."""
+    return any(space.key == "lr" for space in bench.experiment.tune)
 
 
 def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
@@ -195,7 +200,7 @@ def differences(bench: Bench) -> Picture:
         if {*labels} <= {*(rows := {row["method"]: row for row in methods_of(results)})}
     }
     look, title = drawing.Look(font_size=7), _title(bench, len(labels))
-    return plots.differences(panels, first, title=title, note=TUNED, look=look)
+    return plots.differences(panels, first, title=title, note=TUNED * tunes_rates(bench), look=look)
 
 
 def _title(bench: Bench, methods: int) -> str:
