@@ -94,7 +94,9 @@ def fisher_diagonal(
             for batch in first:
                 sample = [t[0] for t in tensors(batch) if t.ndim and len(t)]
                 layers = find_layers(model, partial(nll, batch), params, sample)
-        sums = _Squares(total, params, memory, layers, in_place)
+        # vmap has no rule for recurrent layers, and takes some 15 times as long as one sample after another
+        together = not any(isinstance(module, nn.RNNBase) for module in model.modules())
+        sums = _Squares(total, params, memory, layers, in_place, together)
         limit = sys.maxsize if max_samples is None else max_samples
         most = sums.chunk // 4 if in_place else sums.chunk
         for batch, n in joined(chain(first, pairs), most, limit, device):
