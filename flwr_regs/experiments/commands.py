@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> int:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
     if args.dry_run:
-        _dry_run(experiment, args.resume or Path("nowhere"), args.workers)
+        _tell_costs(experiment, args.resume or Path("nowhere"), args.workers)
         return 0
     folder = args.resume or words.out_folder(out)
     if experiment.metrics:
@@ -67,6 +67,9 @@ def train(args: argparse.Namespace) -> int:
     if not args.resume:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
     with locked(folder), keeping(folder, args.command):
+        if experiment.tune:  # each stage tells its own costs alone
+            with suppress(RuntimeError):  # of a run that would fail: it says so better itself
+                _tell_costs(experiment, folder, args.workers, brief=True)
         trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
     if experiment.metrics:
         _report_card(experiment, [results for _, results in trained], folder)
@@ -251,7 +254,8 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     if not (records := [*recorded(tests, folder).values()]):
         raise ValueError(f"{folder} has no runs yet")
     first = records[0].label if experiment.baseline else ""
-    return Results(records, notes, experiment.heading, experiment.ordered, first)
+    lacking = len(tests) - sum(record.status != "unfinished" for record in records)
+    return Results(records, notes, experiment.heading, experiment.ordered, first, lacking)
 
 
 def _train(
@@ -310,8 +314,8 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
 
 
-def _dry_run(experiment: Experiment, folder: Path, workers: int) -> None:
-    """Say what would run, or what is missing in a folder."""
+def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool = False) -> None:
+    """Say what would run, or what is missing in a folder; if `brief`, in a line for each panel."""
     from flwr_regs.experiments.run.costs import Timed, estimate
 
     known: dict[Any, Timed] = {}
@@ -322,11 +326,13 @@ def _dry_run(experiment: Experiment, folder: Path, workers: int) -> None:
         lacking = [] if chosen else missing(experiment.trial_runs(panel), place / "tuning")
         lacking += missing(experiment.tests(panel), place)
         if not lacking:
-            _say(f"{name}{': ' * bool(name)}nothing is missing")
+            if not brief:
+                _say(f"{name}{': ' * bool(name)}nothing is missing")
             continue
         with Heartbeat(_say) as heartbeat:
             heartbeat.at("timing a step and a test batch")
-            for line in estimate(lacking, workers, known, name):
+            lines = estimate(lacking, workers, known, name)
+            for line in [*lines][-1:] if brief else lines:
                 _say(line)
 
 

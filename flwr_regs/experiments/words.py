@@ -23,6 +23,17 @@ SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
 """Command -> its seeds, where neither the words nor a card say otherwise."""
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
+OPTIONS = (
+    "seeds",
+    "workers",
+    "runner",
+    "gpus-per-client",
+    "tune",
+    "trials",
+    "tuning-seeds",
+    "resume",
+)
+"""Options that are easily taken for settings."""
 
 
 def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
@@ -186,9 +197,10 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(
                 f"'{text}' is not of the form key=value, such as lr=0.1 or methods='FedAvg, FedFOR'"
             )
-        if name == "seeds":
+        if name in OPTIONS:
             raise ValueError(
-                f"'seeds' is no setting: several seeds are --seeds {value} of run, sweep and bench"
+                f"'{name}' is an option, not a setting: --{name} {value} (`flwr-regs COMMAND --help` shows "
+                "which command has it)"
             )
         if name in given:
             raise ValueError(f"'{name}' is given twice: give it once")

@@ -46,8 +46,10 @@ def load(name: str) -> Experiment:
     if is_path and not path.is_file():
         raise ValueError(f"there is no card at {name}")
     if not is_path and name not in names():
+        of_source = [card for card in names() if card.startswith(name.partition("-")[0] + "-")]
+        hint = f"; there are {', '.join(of_source)}" if of_source else nearest(name, names())
         raise ValueError(
-            f"there is no card '{name}'{nearest(name, names())} (`flwr-regs protocols` shows all; your own "
+            f"there is no card '{name}'{hint} (`flwr-regs protocols` shows all; your own "
             "is a path that ends in .toml)"
         )
     file = path if is_path else FOLDER / f"{name}.toml"

@@ -94,13 +94,14 @@ def references(runs: Sequence[RunRecord]) -> set[str]:
 def _in_row(run: RunRecord) -> dict[str, Any]:
     """Return what a run adds to its row."""
     of_run = figures(run)
-    row = {
-        **{status: run.status == status for status in ENDS},
-        "failures": run.rejected,
-        "reached": of_run["rounds-to"] is not None,
-        "rounds_to_target": of_run["rounds-to"],
-        "mb_to_target": of_run["megabytes-to"],
-    }
+    row: dict[str, float | None] = {status: run.status == status for status in ENDS}
+    row["failures"] = run.rejected
+    if run.ended:
+        row |= {
+            "reached": of_run["rounds-to"] is not None,
+            "rounds_to_target": of_run["rounds-to"],
+            "mb_to_target": of_run["megabytes-to"],
+        }
     if run.rounds:
         row |= {f"mb_{way}_turn": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
         if "clipped" in run.rounds[-1]:

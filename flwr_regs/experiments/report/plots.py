@@ -4,9 +4,8 @@ The functions return matplotlib figures and never touch pyplot's state. They tak
 row for each run (``label``, ``seed``) and round with a test. Its columns are ``round`` (0 is the untrained
 model), ``accuracy`` in per cent, ``loss``, ``megabytes`` (10^6 bytes down and up until the end of the
 round, per client of the population), ``seconds`` of training until then by the clock,
-``processor_seconds`` with tests, ``hours`` that it would take on phones, ``stopped``, whether the run
-diverged or failed after its last round, and ``filled``, whether the
-row is of a run that diverged as it counts in the mean: with the untrained accuracy from there on.
+``processor_seconds`` with tests, ``hours`` that it would take on phones, and ``part``, what the run is: a
+key of `PARTS`.
 """
 
 from __future__ import annotations
@@ -46,6 +45,13 @@ X = {
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
 OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
 """What an accuracy is that is no test's -> its axis."""
+PARTS = {
+    "whole": "it ran to its end",
+    "stopped": "it diverged or failed after its last round",
+    "unfinished": "it has not ended",
+    "filled": "it diverged, as it counts in the mean: with the untrained accuracy from there on",
+}
+"""What a run of a picture is -> what that means."""
 DECIDED = {True: "#0072b2", False: "#d55e00"}
 """Whether a decided difference is positive -> its colour."""
 BANDS = {
@@ -78,7 +84,8 @@ def over_rounds(
     that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
-    kinds is also a thin line to its last finite y, with a cross there, and the label counts them.
+    kinds is also a thin line to its last finite y, with a cross there, and the label counts them. So is a
+    run that has not ended, without the cross.
 
     Parameters
     ----------
@@ -109,13 +116,12 @@ def over_rounds(
     chosen = points["label"].isin(look.methods)
     points = points[chosen] if chosen.any() else points
     if y != "accuracy":
-        points = points[~points["filled"]]
-    in_minutes = x == "hours" and points[x].max() < 1
-    if in_minutes:
-        points = points.assign(hours=60 * points[x])
+        points = points[points["part"] != "filled"]
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
-    points = points.assign(stopped=points["stopped"] | ~finite, x=points[x], y=points[y])
-    labels, whole = points["label"].unique(), points[~points["stopped"]]
+    part = points["part"].where(finite | (points["part"] == "unfinished"), "stopped")
+    broken = part.isin(["stopped", "unfinished"])
+    points = points.assign(part=part, broken=broken, x=points[x], y=points[y])
+    labels, whole = points["label"].unique(), points[~broken]
     counted = whole.groupby("label")["seed"].nunique().reindex(labels, fill_value=0)
     log = x == "megabytes" and _wide(points.groupby("label")[x].max())
     with drawing.style(look):
@@ -125,16 +131,17 @@ def over_rounds(
         for label in labels:
             line = drawing.line(looks[label], len(looks), ordered)  # the same as among all
             of_label = points[points["label"] == label]
-            ended = of_label.groupby("seed")["stopped"].any()
-            text = label
-            if ended.any():
-                text += f" ({ended.sum()}\u00a0of\u00a0{len(ended)}\u00a0stopped)"
+            seeds_of = of_label.groupby("part")["seed"].nunique()
+            text, number = label, of_label["seed"].nunique()
+            for what in ("stopped", "unfinished"):
+                if what in seeds_of:
+                    text += f" ({seeds_of[what]}\u00a0of\u00a0{number}\u00a0{what})"
             of_label = of_label[of_label[x] > 0] if log else of_label
-            broken = of_label["stopped"]
+            lost = of_label["broken"]
             shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
             most = 100 if y == "accuracy" else np.inf
-            end = _draw_mean(axes, of_label[~broken], band, line, shade, most)
-            end = max(end, _draw_broken(axes, of_label[broken], line), key=lambda xy: xy[1])
+            end = _draw_mean(axes, of_label[~lost], band, line, shade, most)
+            end = max(end, _draw_broken(axes, of_label[lost], line), key=lambda xy: xy[1])
             lines.append((*end, text, line))
         curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
         if target is not None:
@@ -156,8 +163,7 @@ def over_rounds(
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
-        across = X[x].replace("hours", "minutes") if in_minutes else X[x]
-        axes.set(xlabel=across, ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
+        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
         words = seeds_in_words(seeds or counted.to_dict())
         caption = f"{words}." if words else ""
         if counted.max() > 1:
@@ -170,12 +176,15 @@ def over_rounds(
             caption += " Time by Eqs. 9 and 10 of the Field Guide."
         if x == "round" and points["x"].min() == 1:
             caption += " There is no test before round 1."
-        if points["stopped"].any():
+        parts = {*points["part"]}
+        if "stopped" in parts:
             caption += " Thin line with a cross: a run that stopped there"
-            if points["filled"].any():
+            if "filled" in parts:
                 caption += "; if it diverged, it counts in the mean as untrained from there."
             else:
                 caption += "; it is in no mean." if words else "; none finished."
+        if "unfinished" in parts:
+            caption += " Thin line: a run that has not ended, and is in no mean."
         if look.accuracy and y == "accuracy":
             low, top = look.accuracy
             if not any(
@@ -257,7 +266,8 @@ def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> tupl
         run = run[np.isfinite(run["y"]).cummin()]
         axes.plot(run["x"], run["y"], gid=f"stopped {label}", **thin)
         last = run[-1:]
-        axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **cross)
+        if {*run["part"]} == {"stopped"}:
+            axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **cross)
         ends += zip(last["x"], last["y"], strict=True)
     return max(ends, key=lambda xy: xy[1])
 
@@ -366,6 +376,7 @@ def differences(
     panels: Mapping[str, Sequence[Mapping[str, Any]]],
     first: str,
     *,
+    last: str = "last 5",
     seeds: Mapping[str, int] | None = None,
     title: str = "",
     note: str = "",
@@ -378,6 +389,7 @@ def differences(
     panels : a panel's name -> rows of its table (:func:`flwr_regs.experiments.report.metrics.rows`) that
         have a difference and an interval; every panel has the same methods in the same order
     first : the method that they are compared with
+    last : over how many rounds an accuracy is a mean
     seeds : method -> its number of seeds; by default the caption does not say it
     title : one sentence above the axes, if the look has none
     note : one more sentence below them
@@ -403,7 +415,7 @@ def differences(
             axes.tick_params(axis="y", length=0)
         _name_rows(picture, every[0], labels, short=len(panels) > 1)
         every[0].set_ylim(len(labels) - 0.4, -0.6)
-        what = f"points of accuracy above {first}, mean of the last five rounds"
+        what = f"points of accuracy above {first}, mean of the {last} rounds"
         if len(panels) == 1:
             every[0].set_xlabel(what)
         words = seeds_in_words(seeds or {})

@@ -65,6 +65,8 @@ class Results:
         Whether the labels are the values of an ordered parameter.
     baseline : str
         If set, a label: the table has 95 % intervals, and each row's paired difference to this one.
+    lacking : int
+        Planned runs that have not ended, nor failed: no difference is tested before they have.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class Results:
         heading: str = "method",
         ordered: bool = False,
         baseline: str = "",
+        lacking: int = 0,
     ) -> None:
         if not runs:
             raise ValueError("there are no runs yet")
         self.runs, self.notes, self.heading, self.ordered = [*runs], [*notes], heading, ordered
-        self.baseline = baseline
+        self.baseline, self.lacking = baseline, lacking
 
     @property
     def seeds(self) -> list[int]:
@@ -118,7 +121,11 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
-        return metrics.rows(self.runs, self.baseline)
+        rows = metrics.rows(self.runs, self.baseline)
+        if self.baseline and self.lacking:
+            untested = {"p": None, "p_holm": None, "decided": False}
+            rows = [row | untested for row in rows]
+        return rows
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each label.
@@ -219,11 +226,12 @@ class Results:
 
         if not (rows := self.compared()):
             raise ValueError(
-                "differences need a baseline, and two seeds that it and a method ended"
+                "differences need a baseline, two seeds of it and of a method, and that all runs have ended"
             )
         seeds = {row["method"]: row["n"] for row in rows}
         title = self._title
-        return plots.differences({"": rows}, self.baseline, seeds=seeds, title=title, look=look)
+        how: dict[str, Any] = {"last": self._last, "seeds": seeds, "title": title, "look": look}
+        return plots.differences({"": rows}, self.baseline, **how)
 
     def rounds(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each test of a model, of each run.
@@ -272,7 +280,7 @@ class Results:
         tables = [
             pd.DataFrame(
                 {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
-            ).assign(accuracy=100 * np.quantile(each, shares), stopped=False, filled=False)
+            ).assign(accuracy=100 * np.quantile(each, shares), part="whole")
             for (label, seed), each in self.clients().groupby(["method", "seed"], sort=False)[
                 "accuracy"
             ]
@@ -291,14 +299,15 @@ class Results:
         for run in self.runs:
             if run.accuracy:
                 points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
-                points = points.assign(accuracy=100 * points["accuracy"], filled=False)
-                tables.append(points.assign(stopped=run.status != "ended"))
+                points["accuracy"] *= 100
+                part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
+                tables.append(points.assign(part=part))
                 if run.diverged:  # as the table's means take it
                     rounds = range(run.job["rounds"] + 1)
                     rest = points.set_index("round").reindex(rounds).rename_axis("round")
                     rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
                     rest = rest.ffill().reset_index()
-                    tables.append(rest.assign(filled=True, stopped=False))
+                    tables.append(rest.assign(part="filled"))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
@@ -402,13 +411,19 @@ class Results:
         ]
 
     def compared(self) -> list[dict[str, Any]]:
-        """Return the rows of methods whose difference to the baseline has an interval."""
+        """Return the rows of methods whose difference to the baseline is tested; none before all ended."""
+        if self.lacking:
+            return []
         without = metrics.references(self.runs)
         rows = [row for row in self.rows() if row.get("difference_interval") is not None]
         return [row for row in rows if row["method"] not in without]
 
     def decisions(self) -> list[str]:
         """Say which differences to the baseline are decided, and how small ones these seeds could show."""
+        if self.lacking:
+            there = sum(run.status != "unfinished" for run in self.runs)
+            runs = f"{self.lacking} of {self.lacking + there} runs"
+            return [f"Interim: {runs} have not ended; differences are tested when all have."]
         if not (compared := self.compared()):
             return []
         decided = [row["method"] for row in compared if row["decided"]]

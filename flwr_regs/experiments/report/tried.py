@@ -85,10 +85,8 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
             several = [run for run in of_point if run.job["rounds"] == row["rounds"]]
             seeds[label] = len(several)
             points = Results(several)._points()
-            mean = points[~points["filled"]].groupby("round").mean(numeric_only=True)
-            best.append(
-                mean.reset_index().assign(label=label, seed=place, stopped=False, filled=False)
-            )
+            mean = points[points["part"] != "filled"].groupby("round").mean(numeric_only=True)
+            best.append(mean.reset_index().assign(label=label, seed=place, part="whole"))
     if best:
         drawn["tuning-gap"] = plots.over_rounds(
             pd.concat(best),

@@ -43,6 +43,8 @@ class Progress:
 
     def round(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
         """Note that a run has trained a round (0: tested the initial model) and show it."""
+        if not self.seen[label, seed] and 1 < server_round < self.rounds[label, seed]:
+            self.say(f"{label}, seed {seed}: goes on after round {server_round - 1}")
         self.seen[label, seed] = server_round
         self.first = self.first or (time.monotonic(), sum(self.seen.values()))
         self.show(label, seed, accuracy)
@@ -67,10 +69,10 @@ class Progress:
         """Say how long the rest takes, if it goes on as it did."""
         done, total = sum(self.seen.values()), sum(self.rounds.values())
         began, before = self.first or (0.0, done)
-        if done in (before, total):
+        spent = time.monotonic() - began
+        if done in (before, total) or spent < BREATH:  # news of several rounds may come at once
             return ""
-        seconds = (time.monotonic() - began) / (done - before) * (total - done)
-        return f"{duration(seconds)} left"
+        return f"{duration(spent / (done - before) * (total - done))} left"
 
 
 class Lines(Progress):

@@ -33,8 +33,8 @@ WORDS = ["FedAvg", "FedFOR(alpha=0.5)", "a b", "x" * 40, "$_^{", "FedBN+FedFOR(a
 def run(label: str, seed: int, accuracy: Any, start: int = 0, **more: Any) -> pd.DataFrame:
     """A run whose rounds take 0.2 MB and 1.5 s, and whose loss is a hundredth of the accuracy."""
     rounds = np.arange(start, start + len(accuracy), dtype=float)
-    columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, "stopped": False}
-    columns |= {"filled": False, "hours": rounds / 60}
+    columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, "part": "whole"}
+    columns |= {"hours": rounds / 60}
     columns |= {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **more}
     return pd.DataFrame({"label": label, "seed": seed, "round": rounds, **columns})
 
@@ -93,7 +93,7 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     spent = 1 + np.arange(6) + sampled(4, seed=1)
     pairs = enumerate(zip(values, spent, strict=True))
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
-    curves += [run("A", 8, [10, 20, 15], stopped=True), run("A", 9, [10, 30, 40, NAN, 50, 60])]
+    curves += [run("A", 8, [10, 20, 15], part="stopped"), run("A", 9, [10, 30, 40, NAN, 50, 60])]
     curves += [run("B", k, v, megabytes=spent[0]) for k, v in enumerate(sampled(3))]
     figure = drawn(curves, x, y, band="95 % interval" if interval else "standard deviation")
     unit = 100 if y == "loss" else 1
@@ -119,6 +119,11 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     assert caption.endswith("Thin line with a cross: a run that stopped there; it is in no mean.")
     assert ("By the clock" in caption) == (x == "seconds")
     assert "none finished" in text_of(drawn(curves[4:6]), "caption")
+    going = drawn([*curves[:4], run("A", 8, [10, 20], part="unfinished")], x, y)
+    assert len(artists(going, "stopped A")) == 1
+    assert not artists(going, "cross A")
+    assert "A (1 of 5 unfinished)" in text_of(going, "label")
+    assert text_of(going, "caption").endswith("a run that has not ended, and is in no mean.")
 
 
 def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
@@ -371,9 +376,8 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
             entry["cohort"] = [0, 1]
     # 1 MB at 0.75 MB/s, 0.5 MB at 0.25 MB/s, 7 times half of 2 s, 10 s, and half a second
     picture = results.plot("hours")
-    minutes = artists(picture, "mean A")[0].get_xdata()
-    assert minutes[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 60)
-    assert "(minutes)" in picture.axes[0].get_xlabel()
+    hours = artists(picture, "mean A")[0].get_xdata()
+    assert hours[1:] == pytest.approx(np.array([1, 2]) * (1 / 0.75 + 2 + 7 + 10 + 0.5) / 3600)
 
 
 def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(

@@ -78,10 +78,10 @@ def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None
         "A: 1 of 2 seeds diverged (in the mean as untrained, 10.0%); seed 2: diverged in round 3"
     ]
     points = Results(both)._points()
-    filled = points[points["filled"]]
+    filled = points[points["part"] == "filled"]
     assert filled["accuracy"].tolist() == pytest.approx([10, 90, 90, *[10] * 28])
     assert filled["megabytes"].tolist() == pytest.approx([0, 0.75, *[1.5] * 29])
-    assert points[points["stopped"]]["round"].tolist() == [0, 1, 2]
+    assert points[points["part"] == "stopped"]["round"].tolist() == [0, 1, 2]
     every = [*both, *(run("B", [v], seed) for seed, v in enumerate(GOOD[:2], start=1))]
     paired = metrics.rows(every, "B")[0]
     assert paired["difference"] == pytest.approx((0.9 + 0.1 - 0.5 - 0.8) / 2)
@@ -120,8 +120,8 @@ def test_a_seed_that_is_not_finished_is_counted_and_in_no_mean() -> None:
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
     said = "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds"
     assert metrics.warnings(both) == [said]
-    stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
-    assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
+    parts = Results(both)._points().groupby(["seed", "part"]).size()
+    assert parts.to_dict() == {(1, "whole"): 8, (2, "unfinished"): 3}
     assert metrics.rows([run("A", [], ended=False)])[0]["last5"] is None
 
 
@@ -137,6 +137,12 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
     # 5.6535 / sqrt(3) deviations, which are 0.01 and 0.0635: the larger of two is the median
     assert "20.73 points for the median method (3.26 to 20.73)" in text
     assert "80 % power" not in Results(every[::3], baseline="Base").text()  # one seed
+    interim = Results(every, baseline="Base", lacking=3)
+    assert "Interim: 3 of 12 runs have not ended" in " ".join(interim.text().split())
+    assert "ecided" not in interim.text()
+    assert "textbf" not in interim.latex()
+    with pytest.raises(ValueError, match="all runs have ended"):
+        interim.plot("differences")
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:

@@ -43,6 +43,14 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
     assert len(told) <= 2  # seldom, as it goes on
 
 
+def test_a_resumed_run_says_where_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = runs_of(methods="FedAvg", rounds=9)
+    lines = Lines([run])
+    lines.round(*run.key, 5, 0.5)
+    lines.round(*run.key, 6, 0.5)
+    assert capsys.readouterr().out.count("goes on after round 4") == 1
+
+
 def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
