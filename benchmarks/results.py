@@ -353,7 +353,7 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
     said = []
     for claim, of, p in zip(of_papers, gaps, adjusted, strict=True):
         if of is None or not len(of):
-            said.append(("not run", "–"))
+            said.append(("not run", f"needs {claim['needs']}" if "needs" in claim else "–"))
             continue
         decided = p < statistics.LEVEL or (len(of) > 1 and not np.ptp(of) and of[0] != 0)
         verdict = (
@@ -362,13 +362,13 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         experiment = Bench.of(claim["card"]).experiment
         scaled = "" if experiment.setting == "paper" else f", {experiment.setting}"
         metric = claim["metric"]
-        half = None
+        way, half = "ahead" if np.mean(of) > 0 else "behind", None
         if len(of) > 1 and np.ptp(of):
             half = float(statistics.half_interval(pd.DataFrame([of])).iloc[0])
-        by = metrics.shown(metric, float(np.mean(of)), half)
+        by = metrics.shown(metric, abs(float(np.mean(of))), half)
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
-        said.append((verdict, f"{link}{scaled}: ahead by {by} {unit}, {len(of)} seeds"))
+        said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds"))
     return said
 
 
@@ -405,18 +405,18 @@ def claims_page() -> str:
         for claim, said in zip(claims(), verdicts(claims()), strict=True)
     ]
     head = ("source", "claim", "its figures", "card, panel", "here", "run")
-    ran = sum(run != "–" for *_, run in rows)
-    counts = Counter(verdict for *_, verdict, run in rows if run != "–")
+    counts = Counter(verdict for *_, verdict, _ in rows)
+    ran = len(rows) - counts.pop("not run", 0)
     verdicts_said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     text = (
         f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}. Each is a "
         "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
         "bench CARD` runs. *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value "
         "over the claims that ran is below 0.05. *Does not hold*: it is significantly behind. *Not "
-        "decided here*: these seeds do not tell. *Not run*: no raw runs are kept; most of these cards "
-        "need a GPU. A card that is not at its paper's setting is marked: with fewer rounds and "
-        "examples, its differences are not the paper's. `python -m benchmarks.results report` makes "
-        "this page of `benchmarks/claims.toml` and the raw runs beside it."
+        "decided here*: these seeds do not tell, as most of the cards' sources have three or four. *Not "
+        "run*: no raw runs are kept. A card that is not at its paper's setting is marked: with fewer "
+        "rounds and examples, its differences are not the paper's. `python -m benchmarks.results report` "
+        "makes this page of `benchmarks/claims.toml` and the raw runs beside it."
     )
     return f"{text}\n\n{table(head, rows)}\n"
 
