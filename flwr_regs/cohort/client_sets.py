@@ -25,7 +25,7 @@ from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
-from flwr_regs.client.train.remedies import is_cross_entropy, wrong_kind, wrong_label
+from flwr_regs.client.train.remedies import is_cross_entropy, remedy, wrong_kind, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT
 from flwr_regs.wire.config import Spelled
@@ -168,35 +168,41 @@ class ClientSets(Spelled):
     def check(self, evaluates: bool) -> None:
         """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
 
-        And labels of a wrong type or shape, or that are none of the model's classes, in sets that are
-        tensors.
+        And in sets that are tensors: inputs of a type or width that the model does not take; labels of a
+        wrong type or shape, or that are none of the model's classes.
         """
         if evaluates and not self._test:
             raise ValueError(
                 "the clients have no test sets to evaluate on: give Clients test_sets=, or set "
                 "fraction_evaluate=0 on the strategy"
             )
-        if (output := self._output()) is None:
+        if self.model is None or not is_cross_entropy(self.task.loss_fn):
             return
+        model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
+        known: dict[Any, Tensor | None] = {}
         for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
             for pid, given in enumerate(sets):
                 if type(given) is not TensorDataset:
                     continue
-                labels = given.tensors[1]
+                inputs, labels = given.tensors
+                kind = inputs.dtype, inputs.shape[1:]
+                if kind not in known:
+                    known[kind] = self._output(model, inputs[:1], f"{name}: client {pid}")
+                if (output := known[kind]) is None:
+                    continue
                 outputs = output.expand(len(labels), *output.shape[1:])
                 if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels):
                     raise ValueError(f"{name}: client {pid}: {why}")
 
-    def _output(self) -> Tensor | None:
-        """Return what the model makes of an example, if labels must fit that; None if that is not known."""
-        if type(self._train[0]) is not TensorDataset or not is_cross_entropy(self.task.loss_fn):
-            return None
+    def _output(self, model: nn.Module, inputs: Tensor, whose: str) -> Tensor | None:
+        """Return what the model makes of an example; None if that is not known."""
         try:
-            model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                output = self.task.output(model, self._train[0].tensors[0][:1])
-        except Exception:  # whatever a user's model raises: its clients say it better
-            return None
+                output = self.task.output(model, inputs)
+        except Exception as error:  # whatever a user's model raises
+            if why := remedy(error, inputs, None, None, model):
+                raise ValueError(f"{whose}: {why}") from error
+            return None  # its clients say it better
         return output if isinstance(output, Tensor) else None
 
     def client(self, pid: int, identity: Identity) -> OneClient:

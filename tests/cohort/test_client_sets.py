@@ -283,6 +283,16 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
         0.0,
         "train_sets: client 1: a label is ., but the model has 3 outputs",
     ),
+    "width": (
+        {"train_sets": [pair(0), (np.pad(pair(1)[0], ((0, 0), (0, 3))), pair(1)[1])]},
+        0.0,
+        r"train_sets: client 1: an example has the shape \(\d+,\), which does not fit a layer",
+    ),
+    "precision": (
+        {"test_sets": [pair(0), (pair(1)[0].double(), pair(1)[1])]},
+        1.0,
+        r"test_sets: client 1: the inputs are torch.float64, expected torch.float32",
+    ),
     "types": (
         {"train_sets": [pair(0), (pair(1)[0], pair(1)[1].float())]},
         0.0,
@@ -329,7 +339,9 @@ def test_a_gpu_that_is_not_there_is_found_where_clients_are_made() -> None:
 
 def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) -> None:
     """Neither by the stack, as torch says it, nor by a line for each client."""
-    wide = [(np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1]) for k in range(5)]
+    wide = [
+        lambda k: (np.pad(pair(k)[0], ((0, 0), (0, 3))), pair(k)[1])
+    ] * 5  # not looked at before
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
     with pytest.raises(fr.RoundFailed) as failed:
         run(strategy, fr.StackedGrid(clients_of(wide)))
