@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
 from tests.golden.messages import of_message
@@ -146,15 +144,15 @@ class RecordingGrid(fr.InProcessGrid):
         return replies
 
 
-def messages(name: str, app: ClientApp | None = None) -> list[dict[str, Any]]:
-    """Run a scenario, with the package's own clients or another `app`, and return all its messages."""
+def messages(name: str) -> list[dict[str, Any]]:
+    """Run a scenario, and return all its messages."""
     s = SCENARIOS[name]
 
     def client_fn(context: Context) -> Any:
         mine = batches(int(context.node_config["partition-id"]))
         return s.client(model(s.frozen), mine, mine, device="cpu")
 
-    grid = RecordingGrid(app or fr.client_app(client_fn), s)
+    grid = RecordingGrid(fr.client_app(client_fn), s)
     settings = {"seed": 5, "fraction_evaluate": 0.0 if s.evaluate is None else 1.0, **s.settings}
     s.strategy(**settings).start(
         grid=grid,
@@ -164,23 +162,3 @@ def messages(name: str, app: ClientApp | None = None) -> list[dict[str, Any]]:
         evaluate_config=ConfigRecord({**(s.evaluate or {})}),
     )
     return grid.seen
-
-
-def own_loop(client: type[fr.RegClient]) -> fr.RegClientApp:
-    """Return an app with a training loop as a user writes it."""
-    app = fr.RegClientApp()
-
-    @app.train()
-    def fit(message: Message, context: Context) -> Message:
-        net, mine = model(), batches(int(context.node_config["partition-id"]))
-        loop = fr.ClientRound(message, client, net, mine, device="cpu")
-        optimizer = loop.optimizer(torch.optim.SGD)
-        for x, y in loop.batches():
-            optimizer.zero_grad()
-            output = net(x)
-            torch.autograd.backward(loop.loss(cross_entropy(output, y), x, y, output))
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    return app
