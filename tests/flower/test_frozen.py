@@ -29,10 +29,6 @@ def net(seed: int = 0) -> nn.Sequential:
     return model
 
 
-def thawed() -> nn.Module:
-    return net().requires_grad_(True)
-
-
 def batches(pid: int) -> list[Any]:
     g = torch.Generator().manual_seed(pid)
     n = 5 + pid
@@ -126,7 +122,8 @@ def test_what_is_missing_or_unknown_is_an_error_with_its_name() -> None:
 def test_a_client_that_trains_what_the_others_freeze_is_named() -> None:
     for arrays, why in ((fr.trainable(net()), "missing"), (net().state_dict(), "other parameters")):
         strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
-        start(strategy, grid_of(fr.FedAvgClient, {1: thawed}), arrays, 2)
+        grid = grid_of(fr.FedAvgClient, {1: lambda: net().requires_grad_(True)})
+        start(strategy, grid, arrays, 2)
         for entry in strategy.history:
             assert list(entry["failures"]) == [1]
             assert why in entry["failures"][1]

@@ -20,17 +20,12 @@ def keys_of(nest: Any) -> set[str]:
     return {key for value in nest for key in keys_of(value)} if isinstance(nest, list) else set()
 
 
-def records_of(golden: Any) -> list[Any]:
-    """The configs of all messages."""
-    contents = [m.get("content", {}) for run in golden for m in run]
-    return [c["config"]["ConfigRecord"] for c in contents if "config" in c]
-
-
 def test_the_protocols_keys_and_messages_occur() -> None:
     golden = [stored.read(name) for name in SCENARIOS]
     found = keys_of(golden) | {m["type"] for run in golden for m in run}
-    said = [r.get(keys.MEMORY_KEY, []) for r in records_of(golden)]
-    found |= {word for words in said for word in words}
+    contents = [m.get("content", {}) for run in golden for m in run]
+    configs = [c["config"]["ConfigRecord"] for c in contents if "config" in c]
+    found |= {word for config in configs for word in config.get(keys.MEMORY_KEY, [])}
     named = {v for k, v in vars(keys).items() if k.isupper() and isinstance(v, str)}
     on_the_node = {keys.FLOWER_KEY, keys.NAMES_KEY, keys.STEP, keys.MODEL, keys.MEMORY}
     assert named - found == on_the_node | {keys.NOT_SAVED, keys.LOST_PRIVATE}  # accidents

@@ -25,10 +25,6 @@ def uneven(pid: int, turn: int) -> float:
     return [1.0, 2.5, 0.7, 1.9, 3.3][pid] + 0.01 * (turn % 3)
 
 
-def in_pairs(pid: int, turn: int) -> float:
-    return 1.0 + pid % 2
-
-
 def grid_of(
     client: Any = fr.FedAvgClient, kind: Any = InProcessGrid, model: Any = make_model
 ) -> Any:
@@ -55,7 +51,7 @@ def told(strategy: fr.RegStrategy, key: str) -> list[Any]:
         pytest.param(2, 3, uneven, id="stale"),
         pytest.param(6, 2, uneven, id="a-client-twice-in-a-buffer"),
         pytest.param(4, 5, lambda k, turn: 2.0, id="at-one-instant"),
-        pytest.param(3, 4, in_pairs, id="some-at-one-instant"),
+        pytest.param(3, 4, lambda k, turn: 1.0 + k % 2, id="some-at-one-instant"),
         pytest.param(3, 1, uneven, id="one-at-a-time"),
     ],
 )
