@@ -435,6 +435,8 @@ def differences(
 def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = None) -> Picture:
     """Draw the accuracy on held-out data over what was tuned: a curve's points for each method, or a map.
 
+    The values of a whole grid stand at equal distances; others, if positive, at a logarithmic axis.
+
     Parameters
     ----------
     trials : a row for each point that was tried, a method's best ones first: ``label``, ``rounds`` that it
@@ -450,7 +452,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
     with drawing.style(look):
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
         width = picture.get_figwidth()
-        columns = min(len(labels), max(1, int(width / 1.5)))
+        columns = min(len(labels), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
         finite = trials["accuracy"].dropna()
         low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
         coloured = None
@@ -461,6 +463,10 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             y = ys[0] if ys else None
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
             across, up = of_label[x], of_label[y] if y else shown.fillna(low)
+            values: dict[Any, Any] = {}
+            if y and len(of_label) == across.nunique() * up.nunique():
+                values = {key: np.unique(of_label[key]) for key in (x, y)}
+                across, up = (of_label[key].rank(method="dense") - 1 for key in (x, y))
             area = np.where(of_label["rounds"] < most, 14, 30)
             filled: dict[str, Any] = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
             dots = axes.scatter(across, up, area, gid=f"trials {label}", **filled)
@@ -471,11 +477,14 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
                 best, ("best", "second"), "*o", (18, 11), strict=False
             ):
                 mark = {"marker": marker, "markersize": size, "fillstyle": "none", "color": circled}
-                axes.plot(across[at], up[at], gid=f"{name} {label}", **mark)
+                axes.plot(across[at], up[at], clip_on=False, gid=f"{name} {label}", **mark)
             logarithmic = []
-            for axis, key, values in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
+            for axis, key, places in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
                 name = "accuracy (%)" if key is None else key.rpartition(".")[2]
-                if key is not None and values.dtype.kind == "f" and values.min() > 0:
+                if key in values:
+                    texts = [f"{v:g}" if isinstance(v, float) else f"{v}" for v in values[key]]
+                    axis.set_ticks(range(len(texts)), texts)
+                elif key is not None and places.dtype.kind == "f" and places.min() > 0:
                     getattr(axes, f"set_{axis.axis_name}scale")("log")
                     logarithmic.append(axis)
                 axis.set_label_text(name)
