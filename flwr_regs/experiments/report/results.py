@@ -512,7 +512,7 @@ def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:
 def ranks_over(results: Sequence[Results]) -> list[Ranks]:
     """Return the methods' ranks by ``last5`` over panels that have the same ones; the most methods first.
 
-    None where there are fewer than two panels or three methods.
+    None where there are fewer than two panels or three methods. Panels with runs to come have no ranks yet.
     """
     import pandas as pd
 
@@ -520,6 +520,8 @@ def ranks_over(results: Sequence[Results]) -> list[Ranks]:
 
     groups: dict[frozenset[str], list[dict[str, float]]] = {}
     for of_panel in results:
+        if of_panel.lacking:
+            continue
         without = metrics.references(of_panel.runs)
         scores = {row["method"]: row["last5"] for row in of_panel.rows()}
         scores = {label: x for label, x in scores.items() if label not in without and x is not None}
