@@ -125,11 +125,20 @@ def trust(bench: Bench) -> Iterator[str]:
         labels = frozenset(row["method"] for row in methods_of(results))
         alike.setdefault(labels, []).append((panel.name, results))
     for labels, panels in alike.items():
-        yield f"### {'; '.join(name for name, _ in panels)}"
+        names_of = "; ".join(name for name, _ in panels)
+        several = f"{len(panels)} panels, {len(labels) + 1} methods"
+        yield f"### {several if len(panels) > 1 else names_of}"
+        if len(panels) > 1:
+            yield f"Panels: {names_of}."
         of_labels = [ranks for ranks in bench.ranks if labels <= {*ranks.mean.index}]
         for ranks in of_labels:
             best = [label for label in ranks.mean.index if label in labels][:3]
-            yield f"**In short**: by mean rank, the best are {listed(best)}."
+            near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
+            yield (
+                f"**In short**: by mean rank, the best are {listed(best)}; but {near} of the "
+                f"{len(ranks.mean)} methods are within Nemenyi's critical difference of the first, so that "
+                "the ranks alone separate few. The paired differences within a panel separate more."
+            )
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []
         for name, results in panels:
@@ -157,12 +166,9 @@ def trust(bench: Bench) -> Iterator[str]:
         if alone:
             said.append(f"Each client alone, without federation (`Local`): {'; '.join(alone)}.")
         for ranks in of_labels:
-            near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
             said.append(
                 f"Mean ranks over {ranks.blocks} panels: `{ranks.mean.index[0]}` is the best "
-                f"({ranks.mean.iloc[0]:.1f}). So few ranks separate few methods: {near} of "
-                f"{len(ranks.mean)} are within Nemenyi's critical difference of it. The paired "
-                "differences within a panel separate more."
+                f"({ranks.mean.iloc[0]:.1f})."
             )
         yield "\n".join(f"- {line}" for line in said)
         yield (
@@ -362,13 +368,16 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         experiment = Bench.of(claim["card"]).experiment
         scaled = "" if experiment.setting == "paper" else f", {experiment.setting}"
         metric = claim["metric"]
-        way, half = "ahead" if np.mean(of) > 0 else "behind", None
+        higher = metrics.METRICS[metric].unit == "%"
+        ways = ("ahead", "behind") if higher else ("lower", "higher")
+        way, half = ways[bool(np.mean(of) < 0)], None
         if len(of) > 1 and np.ptp(of):
             half = float(statistics.half_interval(pd.DataFrame([of])).iloc[0])
         by = metrics.shown(metric, abs(float(np.mean(of))), half)
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
-        said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds"))
+        chance = "" if np.isnan(p) else f", adjusted p = {p:.2g}"
+        said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds{chance}"))
     return said
 
 
@@ -411,12 +420,17 @@ def claims_page() -> str:
     text = (
         f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}. Each is a "
         "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
-        "bench CARD` runs. *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value "
-        "over the claims that ran is below 0.05. *Does not hold*: it is significantly behind. *Not "
-        "decided here*: these seeds do not tell, as most of the cards' sources have three or four. *Not "
-        "run*: no raw runs are kept. A card that is not at its paper's setting is marked: with fewer "
-        "rounds and examples, its differences are not the paper's. `python -m benchmarks.results report` "
-        "makes this page of `benchmarks/claims.toml` and the raw runs beside it."
+        "bench CARD` runs.\n\n"
+        "- *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that "
+        "ran is below 0.05. *Does not hold*: it is behind, with such a p-value.\n"
+        "- *Not decided here*: these seeds do not tell; most sources use only three or four. The 95 % "
+        "interval after ± is of one claim by itself. With so many claims, one whose interval leaves out 0 "
+        "may still be chance, so the adjusted p-value decides.\n"
+        "- *Not run*: no raw runs are kept.\n"
+        "- *reduced*: smaller than the paper's setting, with fewer rounds and examples. Such a difference "
+        "is not the paper's.\n\n"
+        "`python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the raw "
+        "runs beside it."
     )
     return f"{text}\n\n{table(head, rows)}\n"
 

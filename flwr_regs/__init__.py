@@ -94,6 +94,8 @@ def __getattr__(name: str) -> Any:
     why = f"module 'flwr_regs' has no attribute '{name}'"
     if name == "wrap":
         why += "; Flower's privacy wrappers are not supported, use privacy=CentralDP(...)"
+    elif name == "check_method":
+        why += "; it is in flwr_regs.testing"
     elif not name.startswith("_"):
         from flwr_regs.wire.config import nearest
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -33,6 +35,12 @@ from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncom
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
+
+STILL = (
+    "{} local steps have left the model where it began: is the optimiser's step() called, does it move "
+    "the parameters, and is the learning rate large enough for their type?"
+)
+"""Said of a round whose gradients were not zero."""
 
 
 class LocalTraining:
@@ -174,9 +182,10 @@ class LocalTraining:
         self._went_back = False
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._before: Arrays | None = None  # the parameters, while the model is perturbed
-        begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
-        if begin is not self._ctx.start:
-            _write(self._values, begin)
+        self._begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
+        self._steep = False  # whether the first step had a gradient
+        if self._begin is not self._ctx.start:
+            _write(self._values, self._begin)
 
     @property
     def _values(self) -> Arrays:
@@ -360,6 +369,10 @@ class LocalTraining:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
+        if not self._taken:
+            self._steep = any(
+                bool(p.grad.any()) for p in self._params.values() if p.grad is not None
+            )
         self._optimizer.corrected()
         self._step_ctx, self._in_step = self._ctx, False
         self._taken += 1
@@ -403,11 +416,14 @@ class LocalTraining:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
+        begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())
+        moved = any(not torch.equal(v, first) for v, first in begin)
         if not taken:  # an inactive client: its model and state do not change
-            first = self._term.start(start, self._ctx) if self.num_steps else start
-            if any((v != first[n].to(v.dtype)).any() for n, v in self._values.items()):
+            if moved:
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
+        elif self._steep and self._ctx.lr and not moved:
+            warnings.warn(STILL.format(taken), stacklevel=2)  # once, not for each client and round
         delta = {name: v - start[name] for name, v in self._values.items()}
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
@@ -446,10 +462,13 @@ def local_round(
 ) -> LocalResult:
     """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`.
 
-    `optimizer` is the client's own ``optimizer(params, lr=lr)``. None: what `config` describes, or SGD.
+    `optimizer` is the client's own ``optimizer(params, lr=lr)``. None: what `config` describes, or SGD. Its
+    ``step()`` finds the gradients in ``.grad``; one that demands a closure, as LBFGS's does, gets it.
     """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
+    closure = inspect.signature(opt.step).parameters.get("closure")
+    demanded = closure is not None and closure.default is inspect.Parameter.empty
     taken = 0
 
     def corrected(batch: tuple[Any, Any]) -> Any:
@@ -461,7 +480,11 @@ def local_round(
 
     try:
         for batch in training.batches():
-            opt.step(partial(corrected, batch))  # LBFGS calls it more than once
+            if demanded:
+                opt.step(partial(corrected, batch))  # LBFGS calls it more than once
+            else:
+                corrected(batch)
+                opt.step()
             taken += 1
         return training.finish(taken)
     finally:

@@ -31,7 +31,7 @@ from flwr_regs.experiments.report.results import Results, check_rows, provenance
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted
-from flwr_regs.experiments.settings import PLACES
+from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
 
 if TYPE_CHECKING:
@@ -277,8 +277,8 @@ def _train(
     _say(
         f"flwr-regs {flwr_regs.__version__}: {counted(several, rows)}, "
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
-        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition {settings.partition} over "
-        f"{counted(settings.num_clients, 'client')}\n"
+        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition "
+        f"{split_in_words(settings.config)} over {counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )
 

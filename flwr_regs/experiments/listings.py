@@ -132,6 +132,7 @@ def costs(row: Method) -> list[tuple[str, str]]:
         ("small extras", row.beside or "nothing"),
         ("exchanges with a client in a round", str(row.exchanges)),
         ("a client keeps between rounds", row.state or "nothing"),
+        ("the server keeps of each client", row.server or "nothing"),
         ("extra computation on a client", row.gradients or "nothing"),
         (
             "made for",

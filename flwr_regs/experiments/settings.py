@@ -123,6 +123,8 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
     def check(self) -> None:
         """Raise ValueError for settings that do not go together, or a folder that is not there."""
         check_train_config(self.train_config, "the run config")
+        if self.num_classes == 1:
+            raise ValueError("setting 'num-classes' must be 0, which is all, or at least 2, not 1")
         if ":" not in self.dataset:
             parsed(self.dataset)
         if self.projection and ":" in self.model:
@@ -146,6 +148,14 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         for name, folder in (("data-dir", self.data_dir), ("code-dir", code)):
             if folder and not Path(folder).expanduser().is_dir():
                 raise ValueError(f"setting '{name}': there is no folder '{folder}'")
+
+
+def split_in_words(settings: Mapping[str, Any]) -> str:
+    """Return a partition and the values of the settings that are its own, such as ``dirichlet(0.1)``."""
+    partition = str(settings["partition"])
+    owners = {name: setting.needs.partition("partition=") for name, setting in SETTINGS.items()}
+    own = [f"{settings[n]:g}" for n, (_, _, of) in owners.items() if partition in of.split(",")]
+    return partition + f"({', '.join(own)})" * bool(own)
 
 
 def nearest_setting(name: str) -> str:

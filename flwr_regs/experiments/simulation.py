@@ -89,7 +89,9 @@ def simulate(
         raise TypeError(f"seeds must be several, such as (1, 2, 3) or [{seeds}], not {seeds!r}")
     seeds = [*map(_plain, seeds)]
     if not seeds or len({*seeds}) < len(seeds):
-        raise ValueError(f"seeds must differ, and at least one, such as (1, 2, 3), not {seeds}")
+        raise ValueError(
+            f"seeds must be one or more different numbers, such as (1, 2, 3), not {seeds}"
+        )
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
     if workers < 1:

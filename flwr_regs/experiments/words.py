@@ -193,6 +193,7 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
+        name = name.replace("_", "-")
         if not equals:
             raise ValueError(
                 f"'{text}' is not of the form key=value, such as lr=0.1 or methods='FedAvg, FedFOR'"

@@ -55,7 +55,8 @@ class RegClient(Spelled, NumPyClient):
         The key of the targets in batches that are mappings, and ``output_fn(output) -> logits``; both are
         found if they have usual names: see :class:`flwr_regs.client.train.task.Task`.
     optimizer : callable, optional
-        ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. None: what the
+        ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. Its ``step()``
+        finds the gradients in ``.grad``; if it demands a closure, it gets one. None: what the
         strategy's `train_config` describes by ``"optimizer"``, ``"momentum"`` and ``"weight-decay"``, by
         default SGD. A client with its own refuses these keys. Personalisation uses it too (None: SGD).
     keep_optimizer : bool

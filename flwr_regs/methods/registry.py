@@ -69,6 +69,8 @@ class Method:
         Authors, year, and the part of the paper that the file implements.
     state : str
         What a client keeps between rounds, in words; empty if nothing.
+    server : str
+        What the server keeps of each client between rounds, in words; empty if nothing.
     silo : bool
         The same clients must take part again and again, even if they keep nothing.
     down, up : float
@@ -99,6 +101,7 @@ class Method:
     terms: tuple[str, ...]
     paper: str
     state: str = ""
+    server: str = ""
     silo: bool = False
     down: float = 1.0
     up: float = 1.0
@@ -212,6 +215,7 @@ def _rows() -> Iterator[Method]:
         module="server_step.fedvarp",
         terms=("LastUpdates",),
         paper="Jhunjhunwala, Sharma et al. 2022, Alg. 1",
+        server="its last update, a model",
         reads="clients",
         robust=False,
     )
@@ -338,6 +342,7 @@ def _rows() -> Iterator[Method]:
         terms=("GradientTracking",),
         paper="Liang et al. 2019, Alg. 1",
         state="its correction",
+        server="the round of its last turn",
         down=2,
     )
     yield Method(
@@ -346,6 +351,7 @@ def _rows() -> Iterator[Method]:
         terms=("GradientTracking",),
         paper="Haddadpour et al. 2021, Alg. 2",
         state="its correction",
+        server="the round of its last turn",
         down=2,
     )
     yield Method(
@@ -415,6 +421,7 @@ def _rows() -> Iterator[Method]:
         module="client_loss.rfedavg",
         terms=("FeatureTable",),
         paper="Wang, Tong et al. 2023, Alg. 1",
+        server="its feature mean",
         silo=True,
         beside="a feature mean of each client of the federation down, one up",
         gradients="the features of all its data once a round",
@@ -539,6 +546,7 @@ def _rows() -> Iterator[Method]:
         terms=("CloudModel",),
         paper="Huang et al. 2021, Alg. 1",
         state="its own model",
+        server="its last model",
         down=2,
         reads="clients",
     )

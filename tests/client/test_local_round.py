@@ -31,12 +31,30 @@ def go(model: nn.Module, data: Any, **kwargs: Any) -> Any:
     return local_round(model, FEDAVG, data, **kwargs)
 
 
+class OwnSGD(torch.optim.Optimizer):
+    """An optimiser as users write it: it expects gradients, and takes no closure, or calls none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p -= self.defaults["lr"] * p.grad
+
+
+class Idle(OwnSGD):
+    def step(self, closure: Any = None) -> None:
+        """Forget the closure, and everything else."""
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
         torch.optim.SGD,
         partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
         torch.optim.AdamW,
+        OwnSGD,
     ],
 )
 def test_it_is_plain_pytorch_training_with_any_optimiser(optimizer: Any) -> None:
@@ -110,6 +128,8 @@ def test_no_data_is_named(length: dict[str, Any]) -> None:
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="requires_grad"):
         go(make_model().requires_grad_(False), make_clients()[0])
+    with pytest.raises(TypeError, match=r"give what it makes, CrossEntropyLoss\(\)"):
+        go(make_model(), make_clients()[0], loss_fn=nn.CrossEntropyLoss)
 
 
 def test_lbfgs_gets_its_closure() -> None:
@@ -118,6 +138,19 @@ def test_lbfgs_gets_its_closure() -> None:
     lbfgs = go(make_model(), data, epochs=3, optimizer=torch.optim.LBFGS)
     assert lbfgs.loss < sgd.loss
     assert lbfgs.examples_processed == 3 * 20 * 5  # every evaluation of the closure
+
+
+def test_a_model_that_does_not_move_is_said() -> None:
+    data = make_clients()[1]
+    with pytest.warns(UserWarning, match="3 local steps have left the model where it began"):
+        go(make_model(), data, optimizer=Idle)
+    loop = LocalTraining(model := make_model(), FEDAVG, data, lr=0.1, epochs=1, device="cpu")
+    for x, y in loop.batches():  # as a loop that forgets its optimiser's step
+        torch.autograd.backward(loop.objective(x, y))
+        loop.correct()
+    with pytest.warns(UserWarning, match="is the optimiser's step"):
+        loop.finish()
+    assert torch.equal(model[0].weight, make_model()[0].weight)
 
 
 def test_an_iterable_dataset_is_counted_by_reading_it() -> None:

@@ -104,16 +104,20 @@ class Net(nn.Module):
 
 
 @cache
-def measured(name: str, downlink: str | None = None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The third round's entry in the history, and what the first client then keeps."""
+def measured(
+    name: str, downlink: str | None = None, clients: int = 2
+) -> tuple[dict[str, Any], Mapping[str, Any], int]:
+    """The third round's entry, what the first client then keeps, and how many arrays the server has."""
     strategy = strategy_of(fr.METHODS[name].example, **({"downlink": downlink} if downlink else {}))
     client = client_class(strategy)
     g = torch.Generator().manual_seed(1)
     data = [(torch.randn(6, 400, generator=g), torch.tensor([0, 1, 0, 1, 1, 0]))]
-    grid = fr.InProcessGrid(app_of(client, [data, data], Net), 2)
+    grid = fr.InProcessGrid(app_of(client, [data] * clients, Net), clients)
     train(strategy, client, rounds=3, model=Net, lr=0.01, length={"local-steps": 1}, grid=grid)
     state = grid._contexts[1000].state
-    return strategy.history[-1], {k: v for k, v in state.items() if len(v)}
+    assert strategy._training is not None
+    slots = strategy._training.model.server.values()
+    return strategy.history[-1], {k: v for k, v in state.items() if len(v)}, sum(map(len, slots))
 
 
 def in_models(entry: dict[str, Any], key: str) -> float:
@@ -123,7 +127,7 @@ def in_models(entry: dict[str, Any], key: str) -> float:
 
 @some_rows
 def test_bytes_and_exchanges_are_as_measured(row: fr.Method) -> None:
-    entry, _ = measured(row.name)
+    entry, *_ = measured(row.name)
     assert in_models(entry, "bytes_down") == pytest.approx(row.down, abs=0.06)
     assert in_models(entry, "bytes_up") == pytest.approx(row.up, abs=0.06)
     assert 1 + ("bytes_probe_down" in entry) == row.exchanges
@@ -136,16 +140,22 @@ def test_the_delta_downlink_is_as_measured(row: fr.Method) -> None:
     else:
         down = row.down_delta
         assert down < row.down
-    entry, _ = measured(row.name, "delta")
+    entry, *_ = measured(row.name, "delta")
     assert in_models(entry, "bytes_down") == pytest.approx(down, abs=0.06)
 
 
 @some_rows
 def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
-    _, state = measured(row.name)
+    _, state, _ = measured(row.name)
     if row.exchanges > 1:  # the model of the first exchange waits for the second
         state = {k: v for k, v in state.items() if not k.endswith((".model", ".round"))}
     assert bool(row.state) == bool(state)
+
+
+@some_rows
+def test_what_the_server_keeps_of_each_client_is_in_its_row(row: fr.Method) -> None:
+    two, three = (measured(row.name, clients=n)[-1] for n in (2, 3))
+    assert bool(row.server) == (three > two)
 
 
 @rows

@@ -59,6 +59,12 @@ class Task:
     target_key: str | None = None
     output_fn: OutputFn | None = None
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for a class in place of a loss."""
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            raise TypeError(f"loss_fn is the class {name}: give what it makes, {name}()")
+
     def pairs(self, data: Batches) -> Pairs:
         """Return `data` as pairs of (inputs, targets)."""
         return as_pairs(data, self.target_key, keywords=self.loss_fn is None)

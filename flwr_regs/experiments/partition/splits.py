@@ -34,16 +34,26 @@ def shards(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     classes, count = _by_label(labels), n * s.shards_per_client
     if len(classes) > count:
         return shards_mcmahan(labels, n, rng, s)
+    _check_shards(labels, count)
     sizes = np.array([len(rows) for rows in classes])
-    cuts = _cuts(sizes, min(count, len(labels)), sizes)
+    cuts = _cuts(sizes, count, sizes)
     shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
     return _dealt(shards, n, rng)
 
 
 def shards_mcmahan(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return McMahan et al.'s split: each of n clients gets s of n·s equal shards."""
+    _check_shards(labels, n * s.shards_per_client)
     order = np.argsort(labels, kind="stable")
     return _dealt(np.array_split(order, n * s.shards_per_client), n, rng)
+
+
+def _check_shards(labels: Array, count: int) -> None:
+    if count > len(labels):
+        raise ValueError(
+            f"{count} shards of {len(labels)} examples: some would be empty: use fewer clients or "
+            "shards-per-client"
+        )
 
 
 def _dealt(shards: list[Array], n: int, rng: Rng) -> list[Array]:

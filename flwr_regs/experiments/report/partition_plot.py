@@ -22,7 +22,7 @@ from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.folders import check_writable
-from flwr_regs.experiments.settings import PLACES, Settings
+from flwr_regs.experiments.settings import PLACES, Settings, split_in_words
 
 ROUNDS = 20  # that a picture shows at most
 MOST = 250  # cells: more numbers than this nobody reads
@@ -40,7 +40,7 @@ def draw(settings: Settings, folder: Path, look: Look | None = None, exported: b
     `exported`: also a folder ``partition-<hash>`` with the indices and a data card of Hugging Face.
     """
     check_writable(folder)
-    split = f"{settings.dataset}, partition {settings.partition}"
+    split = f"{settings.dataset}, partition {split_in_words(settings.config)}"
     title = f"{split}, {settings.num_clients} clients, seed {settings.seed}"
     clients = client_data_of(settings)
     written = []

@@ -40,7 +40,7 @@ X = {
     "seconds": "wall-clock time of training (s)",
     "processor_seconds": "processor time, with tests (s)",
     "hours": "estimated time on phones (hours)",
-    "clients": "share of the clients with at most this accuracy (%)",
+    "clients": "quantile of the clients (%): 0 is the worst, 100 the best",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
 OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
@@ -467,9 +467,10 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             if y and len(of_label) == across.nunique() * up.nunique():
                 values = {key: np.unique(of_label[key]) for key in (x, y)}
                 across, up = (of_label[key].rank(method="dense") - 1 for key in (x, y))
-            area = np.where(of_label["rounds"] < most, 14, 30)
             filled: dict[str, Any] = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
-            dots = axes.scatter(across, up, area, gid=f"trials {label}", **filled)
+            dots = axes.scatter(across, up, 30, gid=f"trials {label}", **filled)
+            short = of_label["rounds"] < most  # a hole in their dots
+            axes.plot(across[short], up[short], "ow", markersize=3, gid=f"short {label}")
             coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
             best = of_label.index[~lost][:2]  # their marks are around the points
@@ -505,7 +506,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             )
         caption = "Accuracy on held-out data. Star: the best point; ring: the second best; cross: diverged."
         if trials["rounds"].min() < most:
-            caption += f" Small: trained for fewer than {most:g} rounds."
+            caption += f" With a hole: trained for fewer than {most:g} rounds, so that it had less to show."
         font = look.font_size
         height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)

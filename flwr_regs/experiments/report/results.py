@@ -20,7 +20,7 @@ from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.report.terminal import columns
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.settings import DEFAULTS, split_in_words
 from flwr_regs.server.checkpoint.checkpoint import versions
 from flwr_regs.wire.config import nearest
 
@@ -44,6 +44,9 @@ PICTURES = {
 
 LABEL_SHARES = ("dirichlet", "dirichlet-hsu", "dirichlet-niid-bench", "pachinko", "similarity")
 """Partitions whose clients have some classes often and others seldom."""
+
+AN_HOUR = 3600.0
+"""Seconds on phones; a training that takes less has no picture of that time."""
 
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
@@ -96,8 +99,9 @@ class Results:
     @property
     def title(self) -> str:
         """The data, the partition and the clients in words."""
-        clients = _either(run.clients for run in self.runs)
-        return f"{self._of('dataset')}, partition {self._of('partition')}, {clients} clients"
+        clients = _either(map(_population, self.runs))
+        split = _either(split_in_words(run.job) for run in self.runs)
+        return f"{self._of('dataset')}, partition {split}, {clients}"
 
     @property
     def _title(self) -> str:
@@ -437,7 +441,8 @@ class Results:
         if len(self.seeds) < 3:  # two differences say too little of how far they spread
             return said
         shown = sorted(row["detectable"] for row in compared)
-        low, middle, high = (metrics.per_cent(shown[at]) for at in (0, len(shown) // 2, -1))
+        of_all = (shown[0], float(np.median(shown)), shown[-1])
+        low, middle, high = map(metrics.per_cent, of_all)
         return [
             *said,
             "Smallest difference that these seeds detect with 80 % power, in a comparison "
@@ -490,7 +495,7 @@ class Results:
 
             known = {
                 "clients": any(run.whole and run.per_client for run in self.runs),
-                "hours": None not in metrics.deployed_rounds(self.runs[0]),
+                "hours": sum(s or 0.0 for s in metrics.deployed_rounds(self.runs[0])) > AN_HOUR,
                 "differences": bool(self.compared()),
             }
             for name, axes in PICTURES.items():
@@ -530,6 +535,12 @@ def ranks_over(results: Sequence[Results]) -> list[Ranks]:
         ranks(pd.DataFrame(of)) for labels, of in groups.items() if len(of) > 1 and len(labels) > 2
     ]
     return sorted(several, key=lambda of: -len(of.mean))
+
+
+def _population(run: RunRecord) -> str:
+    """Return a run's number of clients, and how many train in a round if not all do."""
+    some = run.clients * float(run.job["fraction-train"])
+    return f"{run.clients} clients" + f", {max(int(some), 1)} a round" * (some < run.clients)
 
 
 def _either(values: Iterable[Any]) -> str:

@@ -26,6 +26,7 @@ from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
+from flwr_regs.experiments.settings import split_in_words
 from flwr_regs.methods.registry import METHODS
 
 QUICK = 0.1
@@ -197,7 +198,7 @@ def estimate(
     """
     first = runs[0].settings
     where = (
-        f"{first.dataset}, partition {first.partition} over "
+        f"{first.dataset}, partition {split_in_words(first.config)} over "
         f"{counted(first.num_clients, 'client')}, "
         f"{counted(max(run.settings.rounds for run in runs), 'round')}"  # trials take fewer
     )

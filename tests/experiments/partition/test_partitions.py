@@ -89,14 +89,15 @@ def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> Non
 def test_a_client_gets_at_most_its_number_of_labels_wherever_that_is_possible() -> None:
     seen = Counter[bool]()
     for labels, n, s, seed in sampled(80):
-        if n <= len(labels):
+        if n * s <= len(labels):
             parts = partition(labels, "shards", n, seed, shards_per_client=s)
             possible = len(np.unique(labels)) <= n * s
             seen[possible] += 1
             assert ((held(labels, parts) > 0).sum(1) <= s).all() == possible
     assert min(seen.values()) > 5
-    few = labels_of([3, 1, 4])  # more shards than examples
-    assert ((held(few, partition(few, "shards", 5, 0, shards_per_client=3)) > 0).sum(1) <= 3).all()
+    for kind in ("shards", "shards-mcmahan"):
+        with pytest.raises(ValueError, match="15 shards of 8 examples: some would be empty"):
+            partition(labels_of([3, 1, 4]), kind, 5, 0, shards_per_client=3)
 
 
 def squares(size: int, cuts: int) -> int:
