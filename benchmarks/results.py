@@ -376,7 +376,7 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         by = metrics.shown(metric, abs(float(np.mean(of))), half)
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
-        chance = "" if np.isnan(p) else f", adjusted p = {p:.2g}"
+        chance = "" if np.isnan(p) else f", adjusted p {f'= {p:.2g}' if p > 0.001 else '< 0.001'}"
         said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds{chance}"))
     return said
 

@@ -506,7 +506,9 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             )
         caption = "Accuracy on held-out data. Star: the best point; ring: the second best; cross: diverged."
         if trials["rounds"].min() < most:
-            caption += f" With a hole: trained for fewer than {most:g} rounds, so that it had less to show."
+            caption += (
+                f" With a hole: trained for fewer than {most:g} rounds, which alone lowers it."
+            )
         font = look.font_size
         height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)
