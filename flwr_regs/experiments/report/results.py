@@ -443,10 +443,11 @@ class Results:
         shown = sorted(row["detectable"] for row in compared)
         of_all = (shown[0], float(np.median(shown)), shown[-1])
         low, middle, high = map(metrics.per_cent, of_all)
+        several = f" for the median method ({low} to {high})" * (len(shown) > 1)
         return [
             *said,
             "Smallest difference that these seeds detect with 80 % power, in a comparison "
-            f"by itself: {middle} points for the median method ({low} to {high}).",
+            f"by itself: {middle} points{several}.",
         ]
 
     def _beside(self) -> list[str]:
