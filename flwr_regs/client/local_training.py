@@ -37,10 +37,10 @@ from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
 STILL = (
-    "{} local steps have left the model where it began: is the optimiser's step() called, does it move "
-    "the parameters, and is the learning rate large enough for their type?"
+    "{} local steps have left the model where it began: is the optimiser's step() called, and does it move "
+    "the parameters?"
 )
-"""Said of a round whose gradients were not zero."""
+"""Said where a step of plain SGD would have moved the model."""
 
 
 class LocalTraining:
@@ -183,7 +183,7 @@ class LocalTraining:
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._before: Arrays | None = None  # the parameters, while the model is perturbed
         self._begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
-        self._steep = False  # whether the first step had a gradient
+        self._would_move = False  # whether plain SGD's first step moves the model
         if self._begin is not self._ctx.start:
             _write(self._values, self._begin)
 
@@ -370,9 +370,12 @@ class LocalTraining:
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
         if not self._taken:
-            self._steep = any(
-                bool(p.grad.any()) for p in self._params.values() if p.grad is not None
-            )
+            with torch.no_grad():
+                self._would_move = any(
+                    not torch.equal(p, p - self._ctx.lr * p.grad)
+                    for p in self._params.values()
+                    if p.grad is not None
+                )
         self._optimizer.corrected()
         self._step_ctx, self._in_step = self._ctx, False
         self._taken += 1
@@ -422,7 +425,7 @@ class LocalTraining:
             if moved:
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
-        elif self._steep and self._ctx.lr and not moved:
+        elif self._would_move and not moved:
             warnings.warn(STILL.format(taken), stacklevel=2)  # once, not for each client and round
         delta = {name: v - start[name] for name, v in self._values.items()}
         state = self._optimizer.state() if taken else {}
