@@ -152,6 +152,7 @@ def trust(bench: Bench) -> Iterator[str]:
             )
             cell = per_cent(best["last5"], best["last5_interval"])
             how = "decided" if best["decided"] else "not decided"
+            how += f" against `{results.baseline}`"
             how = "the first method itself" if best["method"] == results.baseline else how
             highest.append(f"{name}: `{best['method']}`, {cell} ({how})")
         first = panels[0][1].baseline
@@ -353,7 +354,7 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
     """Return each claim's verdict, and the run: paired over seeds, with Holm's correction over all."""
     gaps = [_gaps(claim) if claim["card"] in names() else None for claim in of_papers]
     tests = [
-        stats.ttest_1samp(of, 0).pvalue if of is not None and len(of) > 1 else np.nan for of in gaps
+        stats.ttest_1samp(of, 0).pvalue if of is not None and np.ptp(of) else np.nan for of in gaps
     ]
     adjusted = statistics.holm(pd.Series(tests, dtype=float))
     said = []
@@ -361,7 +362,8 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         if of is None or not len(of):
             said.append(("not run", f"needs {claim['needs']}" if "needs" in claim else "–"))
             continue
-        decided = p < statistics.LEVEL or (len(of) > 1 and not np.ptp(of) and of[0] != 0)
+        exact = not np.ptp(of)  # a count, which no seed changes: there is nothing to test
+        decided = p < statistics.LEVEL or (exact and of[0] != 0)
         verdict = (
             ("holds" if np.mean(of) > 0 else "does not hold") if decided else "not decided here"
         )
@@ -376,7 +378,7 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         by = metrics.shown(metric, abs(float(np.mean(of))), half)
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
-        chance = "" if np.isnan(p) else f", adjusted p {f'= {p:.2g}' if p > 0.001 else '< 0.001'}"
+        chance = ", exact" if exact else f", adjusted p {f'= {p:.2g}' if p > 0.001 else '< 0.001'}"
         said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds{chance}"))
     return said
 
@@ -426,6 +428,7 @@ def claims_page() -> str:
         "- *Not decided here*: these seeds do not tell; most sources use only three or four. The 95 % "
         "interval after ± is of one claim by itself. With so many claims, one whose interval leaves out 0 "
         "may still be chance, so the adjusted p-value decides.\n"
+        "- *exact*: a count that is the same with every seed. It is not tested, nor among the p-values.\n"
         "- *Not run*: no raw runs are kept.\n"
         "- *reduced*: smaller than the paper's setting, with fewer rounds and examples. Such a difference "
         "is not the paper's.\n\n"

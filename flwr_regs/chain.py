@@ -110,9 +110,8 @@ class Chain(
                     f"{type(t).__name__}.correct must return a gradient for every parameter; it {wrong}"
                 )
             for name, grad in grads.items():
-                shape = tuple(getattr(made[name], "shape", (None,)))
-                alone = tuple(grad.shape)[grad.ndim - len(shape) :]  # without a stack's clients
-                if shape != alone:
+                shape, whole = tuple(getattr(made[name], "shape", (None,))), tuple(grad.shape)
+                if shape not in (whole, whole[1:]):  # the latter in a stack: without its clients
                     raise ValueError(
                         f"{type(t).__name__}.correct must return a gradient of '{name}' of the shape "
                         f"{tuple(grad.shape)}, not {shape}"

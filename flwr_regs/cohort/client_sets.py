@@ -168,19 +168,34 @@ class ClientSets(Spelled):
     def check(self, evaluates: bool) -> None:
         """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
 
-        And in sets that are tensors: inputs of a type or width that the model does not take; labels of a
-        wrong type or shape, or that are none of the model's classes.
+        And in sets that are tensors: numbers that are not finite; inputs of a type or width that the
+        model does not take; labels of a wrong type or shape, or that are none of the model's classes.
         """
         if evaluates and not self._test:
             raise ValueError(
                 "the clients have no test sets to evaluate on: give Clients test_sets=, or set "
                 "fraction_evaluate=0 on the strategy"
             )
+        each = [
+            (n, sets)
+            for n, sets in (("train_sets", self._train), ("test_sets", self._test))
+            if sets
+        ]
+        for name, sets in each:
+            for pid, given in enumerate(sets):
+                for part in given.tensors if type(given) is TensorDataset else ():
+                    if part.is_floating_point() and not part.isfinite().all():
+                        rows = part.flatten(1) if part.ndim > 1 else part[:, None]
+                        first = int((~rows.isfinite().all(1)).nonzero()[0])
+                        raise ValueError(
+                            f"{name}: client {pid}: example {first} holds NaN or infinity: leave it out, "
+                            "or fill its gaps"
+                        )
         if self.model is None or not is_cross_entropy(self.task.loss_fn):
             return
         model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
         known: dict[Any, Tensor | None] = {}
-        for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
+        for name, sets in each:
             for pid, given in enumerate(sets):
                 if type(given) is not TensorDataset:
                     continue

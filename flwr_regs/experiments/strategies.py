@@ -95,6 +95,10 @@ def build(
                 terms += made.term.terms
             else:
                 terms += _terms(kind, call)
+                if call.target == "SparseTernary" and not (call.args or call.kwargs):
+                    raise ValueError(
+                        "it sends everything as it is: give density_up=0.1, density_down=0.1, or both"
+                    )
     shared = {
         name: value
         for name in SHARED

@@ -38,9 +38,10 @@ class Law:
             return "passed"
         raised = f"{type(broken).__name__}: {broken}"
         if exempt is None:
-            raise LawBroken(
-                f"{at}: {broken if isinstance(broken, LawBroken) else raised}"
-            ) from broken
+            if not isinstance(broken, LawBroken):
+                at += ": it could not be checked, because the method failed"
+                broken = LawBroken(raised)
+            raise LawBroken(f"{at}: {broken}") from broken
         stated = f"the method is exempt from it (“{exempt.why}”), but"
         if broken is None:
             raise LawBroken(f"{at}: {stated} meets it: leave out the exemption")

@@ -322,7 +322,10 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
 def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> None:
     x, y = (part.clone() for part in pair(2))
     x[3, 0] = float("nan")
-    clients = fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu")
+    with pytest.raises(ValueError, match="train_sets: client 2: example 3 holds NaN or infinity"):
+        fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu").check(False)
+    later = [pair(0), pair(1), lambda k: (x, y)]  # it is made when the client first takes part
+    clients = fr.Clients(perceptron, later, device="cpu")
     strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
     run(strategy, kind(clients))
     assert list(strategy.history[0]["failures"]) == [2]

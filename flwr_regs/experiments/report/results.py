@@ -48,6 +48,9 @@ LABEL_SHARES = ("dirichlet", "dirichlet-hsu", "dirichlet-niid-bench", "pachinko"
 AN_HOUR = 3600.0
 """Seconds on phones; a training that takes less has no picture of that time."""
 
+POINTS = 21
+"""Of the clients' quantiles, at most."""
+
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
 
@@ -280,16 +283,14 @@ class Results:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
         import pandas as pd
 
-        shares = np.linspace(0, 1, 21)
-        tables = [
-            pd.DataFrame(
-                {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
-            ).assign(accuracy=100 * np.quantile(each, shares), part="whole")
-            for (label, seed), each in self.clients().groupby(["method", "seed"], sort=False)[
-                "accuracy"
-            ]
-            if each.notna().all()
-        ]
+        of_runs = self.clients().groupby(["method", "seed"], sort=False)["accuracy"]
+        tables = []
+        for (label, seed), each in of_runs:
+            if each.notna().all():
+                shares = np.linspace(0, 1, min(len(each), POINTS))  # of few clients, each one
+                columns = {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
+                accuracy = 100 * np.quantile(each, shares)
+                tables.append(pd.DataFrame(columns).assign(accuracy=accuracy, part="whole"))
         if not tables:
             raise ValueError("no whole run holds the clients' accuracies")
         return pd.concat(tables)
@@ -408,9 +409,10 @@ class Results:
                 f"{', '.join(equal)}; weighting=uniform makes all equal."
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
+        mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
-            f"{self._last}: mean over the {self._last} rounds; to {goal}: rounds to it; {worst}; MB: "
+            f"{self._last}: {mean}; to {goal}: rounds to it; {worst}; MB: "
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
 

@@ -221,7 +221,12 @@ def estimate(
     for label, of_row in [] if panel else rows.items():
         number, one = len(of_row), costs[of_row[-1].key]
         mean = sum(costs[run.key].run for run in of_row) / number
-        each = f"{number} x {duration(mean)}, {counted(round(one.steps), 'local step')} a round"
+        tests = [run for run in of_row if run.label == label]
+        kinds = f"{counted(number - len(tests), 'trial')} and {counted(len(tests), 'test')}"
+        what = f" ({kinds})" * (len(tests) < number)
+        each = (
+            f"{number} x {duration(mean)}{what}, {counted(round(one.steps), 'local step')} a round"
+        )
         calls = [call for call in of_row[0].calls if call.target in METHODS]
         more = [METHODS[call.target].gradients for call in calls]
         beside = "".join(f"; and, not counted, {what}" for what in more if what)

@@ -62,9 +62,10 @@ class FirstOrder(LastStep):
             if ctx.momentum is None:
                 log_once(
                     logging.WARNING,
-                    "FedFOR's default alpha assumes that a client has no momentum: its optimiser has no "
-                    "such setting, or was not made by loop.optimizer(...). With Adam and its like the "
-                    "default is far too strong: start with alpha = 0.01 / (local steps)",
+                    "FedFOR's default alpha is for SGD, and the client's optimiser has no setting "
+                    "'momentum' (or was not made by loop.optimizer). If it is like SGD, nothing is to be "
+                    "done. With Adam and its like the default is far too strong: start with alpha = 0.01 / "
+                    "(local steps)",
                     self.name,
                     ctx,
                 )

@@ -98,8 +98,9 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     assert len(asked) == 1
     assert "partition shards(2) over 10 clients, 10 rounds" in lines[0]
     assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
-    each = f"2 x {duration(cost.run)}, 4 local steps a round"
+    each = f"2 x {duration(cost.run)} (1 trial and 1 test), 4 local steps a round"
     assert lines[2] == f"{'FedAvg':<50}  {each}"
+    each = each.replace(" (1 trial and 1 test)", "")
     assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
     whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
     assert lines[4] == f"in all {whole}"
