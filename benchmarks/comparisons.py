@@ -130,6 +130,8 @@ def _rounds(run: RunRecord) -> list[dict[str, Any]]:
         seconds = {"all": round(sum(entry["seconds"].values()), 3)}
         more = {k: entry[k] for k in ("failures", "epsilon", "delta", "clipped") if entry.get(k)}
         more["turns"] = entry.get("turns", len(entry.get("bytes_down", ())))
+        if tests := metrics.on_clients(entry):  # their mean, as one client's
+            more["evaluate"] = {"clients": {"all": {"accuracy": round(sum(tests) / len(tests), 5)}}}
         lines.append({"round": {**ways, "seconds": seconds, **more}, "test": _test(point)})
     return lines
 

@@ -354,7 +354,8 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
     """Return each claim's verdict, and the run: paired over seeds, with Holm's correction over all."""
     gaps = [_gaps(claim) if claim["card"] in names() else None for claim in of_papers]
     tests = [
-        stats.ttest_1samp(of, 0).pvalue if of is not None and np.ptp(of) else np.nan for of in gaps
+        stats.ttest_1samp(of, 0).pvalue if of is not None and len(of) and np.ptp(of) else np.nan
+        for of in gaps
     ]
     adjusted = statistics.holm(pd.Series(tests, dtype=float))
     said = []
