@@ -64,7 +64,7 @@ def test_an_optimiser_without_momentum_is_noted_once_in_a_training(warnings: Any
     for _ in range(2):
         train(FedFOR(**OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
         (said,) = warnings()
-    assert "assumes that a client has no momentum" in said
+    assert "default alpha is for SGD" in said
     assert "With Adam and its like the default is far too strong" in said
     train(FedFOR(0.1, **OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
     train(FedFOR(**OPTIONS), FedFORClient, **short)
