@@ -43,9 +43,8 @@ class Progress:
 
     def round(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
         """Note that a run has trained a round (0: tested the initial model) and show it."""
-        if not self.seen.get((label, seed)) and 1 < server_round < self.rounds.get(
-            (label, seed), 0
-        ):
+        last = self.rounds.get((label, seed), 0)
+        if not self.seen.get((label, seed)) and 1 < server_round < last:
             self.say(f"{label}, seed {seed}: goes on after round {server_round - 1}")
         self.seen[label, seed] = server_round
         self.first = self.first or (time.monotonic(), sum(self.seen.values()))
