@@ -193,13 +193,16 @@ class ClientSets(Spelled):
                         )
         if self.model is None or not is_cross_entropy(self.task.loss_fn):
             return
-        model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
+        try:
+            model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
+        except Exception:  # a model that cannot be copied is not tried
+            return
         known: dict[Any, Tensor | None] = {}
         for name, sets in each:
             for pid, given in enumerate(sets):
                 if type(given) is not TensorDataset:
                     continue
-                inputs, labels = given.tensors
+                inputs, labels = given.tensors[:2]
                 kind = inputs.dtype, inputs.shape[1:]
                 if kind not in known:
                     known[kind] = self._output(model, inputs[:1], f"{name}: client {pid}")

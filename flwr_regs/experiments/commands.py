@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> int:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
     with locked(folder), keeping(folder, args.command):
         if experiment.tune:  # each stage tells its own costs alone
-            with suppress(RuntimeError):  # of a run that would fail: it says so better itself
+            with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
         trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
     if experiment.metrics:
