@@ -31,9 +31,7 @@ PARTS = {
 """Name -> the file that measures it, and how long its sides take turns."""
 
 
-def measure(
-    names: Sequence[str], out: Path = report.OUT, tag: str = "now", quick: bool = False
-) -> list[str]:
+def measure(names: Sequence[str], out: Path = report.OUT, quick: bool = False) -> list[str]:
     """Measure, and keep each part in the file when it is done; return the names of those that failed."""
     torch.set_num_threads(1)
     failed = []
@@ -49,17 +47,15 @@ def measure(
             failed.append(name)
             continue
         took = round(time.monotonic() - began, 1)
-        keep(out, tag, name, {"machine": machine(), "seconds": took, "rows": rows})
+        keep(out, name, {"machine": machine(), "seconds": took, "rows": rows})
         say(f"  {name}: {took:.0f} s")
     return failed
 
 
-def keep(out: Path, tag: str, name: str, found: dict[str, Any]) -> None:
+def keep(out: Path, name: str, found: dict[str, Any]) -> None:
     """Put one part's results into the file."""
-    known = report.kept(out)
-    parts = {**known.get(tag, {}), name: found}
-    known[tag] = {n: parts[n] for n in PARTS if n in parts}
-    report.keep(out, known)
+    parts = {**report.kept(out), name: found}
+    report.keep(out, {n: parts[n] for n in PARTS if n in parts})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(list(PARTS)[:-1])}; default: all"
     )
     taking.add_argument("--json", type=Path, help=f"the results' file (default: {report.OUT.name})")
-    taking.add_argument("--as", dest="tag", choices=report.TAGS, default="now", help="(now)")
     taking.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     shown = verbs.add_parser("report", help="write the pages again from the kept results")
     shown.add_argument("--json", type=Path, default=report.OUT, help="the results' file")
@@ -81,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     given = parser.parse_args(argv)
     if given.verb == "gpu":
-        failed = measure(["gpu"], given.json, "now", given.quick)
+        failed = measure(["gpu"], given.json, given.quick)
         print(report.tables(report.kept(given.json))["gpu"])
         return 1 if failed else 0
     if given.verb == "report":
@@ -96,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     out = given.json or (Path("speed-quick.json") if given.quick else report.OUT)
     parts = given.parts or known
-    failed = measure(parts, out, given.tag, given.quick)
+    failed = measure(parts, out, given.quick)
     tables = report.tables(found := report.kept(out))
     print("\n\n".join(tables[n] for n in ("targets", *parts, "machine") if n in tables))
     if out == report.OUT:

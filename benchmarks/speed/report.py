@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.lines import Line2D
 
 from benchmarks.common import BLUE, GREEN, RED, picture, table
@@ -21,8 +20,6 @@ PAGE = ROOT / "docs" / "performance.md"
 DETAILS = ROOT / "docs" / "speed.md"
 """For developers; it has all the others."""
 PICTURE = ROOT / "docs" / "img" / "performance.png"
-TAGS = ("before", "now")
-"""Results before the work on speed, and those of the present code."""
 MISSING = "not measured"
 
 
@@ -46,17 +43,17 @@ def tables(found: Found) -> dict[str, str]:
     return {
         "summary": _summary(found),
         "targets": _targets(found),
-        "step": _merged(found, "step", ("what", "model", "batch", "threads", "side"), RATIO),
-        "clients": _merged(found, "clients", ("side", "grid", "threads"), PER_SECOND),
-        "aggregation": _merged(
+        "step": _rows(found, "step", ("what", "model", "batch", "threads", "side"), RATIO),
+        "clients": _rows(found, "clients", ("side", "grid", "threads"), PER_SECOND),
+        "aggregation": _rows(
             found, "aggregation", ("clients", "parameters", "threads", "side"), MEMORY
         ),
         "codec": _codec(found),
-        "growth": _merged(found, "growth", ("what", "grid", "size", "clients"), SECONDS),
-        "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),
-        "peers": _merged(found, "peers", ("side",), PEERS),
+        "growth": _rows(found, "growth", ("what", "grid", "size", "clients"), SECONDS),
+        "ray": _rows(found, "ray", ("side", "clients", "rounds"), SIMULATED),
+        "peers": _rows(found, "peers", ("side",), PEERS),
         "profile": _profile(found),
-        "gpu": _merged(found, "gpu", ("model", "side", "grid"), PER_SECOND[:2]),
+        "gpu": _rows(found, "gpu", ("model", "side", "grid"), PER_SECOND[:2]),
         "machine": _machine(found),
     }
 
@@ -105,30 +102,19 @@ PEERS: Columns = (("clients/s", lambda r: _range(r["per-second"])),)
 TITLES = {"what": "", "side": "side", "size": "size", "grid": "grid", "model": "model"}
 
 
-def _merged(found: Found, part: str, keys: Sequence[str], columns: Columns) -> str:
-    """Return a table with a line for each row, its figures before and now beside each other."""
-    tags = [tag for tag in TAGS if rows_of(found, tag, part)]
-    if not tags:
+def _rows(found: Found, part: str, keys: Sequence[str], columns: Columns) -> str:
+    """Return a table with a line for each row."""
+    if not (rows := rows_of(found, part)):
         return f"*{MISSING}*"
-    by_tag = {tag: {_key(r, keys): r for r in rows_of(found, tag, part)} for tag in tags}
-    lines, last = [], {key: r for tag in tags for key, r in by_tag[tag].items()}
-    for key in dict.fromkeys([*by_tag[tags[-1]], *last]):
-        cells = [f"{v:,}" if isinstance(v, int) else str(v) for v in key]
-        for _, show in columns:
-            cells += [_cell(by_tag[tag].get(key), show) for tag in tags]
-        lines.append(cells)
-    several = len(tags) > 1
-    heads = [f"{name}, {tag}" if several else name for name, _ in columns for tag in tags]
-    return table([TITLES.get(k, k) for k in keys] + heads, lines)
+    lines = []
+    for row in rows:
+        cells = [row.get(key, "") for key in keys]
+        shown = [f"{v:,}" if isinstance(v, int) else str(v) for v in cells]
+        lines.append(shown + [_cell(row, show) for _, show in columns])
+    return table([TITLES.get(k, k) for k in keys] + [name for name, _ in columns], lines)
 
 
-def _key(row: Row, keys: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(row.get(k, "") for k in keys)
-
-
-def _cell(row: Row | None, show: Callable[[Row], str]) -> str:
-    if row is None:
-        return "–"
+def _cell(row: Row, show: Callable[[Row], str]) -> str:
     return f"skipped: {row['skipped']}" if "skipped" in row else show(row)
 
 
@@ -138,21 +124,21 @@ def _codec(found: Found) -> str:
         ("code, ms", lambda r: _range(r["code-seconds"], 1000)),
         ("decode, ms", lambda r: _range(r["decode-seconds"], 1000)),
     )
-    return _merged(found, "codec", ("side", "parameters"), columns)
+    return _rows(found, "codec", ("side", "parameters"), columns)
 
 
 def _profile(found: Found) -> str:
-    """Return the latest profile: the files that take most, of each round."""
-    rows = rows_of(found, TAGS[1], "profile") or rows_of(found, TAGS[0], "profile")
+    """Return the profile: the files that take most, of each round."""
+    rows = rows_of(found, "profile")
     lines = [[r["what"], f"`{r['file']}`", f"{r['calls']:,}", _number(r["share"])] for r in rows]
     return table(["round", "file", "calls", "time, %"], lines) if lines else f"*{MISSING}*"
 
 
 def _summary(found: Found) -> str:
-    """Return the clients a second of the present code, on one thread."""
+    """Return the clients a second on one thread."""
     lines = [
         [r["side"], r["grid"] or "–", _range(r["per-second"]), _number(r["ratio"]["median"])]
-        for r in rows_of(found, TAGS[-1], "clients")
+        for r in rows_of(found, "clients")
         if r["threads"] == 1
     ]
     head = ["what trains", "grid", "clients/s", "time over the bare loop's"]
@@ -163,18 +149,17 @@ def _targets(found: Found) -> str:
     """Return each target with what was measured, and whether it is met."""
     lines = []
     for target in TARGETS:
-        values = {tag: target.value(found, tag) for tag in TAGS}
-        shown = [MISSING if v is None else _number(v) for v in values.values()]
-        now = values["now"]
-        verdict = "" if now is None else "met" if target.met(now) else "missed"
-        lines.append([target.says, target.limit_text, *shown, verdict])
-    return table(["what", "target", *TAGS, ""], lines)
+        value = target.value(found)
+        shown = MISSING if value is None else _number(value)
+        verdict = "" if value is None else "met" if target.met(value) else "missed"
+        lines.append([target.says, target.limit_text, shown, verdict])
+    return table(["what", "target", "measured", ""], lines)
 
 
 def _machine(found: Found) -> str:
     """Return what was measured where, on which commit."""
     lines = []
-    for tag, part, taken in _parts(found):
+    for part, taken in found.items():
         m = taken["machine"]
         where = f"{m['processor']}, {m['cores']} cores, {m['memory-GiB']} GiB, {m['system']}"
         with_ = f"Python {m['python']}, torch {m['torch']}, flwr {m['flwr']}, NumPy {m['numpy']}"
@@ -182,7 +167,6 @@ def _machine(found: Found) -> str:
         lines.append(
             [
                 part,
-                tag,
                 f"`{m['commit']}`",
                 where,
                 with_ + ray,
@@ -190,23 +174,15 @@ def _machine(found: Found) -> str:
                 f"{taken['seconds']:.0f}",
             ]
         )
-    return table(["part", "", "commit", "machine", "versions", "load after", "took, s"], lines)
+    return table(["part", "commit", "machine", "versions", "load after", "took, s"], lines)
 
 
-def _parts(found: Found) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    for tag in TAGS:
-        for part, taken in found.get(tag, {}).items():
-            yield tag, part, taken
-
-
-ELSEWHERE = "another library, another run*"
 LOOKS: Mapping[str, Mapping[str, Any]] = {
     "InProcessGrid": {"color": BLUE, "marker": "o", "mfc": "none"},
     "StackedGrid": {"color": BLUE, "marker": "o"},
     "StackedGrid, compile=True": {"color": BLUE, "marker": "D"},
     "plain torch": {"color": GREEN, "marker": "s"},
     "another library": {"color": RED, "marker": "^"},
-    ELSEWHERE: {"color": RED, "marker": "^", "mfc": "none"},
 }
 """What trains -> its dot; a grid is the package's."""
 
@@ -216,22 +192,17 @@ Dots = Sequence[tuple[str, Mapping[str, Row]]]
 
 
 def dots(found: Found) -> tuple[Dots, Dots]:
-    """Return the package's methods by grid, and what stands beside them: plain loops, other libraries.
-
-    A library that the methods' own run has is taken from there.
-    """
+    """Return the package's methods by grid, and what stands beside them: plain loops, another library."""
     methods: dict[str, dict[str, Row]] = {}
     beside: dict[str, dict[str, Row]] = {}
-    one = [row for row in rows_of(found, TAGS[-1], "clients") if row["threads"] == 1]
-    for row in one:
+    for row in rows_of(found, "clients"):
+        if row["threads"] != 1:
+            continue
         if row["grid"] in LOOKS:
             methods.setdefault(row["side"], {})[row["grid"]] = row
         elif not row["grid"]:
             kind = "plain torch" if row["side"].startswith("bare ") else "another library"
             beside[row["side"]] = {kind: row}
-    for row in rows_of(found, TAGS[-1], "peers"):
-        if "skipped" not in row and not row["side"].startswith("FedAvg,"):
-            beside.setdefault(row["side"], {ELSEWHERE: row})
 
     def fastest(line: tuple[str, dict[str, Row]]) -> float:
         return max(float(row["per-second"]["median"]) for row in line[1].values())
@@ -240,24 +211,16 @@ def dots(found: Found) -> tuple[Dots, Dots]:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Draw clients a second on the small job: the present code, plain loops and other libraries.
-
-    What only the run of other libraries has is scaled so that the package's FedAvg would be as fast there,
-    and marked.
-    """
+    """Draw clients a second on the small job: the package, plain loops and another library, of one run."""
     groups = dots(found)
     if not groups[0]:
         return
     lines = [*groups[0], ("", {}), *groups[1]]
-    there = [r for r in rows_of(found, TAGS[-1], "peers") if r["side"] == "FedAvg, StackedGrid"]
-    here = dict(groups[0])["FedAvg"]["StackedGrid"]
-    scale = here["per-second"]["median"] / there[0]["per-second"]["median"] if there else 1.0
     with picture(path, 7.2, 1.2 + 0.2 * len(lines)) as made:
         axes = made.subplots()
         for at, (_, rows) in enumerate(lines):
             for kind, row in rows.items():
-                figures = np.array([row["per-second"][k] for k in ("low", "median", "high")])
-                low, median, high = figures * (scale if kind == ELSEWHERE else 1)
+                low, median, high = (row["per-second"][k] for k in ("low", "median", "high"))
                 axes.plot((low, high), (at, at), color=LOOKS[kind]["color"], ls="-", lw=1)
                 axes.plot(median, at, ls="", ms=5, zorder=3, **LOOKS[kind])
         axes.set_yticks(range(len(lines)), [name for name, _ in lines])
@@ -269,13 +232,7 @@ def draw(found: Found, path: Path) -> None:
         shown = [tick for tick in ticks if low <= tick <= high]
         axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
         axes.minorticks_off()
-        words = "clients a second on one thread, median and quartiles (logarithmic scale)"
-        if there:
-            words += (
-                f"\n* times {scale:.2f}: there, FedAvg on StackedGrid trained "
-                f"{_range(there[0]['per-second'])}"
-            )
-        axes.set_xlabel(words)
+        axes.set_xlabel("clients a second on one thread, median and quartiles (logarithmic scale)")
         key = [
             Line2D([], [], ls="", ms=5, label=kind, **look)
             for kind, look in LOOKS.items()

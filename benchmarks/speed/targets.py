@@ -10,14 +10,14 @@ from benchmarks.speed.timing import Row
 
 Where = Mapping[str, Any]
 Found = Mapping[str, Mapping[str, Any]]
-"""The results: tag (before, now) -> part -> its rows, and what they were measured on."""
-Value = Callable[[Found, str], float | None]
+"""The results: part -> its rows, and what they were measured on."""
+Value = Callable[[Found], float | None]
 LARGE, CNN = "MLP 784-2048-2048-10", "CNN of McMahan et al."
 
 
 @dataclass(frozen=True)
 class Target:
-    """A limit for a number of the results of a tag; `least` says that it is a lower limit."""
+    """A limit for a number of the results; `least` says that it is a lower limit."""
 
     says: str
     limit: float
@@ -34,16 +34,16 @@ class Target:
         return value >= self.limit if self.least else value <= self.limit
 
 
-def rows_of(found: Found, tag: str, part: str) -> list[Row]:
+def rows_of(found: Found, part: str) -> list[Row]:
     """Return a part's rows; none if it was not measured."""
-    return list(found.get(tag, {}).get(part, {}).get("rows", []))
+    return list(found.get(part, {}).get("rows", []))
 
 
-def _found(found: Found, tag: str, part: str, where: Where, *path: str) -> float | None:
+def _found(found: Found, part: str, where: Where, *path: str) -> float | None:
     """Return a number of the only row with these entries, or None without such a row."""
     chosen = [
         r
-        for r in rows_of(found, tag, part)
+        for r in rows_of(found, part)
         if path[0] in r and "skipped" not in r and all(r.get(k) == v for k, v in where.items())
     ]
     if not chosen:
@@ -55,12 +55,12 @@ def _found(found: Found, tag: str, part: str, where: Where, *path: str) -> float
 
 
 def _value(part: str, where: Where, *path: str) -> Value:
-    return lambda found, tag: _found(found, tag, part, where, *path)
+    return lambda found: _found(found, part, where, *path)
 
 
 def _quotient(above: Value, below: Value) -> Value:
-    def value(found: Found, tag: str) -> float | None:
-        a, b = above(found, tag), below(found, tag)
+    def value(found: Found) -> float | None:
+        a, b = above(found), below(found)
         return None if a is None or b is None else a / b
 
     return value
@@ -78,20 +78,13 @@ def _over_bare_vmap(method: str) -> Value:
     return _quotient(_per_second(method, "StackedGrid"), _per_second("bare torch.func.vmap", ""))
 
 
-def _over_before(method: str) -> Value:
-    """Clients a second over FedAvg's of before, each over the bare loop of its own run."""
-    now = _value("clients", _client(method, "StackedGrid"), "ratio", "median")
-    before = _value("clients", _client("FedAvg"), "ratio", "median")
-    return _quotient(lambda found, _: before(found, "before"), now)
-
-
 def _peer(side: str) -> Value:
     return _value("peers", {"side": side}, "per-second", "median")
 
 
-def _population(found: Found, tag: str) -> float | None:
+def _population(found: Found) -> float | None:
     """Seconds of a round of 1,000 drawn from 100,000, over those from 1,000."""
-    every = [r for r in rows_of(found, tag, "growth") if r.get("what") == "population"]
+    every = [r for r in rows_of(found, "growth") if r.get("what") == "population"]
     grids = list(dict.fromkeys(r["grid"] for r in every))
     each = []
     for grid in grids:
@@ -133,15 +126,6 @@ TARGETS = (
         1.0,
         _quotient(_peer("FedAvg, StackedGrid"), _peer("FedJAX 0.0.17")),
         least=True,
-    ),
-    *(
-        Target(
-            f"{method}, StackedGrid: clients a second over those of FedAvg one by one before",
-            10.0,
-            _over_before(method),
-            least=True,
-        )
-        for method in STACKED
     ),
     *(
         Target(

@@ -75,10 +75,12 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     deviations = groups[[*SPREAD]].std().add_suffix("_std")
     parts = [groups.size().rename("n"), sums, means[[*SPREAD, *MEANS, *SOME]], deviations]
     table = pd.concat(parts, axis=1)
+    by_seed = {name: numbers[name].unstack() for name in ("last5", "final")}
+    for name, values in by_seed.items():
+        table[f"{name}_interval"] = statistics.half_interval(values)
     if baseline:
-        ends = numbers["last5"].unstack()
-        table["last5_interval"] = statistics.half_interval(ends)
-        table = table.join(statistics.differences(ends, baseline, references(runs)))
+        compared = statistics.differences(by_seed["last5"], baseline, references(runs))
+        table = table.join(compared)
     table = table.rename_axis("method").reset_index().astype(object)
     return [
         {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}

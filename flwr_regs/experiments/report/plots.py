@@ -54,12 +54,6 @@ PARTS = {
 """What a run of a picture is -> what that means."""
 DECIDED = {True: "#0072b2", False: "#d55e00"}
 """Whether a decided difference is positive -> its colour."""
-BANDS = {
-    "standard deviation": "Mean and standard deviation over ",
-    "95 % interval": "Mean and 95 % interval over ",
-    "second best": "The best point of tuning, in a band to the second best; ",
-}
-"""What a band around a line is -> how its caption begins."""
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
 
 
@@ -74,13 +68,13 @@ def over_rounds(
     title: str = "",
     heading: str = "",
     ordered: bool = False,
-    band: str = "standard deviation",
+    second_best: bool = False,
     look: Look | None = None,
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is one standard deviation of the sample (n - 1), or the mean's 95 % interval (Student's t), as
-    far as values can be, and there is none for one seed. The mean is taken round by round, over the rounds
+    The band is the mean's 95 % interval (Student's t), as far as values can be, and there is none for one
+    seed. The mean is taken round by round, over the rounds
     that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
@@ -98,8 +92,7 @@ def over_rounds(
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
-    band : a key of `BANDS`; with "second best", the line is the first "seed", and the band reaches to the
-        second
+    second_best : whether the line is the first "seed" instead, in a band that reaches to the second
 
     Returns
     -------
@@ -140,7 +133,7 @@ def over_rounds(
             lost = of_label["broken"]
             shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
             most = 100 if y == "accuracy" else np.inf
-            end = _draw_mean(axes, of_label[~lost], band, line, shade, most)
+            end = _draw_mean(axes, of_label[~lost], second_best, line, shade, most)
             end = max(end, _draw_broken(axes, of_label[lost], line), key=lambda xy: xy[1])
             lines.append((*end, text, line))
         curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
@@ -167,7 +160,10 @@ def over_rounds(
         words = seeds_in_words(seeds or counted.to_dict())
         caption = f"{words}." if words else ""
         if counted.max() > 1:
-            caption = f"{BANDS[band]}{caption}"
+            band = "Mean and 95 % interval over "
+            if second_best:
+                band = "The best point of tuning, in a band to the second best; "
+            caption = f"{band}{caption}"
         if kind == "expected":
             caption += " Expected from each client's label shares."
         if x == "seconds":
@@ -227,7 +223,7 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
 def _draw_mean(
     axes: Axes,
     points: pd.DataFrame,
-    band: str,
+    second_best: bool,
     line: dict[str, Any],
     shade: float,
     most: float,
@@ -239,14 +235,13 @@ def _draw_mean(
     seeds = points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
-    across, mean, spread = rounds["x"].mean(), rounds["y"].mean(), rounds["y"].std()
+    across, mean = rounds["x"].mean(), rounds["y"].mean()
     if mean.empty:
         return -np.inf, -np.inf
     label = points["label"].iloc[0]
-    if band == "95 % interval":
-        spread *= stats.t.ppf(0.975, seeds - 1) / np.sqrt(seeds)
-    low, high = mean - spread, mean + spread
-    if band == "second best":
+    interval = stats.t.ppf(1 - LEVEL / 2, seeds - 1) * rounds["y"].sem()
+    low, high = mean - interval, mean + interval
+    if second_best:
         mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
     low, high = low.clip(lower=0), high.clip(upper=most)
     if seeds > 1:

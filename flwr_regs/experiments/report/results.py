@@ -157,9 +157,10 @@ class Results:
             Of a run.
         failures
             Replies that were rejected, over all seeds.
-        last5_interval, difference, difference_interval, p, p_holm, decided, detectable
-            With a `baseline`: half the width of the 95 % interval of ``last5`` (Student's t over
-            seeds); its paired difference to the baseline, and what
+        last5_interval, final_interval
+            Half the width of the mean's 95 % interval (Student's t over seeds); None for one seed.
+        difference, difference_interval, p, p_holm, decided, detectable
+            With a `baseline`: the paired difference of ``last5`` to the baseline's, and what
             :func:`flwr_regs.experiments.report.statistics.differences` says of that.
         epsilon, delta, clipped, own, personal
             Where there is privacy: what it spent, and the share of clipped updates. Where models were
@@ -224,7 +225,6 @@ class Results:
             title=self._title,
             heading="" if self.heading == "method" else self.heading,
             ordered=self.ordered,
-            band="95 % interval" if self.baseline else "standard deviation",
             look=look,
         )
 
@@ -347,13 +347,12 @@ class Results:
         if several:
             reached += f" ({row['reached']} of {row['n']})"
         cells = {self.heading: row["method"]}
+        cells[self._last] = metrics.per_cent(row["last5"], row["last5_interval"])
         if self.baseline:
-            cells[self._last] = metrics.per_cent(row["last5"], row["last5_interval"])
             first = self.baseline if len(self.baseline) <= BRIEF else "first"
             cells[f"vs {first}"] = metrics.per_cent(row["difference"], row["difference_interval"])
         else:
-            cells[self._last] = metrics.per_cent(row["last5"], row["last5_std"])
-            cells["final"] = metrics.per_cent(row["final"], row["final_std"])
+            cells["final"] = metrics.per_cent(row["final"], row["final_interval"])
         if not several:
             cells["best"] = metrics.per_cent(row["best"])
         cells |= {f"to {goal}": reached, "worst": metrics.per_cent(row["worst_client"])}
@@ -393,8 +392,9 @@ class Results:
             worst = "worst: the lowest of a client, on its own test data"
             if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
                 worst += " (all test examples of its classes; test-split=matched follows its class shares)"
-        what = "95 % interval" if self.baseline else "sample standard deviation"
-        spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        spread = (
+            f"mean ± 95 % interval, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        )
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
         clock = "; s: the clock's, as a run was resumed or in Ray" if self._by_clock else ""

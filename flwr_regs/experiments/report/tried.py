@@ -93,7 +93,7 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
             kind="held-out",
             seeds=seeds,
             title=title,
-            band="second best",
+            second_best=True,
             look=look,
         )
     return drawn

@@ -83,11 +83,10 @@ def assert_legible(figure: Figure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "interval"),
-    [("round", "accuracy", True), ("megabytes", "loss", False), ("seconds", "accuracy", False)],
+    ("x", "y"), [("round", "accuracy"), ("megabytes", "loss"), ("seconds", "accuracy")]
 )
 def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
-    x: str, y: str, interval: bool
+    x: str, y: str
 ) -> None:
     values = sampled(4)
     spent = 1 + np.arange(6) + sampled(4, seed=1)
@@ -95,14 +94,14 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
     curves += [run("A", 8, [10, 20, 15], part="stopped"), run("A", 9, [10, 30, 40, NAN, 50, 60])]
     curves += [run("B", k, v, megabytes=spent[0]) for k, v in enumerate(sampled(3))]
-    figure = drawn(curves, x, y, band="95 % interval" if interval else "standard deviation")
+    figure = drawn(curves, x, y)
     unit = 100 if y == "loss" else 1
     values = values / unit
     (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
     expected = {"round": np.arange(6), "megabytes": spent.mean(0), "seconds": 2 * spent.mean(0)}[x]
     np.testing.assert_allclose(line.get_xdata(), expected)
     np.testing.assert_allclose(line.get_ydata(), values.mean(0))
-    spread = values.std(0, ddof=1) * (3.182446 / 2 if interval else 1)  # t(0.975, 3), 4 seeds
+    spread = values.std(0, ddof=1) * 3.182446 / 2  # t(0.975, 3), 4 seeds
     edges = band.get_paths()[0].vertices
     for edge in (values.mean(0) - spread, values.mean(0) + spread):
         within = edge.clip(0, 100 if y == "accuracy" else None)
@@ -113,9 +112,8 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
         np.testing.assert_allclose(thin.get_ydata(), np.array(wanted) / unit)
         np.testing.assert_allclose(cross.get_ydata(), [wanted[-1] / unit])
     assert "A (2 of 6 stopped)" in text_of(figure, "label")
-    words = "95 % interval" if interval else "standard deviation"
     caption = text_of(figure, "caption")
-    assert caption.startswith(f"Mean and {words} over n = 4 seeds (B: n = 3). ")
+    assert caption.startswith("Mean and 95 % interval over n = 4 seeds (B: n = 3). ")
     assert caption.endswith("Thin line with a cross: a run that stopped there; it is in no mean.")
     assert ("By the clock" in caption) == (x == "seconds")
     assert "none finished" in text_of(drawn(curves[4:6]), "caption")
