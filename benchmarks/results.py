@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ TUNED = (
 """Said of a benchmark that tuned the learning rate."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 """What the papers claim, as comparisons of two rows of a card."""
+GLANCE = 20
+"""Methods that a picture shows at a glance; of more, a second picture shows the best."""
 HASH = 16
 """Characters of an archive's hash that a page shows."""
 
@@ -197,8 +199,11 @@ def _decided(words: str, first: str, of: Mapping[str, int], panels: int) -> str:
     return f"Decided {words} than `{first}`: {'; '.join(parts)}."
 
 
-def differences(bench: Bench) -> Picture:
-    """Draw each method's difference to the first one in each ranked panel, in the order of the ranks."""
+def differences(bench: Bench, most_panels: bool = False) -> Picture:
+    """Draw each method's difference to the first one in each ranked panel, in the order of the ranks.
+
+    With `most_panels`, of the methods alone that are decided better in more than half of the panels.
+    """
     ranks, first = bench.ranks[0], bench.panels[0][2].baseline
     labels = [label for label in ranks.mean.index if label != first]
     panels = {
@@ -206,8 +211,19 @@ def differences(bench: Bench) -> Picture:
         for panel, _, results in bench.panels
         if {*labels} <= {*(rows := {row["method"]: row for row in methods_of(results)})}
     }
-    look, title = drawing.Look(font_size=7), _title(bench, len(labels))
-    return plots.differences(panels, first, title=title, note=TUNED * tunes_rates(bench), look=look)
+    title, note = _title(bench, len(labels)), TUNED * tunes_rates(bench)
+    look = drawing.Look(font_size=7)
+    if most_panels:
+        better = [
+            [row["decided"] and row["difference"] > 0 for row in rows] for rows in panels.values()
+        ]
+        often = np.sum(better, axis=0) > len(panels) / 2
+        look = replace(
+            look, methods=[label for label, is_ in zip(labels, often, strict=True) if is_]
+        )
+        title = f"{len(look.methods)} of {title}"
+        note = f"The others are decided better in fewer than half of the splits. {note}"
+    return plots.differences(panels, first, title=title, note=note, look=look)
 
 
 def _title(bench: Bench, methods: int) -> str:
@@ -319,8 +335,12 @@ def page(name: str) -> str:
     if bench.experiment.departures:
         parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))
     if bench.ranks:
+        best = (
+            f"![the methods that are decided better in most panels](../img/results/{name}-best.png)"
+        )
         parts += [
             "## Pictures",
+            *([best] if len(bench.ranks[0].mean) > GLANCE else []),
             f"![difference of each method to the first one](../img/results/{name}-differences.png)",
             f"![mean ranks over the panels](../img/results/{name}-ranks.png)",
         ]
@@ -455,6 +475,8 @@ def draw(name: str) -> None:
         )
         write_png(picture, PICTURES / f"{name}-ranks.png")
         write_png(differences(bench), PICTURES / f"{name}-differences.png")
+        if len(bench.ranks[0].mean) > GLANCE:
+            write_png(differences(bench, most_panels=True), PICTURES / f"{name}-best.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -160,7 +160,7 @@ def split_in_words(settings: Mapping[str, Any]) -> str:
 
 def nearest_setting(name: str) -> str:
     """Say that there is no such setting; name the nearest, or how a method's parameter is given."""
-    hint = nearest(name, DEFAULTS)
+    hint = nearest(name, [*DEFAULTS, *FIELD_KEYS])
     by_name = {method.lower(): method for method in catalogue()}
     method, _, parameter = key(name).partition("-")
     if not hint and parameter and method.lower() in by_name:

@@ -46,6 +46,7 @@ def as_text(card: Experiment, rows: Sequence[Mapping[str, Any]]) -> str:
         lines += columns([[name, *cells] for name, cells in methods.items()], right=True)
         lines += [f"NOTE: {note}" for note in panel.notes]
     lines += ["", *(f"{m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
+    lines += ["±: standard deviation over the seeds"] * any(row["std"] is not None for row in rows)
     return "\n".join(lines) + "\n"
 
 
