@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flwr_regs.server.stopping import Patience as Patience
     from flwr_regs.server.stopping import Target as Target
     from flwr_regs.term import ClientContext as ClientContext
+    from flwr_regs.term import Range as Range
     from flwr_regs.term import ServerContext as ServerContext
     from flwr_regs.term import Term as Term
     from flwr_regs.wire.records import float32_arrays as float32_arrays
@@ -76,7 +77,7 @@ _MODULES = {
     "server.checkpoint.checkpoint": ("CheckpointError",),
     "methods.registry": ("METHODS", "Method", "TERMS"),
     "methods.fedbuff": ("FedBuff", "FedBuffClient"),
-    "term": ("ClientContext", "ServerContext", "Term"),
+    "term": ("ClientContext", "Range", "ServerContext", "Term"),
 }
 _HOME = {
     **{name: module for module, names in _MODULES.items() for name in names},

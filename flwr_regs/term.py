@@ -148,6 +148,12 @@ class Term:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for field, values in cls.ranges.items():
+            if not isinstance(values, Range):
+                raise TypeError(
+                    f"{cls.__name__}.ranges: '{field}' must have a Range, such as "
+                    f"Range('a number from 0 to 5', lambda v: 0 <= v <= 5), not {values!r}"
+                )
         for ability in ABILITIES:
             names = sorted(n for n in ability.__abstractmethods__ if hasattr(cls, n))
             if names and ability not in cls.__mro__:

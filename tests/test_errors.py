@@ -58,6 +58,8 @@ def test_many_failures_are_named_in_a_few_lines() -> None:
     one = name_failures(dict.fromkeys([*range(12), 14, *range(20, 50, 2)], "no disk"))
     some = "0-11, 14, 20, 22, 24, 26, 28, 30, 32, 34, …"
     assert one == f"28 clients (partitions {some}) failed: no disk"
+    same = name_failures({k: f"the reply of client {k}: its 'w' holds NaN" for k in (3, 4)})
+    assert same == "2 clients (partitions 3-4) failed: the reply of the client: its 'w' holds NaN"
     assert name_failures({3: "no disk"}) == "1 client (partition 3) failed: no disk"
     many = name_failures({k: f"disk {k // 2} is full" for k in range(100)})
     lines = many.splitlines()

@@ -44,6 +44,13 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         class Sums(Term):
             def fold(self, *args: Any) -> Any: ...
 
+    with pytest.raises(
+        TypeError, match=r"Bounded.ranges: 'mu' must have a Range, .* not '\[0, 5\]'"
+    ):
+
+        class Bounded(Term):
+            ranges: ClassVar[Any] = {"mu": "[0, 5]"}
+
     class Half(Term, Probes):
         def probe(self, ctx: Any) -> Any: ...
 

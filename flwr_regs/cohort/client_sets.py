@@ -165,10 +165,11 @@ class ClientSets(Spelled):
         given = sets[pid]
         return _checked(given(pid), name, pid) if _is_function(given) else given
 
-    def check(self, evaluates: bool) -> None:
+    def check(self, evaluates: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
 
-        And in sets that are tensors: numbers that are not finite; inputs of a type or width that the
+        And for initial arrays, of these `shapes`, that the model has not, or has in another shape. And in
+        sets that are tensors: numbers that are not finite; inputs of a type or width that the
         model does not take; labels of a wrong type or shape, or that are none of the model's classes.
         """
         if evaluates and not self._test:
@@ -176,6 +177,18 @@ class ClientSets(Spelled):
                 "the clients have no test sets to evaluate on: give Clients test_sets=, or set "
                 "fraction_evaluate=0 on the strategy"
             )
+        entries = {n: tuple(v.shape) for n, v in uncompiled(self.model).state_dict().items()}
+        for name, shape in shapes.items():
+            if name not in entries:
+                raise ValueError(
+                    f"initial_arrays has '{name}', but the clients' model has no such entry (it has "
+                    f"{', '.join(entries):.200})"
+                )
+            if shape != entries[name]:
+                raise ValueError(
+                    f"initial_arrays: '{name}' has the shape {shape}, but {entries[name]} in the clients' "
+                    "model"
+                )
         each = [
             (n, sets)
             for n, sets in (("train_sets", self._train), ("test_sets", self._test))
@@ -191,7 +204,7 @@ class ClientSets(Spelled):
                             f"{name}: client {pid}: example {first} holds NaN or infinity: leave it out, "
                             "or fill its gaps"
                         )
-        if self.model is None or not is_cross_entropy(self.task.loss_fn):
+        if not is_cross_entropy(self.task.loss_fn):
             return
         try:
             model = copy.deepcopy(uncompiled(self.model)).cpu().eval()

@@ -26,7 +26,7 @@ from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import check_writable, locked, write
-from flwr_regs.experiments.report.metrics import last
+from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
@@ -164,6 +164,7 @@ def _train_panel(
     bad = bool(failed) or all(run.error for run in results.runs) or bool(missing(tests, folder))
     if not experiment.smoke:
         bad |= any(run.diverged or run.rejected for run in results.runs)
+        bad |= any(run.whole and exploded(run) for run in results.runs)
         bad |= bool(experiment.baseline) and any(row["collapsed"] for row in results.rows())
     return int(bad), results
 
@@ -329,9 +330,11 @@ def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool 
             if not brief:
                 _say(f"{name}{': ' * bool(name)}nothing is missing")
             continue
+        kept = {**recorded(lacking, place / "tuning"), **recorded(lacking, place)}
+        rounds = {key: len(record.rounds) for key, record in kept.items()}
         with Heartbeat(_say) as heartbeat:
             heartbeat.at("timing a step and a test batch")
-            lines = estimate(lacking, workers, known, name)
+            lines = estimate(lacking, workers, known, rounds, name)
             for line in [*lines][-1:] if brief else lines:
                 _say(line)
 

@@ -215,7 +215,7 @@ class RegStrategy(Driven):
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         if isinstance(grid, InProcessGrid):
-            grid.check(self.options.fraction_evaluate > 0)
+            grid.check(self.options.fraction_evaluate > 0, plainly_named(initial_arrays))
         result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TypeVar
@@ -132,9 +133,13 @@ def read_each(
 def name_failures(
     failures: Mapping[int, str], who: str = "client", ids: str = "partition", what: str = "failed"
 ) -> str:
-    """Name the failed clients with their errors: each error once, on its own line if there are several."""
+    """Name the failed clients with their errors: each error once, on its own line if there are several.
+
+    Errors that differ in the client's number alone are one.
+    """
     by_reason: dict[str, list[int]] = {}
     for pid, why in sorted(failures.items()):
+        why = re.sub(rf"\bof client {pid}\b", "of the client", why)
         by_reason.setdefault(why, []).append(pid)
     groups = []
     for why, pids in list(by_reason.items())[:MOST_NAMED]:

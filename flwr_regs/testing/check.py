@@ -80,8 +80,9 @@ def check_method(
         round t, from 1. A client takes ``local_steps`` steps, or if that is None ``epochs`` passes over its
         batches in their order. ``weighting`` is "num-examples" or "uniform". ``cohorts[t - 1]`` are the
         clients of round t, ascending; None means all. ``gradient(weights, x, y)`` is the gradient of the
-        mean cross-entropy. Arguments after ``lr`` are passed by name, those that the oracle takes. None: no
-        comparison with an oracle.
+        mean cross-entropy, and ``gradient(weights, x, y, loss_fn)`` of a loss of the outputs, in torch.
+        Arguments after ``lr`` are passed by name, those that the oracle takes. None: no comparison with an
+        oracle.
     settings : mapping, optional
         Hyper-parameters of the strategy with which it differs from FedAvg.
     neutral : mapping or RegStrategy, optional

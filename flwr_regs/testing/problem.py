@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.func import functional_call
 
+from flwr_regs.client.train.task import LossFn
 from flwr_regs.flower.app import client_app
 from flwr_regs.flower.compat import recorddict_from_proto, recorddict_to_proto
 from flwr_regs.flower.grids.in_process import InProcessGrid
@@ -58,15 +59,18 @@ def make_clients(n: int = 4, dtype: torch.dtype = torch.float64) -> list[list[Ba
     return clients
 
 
-def gradient(weights: NDArrays, x: np.ndarray, y: np.ndarray) -> NDArrays:
-    """Return the gradient of the mean cross-entropy of :func:`make_model` on a batch.
+def gradient(
+    weights: NDArrays, x: np.ndarray, y: np.ndarray, loss_fn: LossFn = nn.functional.cross_entropy
+) -> NDArrays:
+    """Return the gradient of a loss of :func:`make_model` on a batch.
 
-    `weights` are float64 by the names of its ``state_dict``, `x` is (batch, 4), `y` (batch,) integers. An
-    oracle may ask for this function.
+    `weights` are float64 by the names of its ``state_dict``, `x` is (batch, 4), `y` (batch,) integers.
+    `loss_fn` gets tensors, the outputs (batch, 3) and y; by default it is the mean cross-entropy. An oracle
+    may ask for this function.
     """
     leaves = {n: torch.from_numpy(w).requires_grad_() for n, w in weights.items()}
     output = functional_call(make_model(), leaves, (torch.from_numpy(x),))
-    loss = nn.functional.cross_entropy(output, torch.from_numpy(y))
+    loss = loss_fn(output, torch.from_numpy(y))
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return {n: g.numpy() for n, g in zip(leaves, gradients, strict=True)}
 

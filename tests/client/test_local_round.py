@@ -130,6 +130,8 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         go(make_model().requires_grad_(False), make_clients()[0])
     with pytest.raises(TypeError, match=r"give what it makes, CrossEntropyLoss\(\)"):
         go(make_model(), make_clients()[0], loss_fn=nn.CrossEntropyLoss)
+    with pytest.raises(TypeError, match=r"loss_fn must be a function, .* or None, not 'ce'"):
+        go(make_model(), make_clients()[0], loss_fn="ce")
 
 
 def test_lbfgs_gets_its_closure() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -286,7 +287,7 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     "width": (
         {"train_sets": [pair(0), (np.pad(pair(1)[0], ((0, 0), (0, 3))), pair(1)[1])]},
         0.0,
-        r"train_sets: client 1: an example has the shape \(\d+,\), which does not fit a layer",
+        r"train_sets: client 1: an example has the shape \(\d+,\): a linear layer of the model gets",
     ),
     "precision": (
         {"test_sets": [pair(0), (pair(1)[0].double(), pair(1)[1])]},
@@ -319,11 +320,35 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
+def test_initial_arrays_of_another_model_are_refused_before_round_1(kind: Any) -> None:
+    clients = fr.Clients(perceptron, [pair(0), pair(1)], device="cpu")
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+    state = perceptron().state_dict()
+    name, first = next(iter(state.items()))
+    wrong = [
+        (
+            {**state, name: first[:, 1:]},
+            rf"'{name}' has the shape .*, but .* in the clients' model",
+        ),
+        (
+            {**state, "more": first},
+            "initial_arrays has 'more', but the clients' model has no such entry",
+        ),
+    ]
+    for arrays, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            strategy.start(
+                kind(clients), arrays, 1, train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1})
+            )
+        assert strategy.history == []
+
+
+@pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
 def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> None:
     x, y = (part.clone() for part in pair(2))
     x[3, 0] = float("nan")
     with pytest.raises(ValueError, match="train_sets: client 2: example 3 holds NaN or infinity"):
-        fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu").check(False)
+        fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu").check(False, {})
     later = [pair(0), pair(1), lambda k: (x, y)]  # it is made when the client first takes part
     clients = fr.Clients(perceptron, later, device="cpu")
     strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
@@ -349,7 +374,7 @@ def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) ->
     with pytest.raises(fr.RoundFailed) as failed:
         run(strategy, fr.StackedGrid(clients_of(wide)))
     text = "\n".join([*log(), str(failed.value)])
-    remedy, raw = "which does not fit a layer of the model", "shapes cannot be multiplied"
+    remedy, raw = "a linear layer of the model gets", "shapes cannot be multiplied"
     assert text.index(remedy) < text.index(raw)
     assert (text.count(remedy), text.count(raw)) == (1, 1)
     assert "Expected size" not in text  # as the stack has it

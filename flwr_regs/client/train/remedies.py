@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ def remedy(error: Exception, inputs: Any, output: Any, targets: Any, model: nn.M
     """Return what helps against an error of a forward pass (`output` is None) or a loss; "" if unknown."""
     if output is None and isinstance(inputs, Tensor):
         first = next(model.parameters(), None)
-        if "shapes cannot be multiplied" in str(error):
+        if found := re.search(r"multiplied \(\d+x(\d+) and (\d+)x", str(error)):
             shape = tuple(inputs.shape[1:])
-            return f"an example has the shape {shape}, which does not fit a layer of the model"
+            return (
+                f"an example has the shape {shape}: a linear layer of the model gets {found[1]} numbers, "
+                f"but takes {found[2]}"
+            )
         if "dtype" in str(error) and first is not None and inputs.dtype is not first.dtype:
             return (
                 f"the inputs are {inputs.dtype}, expected {first.dtype}: give x.to({first.dtype})"

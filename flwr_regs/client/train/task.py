@@ -60,10 +60,14 @@ class Task:
     output_fn: OutputFn | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a class in place of a loss."""
+        """Raise TypeError for a class in place of a loss, and for what is no function."""
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give what it makes, {name}()")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function, loss_fn(output, targets), or None, not {self.loss_fn!r}"
+            )
 
     def pairs(self, data: Batches) -> Pairs:
         """Return `data` as pairs of (inputs, targets)."""

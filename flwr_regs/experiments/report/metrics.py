@@ -22,6 +22,8 @@ MANY, LITTLE = 10, 0.05
 """A run of so many rounds has not learned if its best accuracy is no more above the untrained one."""
 COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
+EXPLODED = 10.0
+"""A run has also collapsed if its test loss ends at so many times the untrained model's."""
 ENDS = ("diverged", "failed", "unfinished")
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
@@ -31,7 +33,7 @@ MEANS = (
 )
 OF_ALL = ("last5", "final")
 """Accuracies to which a run that diverged adds the untrained model's: it is not left out."""
-SOME = ("epsilon", "delta", "clipped", "own", "personal")
+SOME = ("epsilon", "delta", "clipped", "own", "personal", "averaged")
 """Figures that a row has only where its runs have them."""
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
 """The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
@@ -112,7 +114,8 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
     if run.whole:
         row |= {name: of_run[name] for name in ("best", "own", "personal")}
         row |= {
-            "collapsed": collapsed(run),
+            "averaged": run.averaged,
+            "collapsed": collapsed(run) or exploded(run),
             "worst_client": of_run["worst"],
             "spread": run.per_client.get("std"),
             "mb": run.megabytes[-1] if run.rounds else None,
@@ -229,6 +232,13 @@ def collapsed(run: RunRecord) -> bool:
     return bool(means.max() - means[-1] > COLLAPSE)
 
 
+def exploded(run: RunRecord) -> bool:
+    """Return whether a run's test loss ends far above the untrained model's: see :data:`EXPLODED`."""
+    first, last_test = run.test[0], run.test[-1]
+    untrained, trained = first.get("loss") or 0.0, last_test.get("loss") or 0.0
+    return first["round"] == 0 and trained > EXPLODED * untrained > 0
+
+
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Say which methods diverged, failed, collapsed, had replies rejected or are equal: a sentence each."""
     sentences = []
@@ -236,10 +246,10 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
         for status in ENDS:
             if bad := [r for r in of_label if r.status == status]:
-                text = status + ", in no mean" * (status == "unfinished")
+                text = status + ", and left out of the means" * (status == "unfinished")
                 if status == "diverged":
                     untrained = np.mean([run.untrained for run in bad])
-                    text += f" (in the mean as untrained, {untrained:.1%})"
+                    text += f" (they count in the means as untrained, {untrained:.1%})"
                 why = f"seed {bad[0].seed}: {bad[0].stopped}"
                 sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]
@@ -249,6 +259,12 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             sentences.append(
                 f"{label}: {len(idle)} of {seeds} never learned; seed {run.seed} begins at "
                 f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: try another lr, or more rounds"
+            )
+        if blown := [r for r in whole if exploded(r)]:
+            first, last_test = blown[0].test[0], blown[0].test[-1]
+            sentences.append(
+                f"{label}: {len(blown)} of {seeds} diverged; the test loss of seed {blown[0].seed} ends at "
+                f"{last_test['loss']:.3g}, and was {first['loss']:.3g} before training: try a smaller lr"
             )
         if fallen := [r for r in whole if collapsed(r)]:
             run = fallen[0]

@@ -54,6 +54,8 @@ PARTS = {
 """What a run of a picture is -> what that means."""
 DECIDED = {True: "#0072b2", False: "#d55e00"}
 """Whether a decided difference is positive -> its colour."""
+LONG = 10
+"""Rounds from which on an axis of accuracies may leave out the first ones."""
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
 
 
@@ -92,7 +94,7 @@ def over_rounds(
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
-    second_best : whether the line is the first "seed" instead, in a band that reaches to the second
+    second_best : whether the line is the first "seed" instead, with stripes that reach to the second
 
     Returns
     -------
@@ -145,6 +147,8 @@ def over_rounds(
         if y == "accuracy":
             low, top = axes.get_ylim()
             low, top = max(low, -1), min(top, 101)  # half a line's width beyond what can be
+            if x != "clients":
+                low = max(low, _lowest_later(points))
             axes.set_ylim(*(look.accuracy or (low, top)))
             axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
         elif _wide(points[y]):
@@ -160,10 +164,10 @@ def over_rounds(
         words = seeds_in_words(seeds or counted.to_dict())
         caption = f"{words}." if words else ""
         if counted.max() > 1:
-            band = "Mean and 95 % interval over "
+            what = "Mean and 95 % interval over "
             if second_best:
-                band = "The best point of tuning, in a band to the second best; "
-            caption = f"{band}{caption}"
+                what = "The best point of tuning, with stripes to the second best; "
+            caption = f"{what}{caption}"
         if kind == "expected":
             caption += " Expected from each client's label shares."
         if x == "seconds":
@@ -178,9 +182,11 @@ def over_rounds(
             if "filled" in parts:
                 caption += "; if it diverged, it counts in the mean as untrained from there."
             else:
-                caption += "; it is in no mean." if words else "; none finished."
+                caption += "; the mean leaves it out." if words else "; none finished."
         if "unfinished" in parts:
-            caption += " Thin line: a run that has not ended, and is in no mean."
+            caption += " Thin line: a run that has not ended; the mean leaves it out."
+        if look.accuracy is None and y == "accuracy" and points["y"].min() < axes.get_ylim()[0]:
+            caption += " Lower accuracies of the first rounds are not shown."
         if look.accuracy and y == "accuracy":
             low, top = look.accuracy
             if not any(
@@ -208,6 +214,17 @@ def _wide(values: pd.Series) -> bool:
     """Return whether positive values differ by so much that only a logarithmic axis shows them all."""
     positive = values[np.isfinite(values) & (values > 0)]
     return bool(positive.max() > LOG_ABOVE * positive.min())
+
+
+def _lowest_later(points: pd.DataFrame) -> float:
+    """Return where an axis of accuracies may begin: below all but the first fifth of the rounds."""
+    last = points["round"].max()
+    if last < LONG:
+        return -np.inf
+    means = points.groupby(["label", "round"], as_index=False)["y"].mean()
+    ends = points.groupby(["label", "seed"])["y"].last()  # also of a run that stopped early
+    low = min(means.loc[means["round"] >= last / 5, "y"].min(), ends.min())
+    return float(low - 0.05 * (points["y"].max() - low))
 
 
 def seeds_in_words(seeds: Mapping[str, int]) -> str:
@@ -240,11 +257,14 @@ def _draw_mean(
         return -np.inf, -np.inf
     label = points["label"].iloc[0]
     interval = stats.t.ppf(1 - LEVEL / 2, seeds - 1) * rounds["y"].sem()
-    low, high = mean - interval, mean + interval
+    low, high = (mean - interval).clip(lower=0), (mean + interval).clip(upper=most)
     if second_best:
         mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
-    low, high = low.clip(lower=0), high.clip(upper=most)
-    if seeds > 1:
+    if second_best and seeds > 1:  # striped, as it is no interval
+        stripes: dict[str, Any] = {"facecolor": "none", "edgecolor": line["color"], "hatch": "////"}
+        stripes |= {"alpha": 0.45, "linewidth": 0.6, "zorder": 2}
+        axes.fill_between(across, low, high, gid=f"band {label}", **stripes)
+    elif seeds > 1:
         fill: dict[str, Any] = {"color": line["color"], "alpha": shade, "linewidth": 0, "zorder": 2}
         axes.fill_between(across, low, high, gid=f"band {label}", **fill)
     every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure

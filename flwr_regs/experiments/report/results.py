@@ -70,7 +70,7 @@ class Results:
     ordered : bool
         Whether the labels are the values of an ordered parameter.
     baseline : str
-        If set, a label: the table has 95 % intervals, and each row's paired difference to this one.
+        If set, a label: the table has each row's paired difference to this one.
     lacking : int
         Planned runs that have not ended, nor failed: no difference is tested before they have.
     """
@@ -162,9 +162,10 @@ class Results:
         difference, difference_interval, p, p_holm, decided, detectable
             With a `baseline`: the paired difference of ``last5`` to the baseline's, and what
             :func:`flwr_regs.experiments.report.statistics.differences` says of that.
-        epsilon, delta, clipped, own, personal
+        epsilon, delta, clipped, own, personal, averaged
             Where there is privacy: what it spent, and the share of clipped updates. Where models were
             personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
+            Where the method has an averaged model (FedExP, FedACG): its accuracy after the last round.
         """
         rows = self.rows()  # says what to install
         import pandas as pd
@@ -345,7 +346,7 @@ class Results:
         several, goal = len(self.seeds) > 1, f"{100 * self.target:.4g}%"
         reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.0f}"
         if several:
-            reached += f" ({row['reached']} of {row['n']})"
+            reached += f" ({row['reached']} of {row['n'] - row['unfinished']})"
         cells = {self.heading: row["method"]}
         cells[self._last] = metrics.per_cent(row["last5"], row["last5_interval"])
         if self.baseline:
@@ -395,9 +396,11 @@ class Results:
         spread = (
             f"mean ± 95 % interval, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         )
+        if n == 2:
+            spread += ", which says little of two seeds"
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
-        clock = "; s: the clock's, as a run was resumed or in Ray" if self._by_clock else ""
+        clock = "; s: by the clock, as a run was resumed or in Ray" if self._by_clock else ""
         weighed: dict[str, dict[str, None]] = {}
         for run in self.runs:
             weighed.setdefault(run.weighting, {})[run.label] = None
@@ -405,8 +408,8 @@ class Results:
         weights = ""
         if by_examples and equal:
             weights = (
-                f" Clients weigh by their examples in {', '.join(by_examples)}, but equally in "
-                f"{', '.join(equal)}; weighting=uniform makes all equal."
+                f" Clients are weighted by their examples in {', '.join(by_examples)}, but equally in "
+                f"{', '.join(equal)}; weighting=uniform weights them equally in all."
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
@@ -460,6 +463,11 @@ class Results:
                 said.append(
                     f"{row['method']}, mean over the clients' own test data: global model "
                     f"{row['own']:.2%}, personalised {row['personal']:.2%}"
+                )
+            if "averaged" in row:
+                said.append(
+                    f"{row['method']}: the table has the model that clients receive; the averaged model, "
+                    f"by which its paper judges it, ends at {row['averaged']:.2%}"
                 )
             if row.get("epsilon") is not None:
                 said.append(

@@ -26,7 +26,7 @@ HEAD = (
 )
 """What a record's first line holds."""
 END = (
-    *("per_client", "seconds", "processor_seconds", "spent"),
+    *("per_client", "seconds", "processor_seconds", "spent", "averaged"),
     *("error", "warnings", "diverged", "ended"),
 )
 """What a record's last line holds."""
@@ -66,6 +66,8 @@ class RunRecord:
         The processor's seconds until each test; empty where they are not known.
     error : str
         Why it ended early; empty if it did not.
+    averaged : float or None
+        The accuracy of the method's averaged model at the end, where it has one: FedExP, FedACG.
     warnings : list of str
         What the log warned of.
     diverged : bool
@@ -92,6 +94,7 @@ class RunRecord:
     seconds: float = 0.0
     processor_seconds: float | None = None
     spent: list[float] = field(default_factory=list)
+    averaged: float | None = None
     error: str = ""
     warnings: list[str] = field(default_factory=list)
     diverged: bool = False

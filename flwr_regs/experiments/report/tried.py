@@ -32,8 +32,8 @@ def cost(tried: Sequence[RunRecord]) -> str:
     rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
     return (
         f"Tuning took {len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s and {steps:,} "
-        f"local steps, with seed {', '.join(map(str, seeds))}. Intervals and p-values take what it chose "
-        "as given: other tuning seeds may choose otherwise."
+        f"local steps, with seed {', '.join(map(str, seeds))}. Intervals and p-values leave out that other "
+        "seeds might have tuned otherwise."
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,6 +83,10 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     strategy, _ = _trained(run, 2, True, InProcessGrid, **usual)
     entry: dict[str, Any] = strategy.history[-1]
     return entry
+
+
+Key = tuple[str, int]
+"""Which run: its label and its seed."""
 
 
 class Cost(NamedTuple):
@@ -167,8 +171,13 @@ def cost_of(run: Run, of_model: Timed) -> Cost:
     return Cost(cohort, steps, test, trained + (settings.rounds + 1) * test)
 
 
-def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
-    """Tell about how long some runs take, from the first of them; nothing if it would fail."""
+def announcement(
+    runs: Sequence[Run], workers: int, progress: Progress, begun: Mapping[Key, int]
+) -> None:
+    """Tell about how long some runs take, from the first of them; nothing if it would fail.
+
+    `begun` are the rounds that runs have trained already.
+    """
     settings = runs[0].settings
     with Heartbeat(progress.say) as heartbeat:
         heartbeat.at("timing a client's step")
@@ -177,7 +186,8 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
             cost, most = cost_of(runs[0], of_model), client_data_of(settings).most_tested
         except Exception:  # the run says it better
             return
-    whole = cost.run * len(runs) / _at_a_time(runs, workers)
+    shares = sum(1 - begun.get(run.key, 0) / run.settings.rounds for run in runs)
+    whole = cost.run * shares / _at_a_time(runs, workers)
     text = (
         f"about {duration(whole)}: {counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}; "
         f"in each round {counted(cost.cohort, 'client')} with {counted(round(cost.steps), 'step')} of "
@@ -190,11 +200,16 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
 
 
 def estimate(
-    runs: Sequence[Run], workers: int, known: dict[Any, Timed], panel: str = ""
+    runs: Sequence[Run],
+    workers: int,
+    known: dict[Any, Timed],
+    begun: Mapping[Key, int],
+    panel: str = "",
 ) -> Iterator[str]:
     """Yield lines, as they are known, on what would run and how long that would take.
 
-    One for each model that is not `known`, and one for each row, or for a card's `panel`.
+    One for each model that is not `known`, one for each run that is `begun`, with the rounds that it has,
+    and one for each row, or for a card's `panel`.
     """
     first = runs[0].settings
     where = (
@@ -205,7 +220,7 @@ def estimate(
     if not panel:
         yield f"would run on {where}"
     rows: dict[str, list[Run]] = {}
-    costs: dict[tuple[str, int], Cost] = {}
+    costs: dict[Key, Cost] = {}
     for run in runs:
         settings = run.settings
         alike = settings.dataset, settings.model, settings.projection, settings.batch_size
@@ -216,7 +231,10 @@ def estimate(
                 f"{duration(of_model.step)}, a test of {of_model.tested} takes "
                 f"{duration(of_model.test)}"
             )
-        costs[run.key] = cost_of(run, known[alike])
+        cost, there = cost_of(run, known[alike]), begun.get(run.key, 0)
+        costs[run.key] = cost._replace(run=cost.run * (1 - there / settings.rounds))
+        if there:
+            yield f"{run.label}, seed {run.seed}: {there} of {counted(settings.rounds, 'round')} are there"
         rows.setdefault(run.row, []).append(run)  # with its trials
     for label, of_row in [] if panel else rows.items():
         number, one = len(of_row), costs[of_row[-1].key]

@@ -94,7 +94,12 @@ def execute(
         if said := left(settings, client_data_of(settings, nodes)):
             progress.say(f"data: {said}")
         if grid is None:
-            announcement(lacking, workers, progress)
+            begun = {key: len(record.rounds) for key, record in known.items() if not record.ended}
+            announcement(lacking, workers, progress, begun)
+        if runner == "ray":
+            progress.say(
+                "Ray starts, once for each seed; that may take a minute, which is not counted"
+            )
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:

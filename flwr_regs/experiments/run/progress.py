@@ -79,8 +79,9 @@ class Progress:
 class Lines(Progress):
     """Plain lines, for a file or a pipe: a run's last round, and up to ten before it.
 
-    Those are the first round and every tenth of them, not less than `BREATH` apart. What a run is at within
-    a round is told where nothing else has been for `PIPED` seconds.
+    Those are the first round and every tenth of them, not less than `BREATH` apart; of more than `LINES`
+    runs, not less than `PIPED` apart. What a run is at within a round is told where nothing else has been
+    for `PIPED` seconds.
     """
 
     quiet = False
@@ -88,6 +89,7 @@ class Lines(Progress):
     def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__(runs)
         self._spoke = 0.0  # when the last line was printed
+        self._apart = BREATH if len(runs) <= LINES else PIPED
 
     def _name(self, label: str, seed: int) -> str:
         width = min(max(len(label) for label, _ in self.rounds), 32)
@@ -98,7 +100,7 @@ class Lines(Progress):
         server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
         tenth = server_round and not server_round % max(rounds // LINES, 1)
         told = tenth or server_round == 1
-        told &= time.monotonic() - self._spoke > BREATH
+        told &= time.monotonic() - self._spoke > self._apart
         if accuracy is not None and (told or server_round == rounds):
             at = f"round {server_round:>4}/{rounds}"
             self.say(f"{self._name(label, seed)} {at}   accuracy {accuracy:7.2%}   {self.left()}")

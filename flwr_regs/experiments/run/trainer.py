@@ -190,7 +190,9 @@ class Trainer:
         record.rounds = history if server_round else []
         again = [point["round"] for point in record.test[-1:]] == [server_round]
         if self._test is not None and again:
-            return MetricRecord({**self._test.measured(arrays, server_round, keep=False)})
+            averaged = self._test.measured(arrays, server_round, keep=False)
+            record.averaged = averaged["accuracy"]
+            return MetricRecord({**averaged})
         if self._test is not None:
             figures = self._test.measured(arrays, server_round)
             point = {"round": server_round, **figures}

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -98,7 +98,9 @@ class InProcessGrid(Grid):
             if num_clients not in (None, len(client_app)):
                 raise ValueError(f"there are {len(client_app)} clients, not {num_clients}")
             num_clients = len(client_app)
-        if num_clients is None or num_clients < 1:
+        if num_clients is None:
+            raise TypeError("an app does not say how many clients it has: give num_clients=")
+        if num_clients < 1:
             raise ValueError(f"num_clients must be at least 1, not {num_clients}")
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
@@ -121,10 +123,10 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
-    def check(self, evaluates: bool) -> None:
+    def check(self, evaluates: bool, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for `Clients` that would fail in round 1; a strategy's `start` calls it."""
         if isinstance(self._source, Clients):
-            self._source.check(evaluates)
+            self._source.check(evaluates, {n: tuple(a.shape) for n, a in initial_arrays.items()})
 
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
         """Let `Clients` be of a method from now on; a strategy calls it with its own."""

@@ -114,14 +114,34 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     assert "A (2 of 6 stopped)" in text_of(figure, "label")
     caption = text_of(figure, "caption")
     assert caption.startswith("Mean and 95 % interval over n = 4 seeds (B: n = 3). ")
-    assert caption.endswith("Thin line with a cross: a run that stopped there; it is in no mean.")
+    assert caption.endswith(
+        "Thin line with a cross: a run that stopped there; the mean leaves it out."
+    )
     assert ("By the clock" in caption) == (x == "seconds")
     assert "none finished" in text_of(drawn(curves[4:6]), "caption")
     going = drawn([*curves[:4], run("A", 8, [10, 20], part="unfinished")], x, y)
     assert len(artists(going, "stopped A")) == 1
     assert not artists(going, "cross A")
     assert "A (1 of 5 unfinished)" in text_of(going, "label")
-    assert text_of(going, "caption").endswith("a run that has not ended, and is in no mean.")
+    assert text_of(going, "caption").endswith("a run that has not ended; the mean leaves it out.")
+
+
+def test_an_axis_of_accuracies_leaves_out_the_first_rounds_of_many() -> None:
+    """Not of few rounds, not where a run ends low, and not if the look says what is drawn."""
+    rises = [10, 50, 88, *range(90, 98)]
+    figure = drawn([run("A", 1, rises), run("B", 1, rises[::-1][:4] + rises[4:])])
+    assert 80 < figure.axes[0].get_ylim()[0] < 88
+    assert text_of(figure, "caption").endswith(
+        "Lower accuracies of the first rounds are not shown."
+    )
+    for curves in (
+        [run("A", 1, rises[:9])],
+        [run("A", 1, rises), run("B", 1, [10, 9], part="stopped")],
+    ):
+        figure = drawn(curves)
+        assert figure.axes[0].get_ylim()[0] < 10
+        assert "not shown" not in text_of(figure, "caption")
+    assert drawn([run("A", 1, rises)], look=Look(accuracy=(5, 100))).axes[0].get_ylim()[0] == 5
 
 
 def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
@@ -223,7 +243,7 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     edges = artists(gap, "band A")[0].get_paths()[0].vertices
     assert {60.0, 70.0} <= {*np.round(edges[edges[:, 0] == 2][:, 1], 6)}
     assert gap.axes[0].get_ylabel() == "accuracy on held-out data (%)"
-    assert text_of(gap, "caption").endswith("a band to the second best; n = 1 seed.")
+    assert text_of(gap, "caption").endswith("with stripes to the second best; n = 1 seed.")
     assert tried.cost(trials).startswith("Tuning took 5 trainings of at most")
     for record, lr, mu in zip(trials, (0.1, 0.1, 0.3, 0.3), (0.0, 1e-5, 0.0, 1e-5), strict=False):
         record.point = {"lr": lr, "A.mu": mu}

@@ -76,7 +76,8 @@ def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None
     assert metrics.mean_and_spread("final", both)[::2] == (pytest.approx(0.52), 2)
     assert metrics.mean_and_spread("seconds-round", both)[2] == 1
     assert metrics.warnings(both) == [
-        "A: 1 of 2 seeds diverged (in the mean as untrained, 10.0%); seed 2: diverged in round 3"
+        "A: 1 of 2 seeds diverged (they count in the means as untrained, 10.0%); seed 2: diverged in "
+        "round 3"
     ]
     points = Results(both)._points()
     filled = points[points["part"] == "filled"]
@@ -105,7 +106,7 @@ def test_seconds_are_the_clocks_in_all_rows_where_a_resumed_run_has_no_others() 
     text = " ".join(Results(both).text().split())
     assert "CPU s" not in text
     assert "3.00 B" in text  # the end of row A
-    assert "s: the clock's, as a run was resumed or in Ray" in text
+    assert "s: by the clock, as a run was resumed or in Ray" in text
 
 
 def test_a_failed_run_has_its_whole_cause_in_the_table() -> None:
@@ -119,7 +120,7 @@ def test_a_seed_that_is_not_finished_is_counted_and_in_no_mean() -> None:
     (row,) = metrics.rows(both)
     assert (row["n"], row["unfinished"], row["reached"], row["last5_std"]) == (2, 1, 1, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
-    said = "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds"
+    said = "A: 1 of 2 seeds unfinished, and left out of the means; seed 2: it has 2 of 30 rounds"
     assert metrics.warnings(both) == [said]
     parts = Results(both)._points().groupby(["seed", "part"]).size()
     assert parts.to_dict() == {(1, "whole"): 8, (2, "unfinished"): 3}
@@ -157,6 +158,27 @@ def test_a_collapse_and_rejected_replies_are_said() -> None:
         "A: 1 replies were rejected, the first in round 10 of seed 1: client 41: array 'w' holds NaN or "
         "infinity",
     ]
+
+
+def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
+    lost = run("A", [0.09, 0.09])
+    lost.test[-1]["loss"] = 70.2
+    assert metrics.warnings([lost]) == [
+        "A: 1 of 1 seed diverged; the test loss of seed 1 ends at 70.2, and was 1 before training: try a "
+        "smaller lr"
+    ]
+    (row,) = metrics.rows([lost])
+    assert row["collapsed"] == 1
+    del lost.test[0]  # nobody tested the untrained model
+    assert not metrics.exploded(lost)
+
+
+def test_the_accuracy_of_an_averaged_model_is_said() -> None:
+    every = [run("FedACG", GOOD, seed, averaged=0.9 + seed / 100) for seed in (1, 2)]
+    said = " ".join(Results([*every, run("FedAvg", GOOD)]).text().split())
+    assert "FedACG: the table has the model that clients receive; the averaged model" in said
+    assert "ends at 91.50%" in said
+    assert "FedAvg: the table" not in said
 
 
 @pytest.mark.parametrize(("seeds", "baseline"), [(1, "FedAvg"), (3, ""), (3, "FedAvg")])

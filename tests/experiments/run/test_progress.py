@@ -94,7 +94,7 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     again = [replace(run, settings=replace(run.settings, seed=8)) for run in runs]
     again[0] = replace(again[0], label="FedAvg [lr=0.1]")  # a trial
     known: dict[Any, Any] = {}
-    lines = [*costs.estimate([*runs, *again], 1, known)]
+    lines = [*costs.estimate([*runs, *again], 1, known, {})]
     assert len(asked) == 1
     assert "partition shards(2) over 10 clients, 10 rounds" in lines[0]
     assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
@@ -104,11 +104,14 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
     whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
     assert lines[4] == f"in all {whole}"
-    (line,) = costs.estimate([*runs, *again], 1, known, "card, two")
+    (line,) = costs.estimate([*runs, *again], 1, known, {}, "card, two")
     assert line.startswith(
         "card, two: digits, partition shards(2) over 10 clients, 10 rounds; 2 rows"
     )
     assert line.endswith(f", {whole}")
+    lines = [*costs.estimate(runs, 1, known, {runs[0].key: 5})]
+    assert lines[1] == f"FedAvg, seed {runs[0].seed}: 5 of 10 rounds are there"
+    assert lines[-1] == f"in all 2 runs, about {duration(1.5 * cost.run)} with 1 at a time"
 
 
 @pytest.mark.parametrize(
