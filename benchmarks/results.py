@@ -48,6 +48,8 @@ CLAIMS = Path(__file__).with_name("claims.toml")
 """What the papers claim, as comparisons of two rows of a card."""
 GLANCE = 20
 """Methods that a picture shows at a glance; of more, a second picture shows the best."""
+KNOWN = ("holds", "does not hold")
+"""Verdicts that name their claims at the head of the page."""
 HASH = 16
 """Characters of an archive's hash that a page shows."""
 
@@ -137,9 +139,10 @@ def trust(bench: Bench) -> Iterator[str]:
             best = [label for label in ranks.mean.index if label in labels][:3]
             near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
             yield (
-                f"**In short**: by mean rank, the best are {listed(best)}; but {near} of the "
-                f"{len(ranks.mean)} methods are within Nemenyi's critical difference of the first, so that "
-                "the ranks alone separate few. The paired differences within a panel separate more."
+                f"**In short**: {listed(best)} have the best mean ranks. But so few panels rank "
+                f"{len(ranks.mean)} methods only roughly: {near} of them are within Nemenyi's critical "
+                "difference of the first, and any of these may be the best. The paired differences within "
+                "a panel, below, say more."
             )
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []
@@ -241,7 +244,7 @@ def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
         for row in methods_of(results):
             cell = "–"
             if row["difference"] is not None:
-                cell = f"{100 * row['difference']:+.2f}"
+                cell = f"{100 * row['difference']:+.2f}".replace("-", "\N{MINUS SIGN}")
                 cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
             cells.setdefault(row["method"], {})[name] = cell
     place = {
@@ -400,7 +403,11 @@ def verdicts(of_papers: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         link = f"[{claim['card']}]({claim['card']}.md)"
         unit = metrics.METRICS[metric].unit.replace("%", "points")
         chance = ", exact" if exact else f", adjusted p {f'= {p:.2g}' if p > 0.001 else '< 0.001'}"
-        said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {len(of)} seeds{chance}"))
+        seeds = f"{len(of)} seeds"
+        if not decided and len(of) > 1:
+            shown = statistics.detectable(float(np.std(of, ddof=1)), len(of))
+            seeds += f" (they detect {metrics.shown(metric, shown)} {unit})"
+        said.append((verdict, f"{link}{scaled}: {way} by {by} {unit}, {seeds}{chance}"))
     return said
 
 
@@ -440,15 +447,22 @@ def claims_page() -> str:
     counts = Counter(verdict for *_, verdict, _ in rows)
     ran = len(rows) - counts.pop("not run", 0)
     verdicts_said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    known = "".join(
+        f" {source}: {text} ({verdict})."
+        for source, text, *_, verdict, _ in rows
+        if verdict in KNOWN
+    )
     text = (
-        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}. Each is a "
-        "comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
+        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}.{known}\n\n"
+        "Each is a comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
         "bench CARD` runs.\n\n"
         "- *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that "
         "ran is below 0.05. *Does not hold*: it is behind, with such a p-value.\n"
         "- *Not decided here*: these seeds do not tell; most sources use only three or four. The 95 % "
         "interval after ± is of one claim by itself. With so many claims, one whose interval leaves out 0 "
         "may still be chance, so the adjusted p-value decides.\n"
+        "- *They detect*: the smallest difference that so many seeds show with 80 % power, in a comparison "
+        "by itself. A smaller one is likely to stay undecided.\n"
         "- *exact*: a count that is the same with every seed. It is not tested, nor among the p-values.\n"
         "- *Not run*: no raw runs are kept.\n"
         "- *reduced*: smaller than the paper's setting, with fewer rounds and examples. Such a difference "
