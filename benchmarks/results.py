@@ -454,8 +454,8 @@ def claims_page() -> str:
     )
     text = (
         f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}.{known}\n\n"
-        "Each is a comparison of two rows of a protocol card ([Protocols](../protocols.md)), which `flwr-regs "
-        "bench CARD` runs.\n\n"
+        "Each is a comparison of two rows of a protocol card ([Protocols](../protocols.md)), which "
+        "`flwr-regs bench CARD` runs.\n\n"
         "- *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that "
         "ran is below 0.05. *Does not hold*: it is behind, with such a p-value.\n"
         "- *Not decided here*: these seeds do not tell; most sources use only three or four. The 95 % "
