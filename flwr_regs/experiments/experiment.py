@@ -375,7 +375,7 @@ class Experiment:
         check_words(self.ends)
         first = replace(self, seeds=self.seeds[:1])
         for panel in self.panels:
-            refuse_same(first.tests(panel), only_check=True)
+            refuse_same(first.tests(panel))
         for run in self.ends if data else ():
             assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
@@ -392,7 +392,6 @@ class Experiment:
         tests = replace(self, seeds=self.seeds[:1]).tests(panel)
         methods = {run.method: run.calls for run in tests}
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
-        refuse_same(tests)
         asked = [
             r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
         ]
@@ -464,31 +463,25 @@ def check_words(runs: Sequence[Run]) -> None:
                     "than their mean update, or weighs them unequally: leave one of the two out "
                     "(`flwr-regs list methods` marks what goes, under DP)"
                 )
-        references = [call for call in run.calls if ":" in call.target]
-        for call in references:
-            with strategies.named(str(call)):
-                strategies.find(call, settings.code_dir)
         with suppress(NameError):  # only torch can tell
-            if not references:
-                run.strategy(only_check=True)
+            run.strategy(only_check=True)
 
 
-def refuse_same(runs: Sequence[Run], only_check: bool = False) -> None:
-    """Raise ValueError if two runs train the same under two labels.
+def refuse_same(runs: Sequence[Run]) -> None:
+    """Raise ValueError if two runs train the same under two labels."""
 
-    With `only_check`, neither torch nor a user's own code is loaded: what needs them passes.
-    """
-    known: list[tuple[Any, ...]] = []
-    for run in runs:
-        settings, strategy = replace(run.settings, methods=""), None
-        if not only_check or not any(":" in call.target for call in run.calls):
-            with suppress(NameError):  # only torch can tell
-                strategy = strategies.build(run.calls, settings.code_dir, only_check)
-        if strategy is None:
-            known.append((run.label,))
-            continue
-        known.append((strategy.method_name, replace(strategy.options, seed=0), settings))
-        if (other := runs[known.index(known[-1])]) is not run:
+    def known(run: Run, only_check: bool) -> tuple[Any, ...]:
+        strategy = strategies.build(run.calls, run.settings.code_dir, only_check)
+        options, settings = replace(strategy.options, seed=0), replace(run.settings, methods="")
+        return strategy.method_name, options, settings
+
+    own = any(":" in call.target for run in runs for call in run.calls)
+    try:
+        several = [known(run, only_check=not own) for run in runs]
+    except NameError:  # only torch can tell
+        several = [known(run, only_check=False) for run in runs]
+    for run, one in zip(runs, several, strict=True):
+        if (other := runs[several.index(one)]) is not run:
             raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")
 
 

@@ -57,7 +57,7 @@ def build(
         Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
     only_check : bool
         Whether the strategy is made of the light classes, so that nothing loads torch or Flower: it cannot
-        train. Then a user's own parts must be terms. NameError if what is to be checked needs torch.
+        train. Beside a user's own parts, all are whole. NameError if what is to be checked needs torch.
     **common
         Settings of the strategy; what a call says wins.
 
@@ -67,7 +67,8 @@ def build(
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
-    of = light if only_check else partial(getattr, flwr_regs)
+    own = any(":" in call.target for call in calls)
+    of = light if only_check and not own else partial(getattr, flwr_regs)
     base: type[RegStrategy] = of("RegStrategy")
     strategies: list[RegStrategy] = []
     terms: list[Term] = []

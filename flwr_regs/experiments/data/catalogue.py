@@ -9,32 +9,13 @@ import importlib
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.wire.config import nearest
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a data set's examples are, known without its files.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Of one input.
-    classes : int
-        The number of classes; of a user's own pictures, the least that makes sense.
-    tokens : int
-        The number of different tokens of integer inputs; 0: the inputs are floats.
-    """
-
-    shape: tuple[int, ...]
-    classes: int
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +26,7 @@ class Source:
     meaning: str
     files: str
     reader: str
-    shape: tuple[int | str, ...]
+    shape: tuple[Any, ...]
     classes: int
     tokens: int = 0
     groups: str = ""
@@ -89,19 +70,18 @@ _BY_ARGUMENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "stackoverflow": lambda given: dict.fromkeys(("classes", "tokens"), given["words"] + 4),
     "image-folder": lambda given: {"shape": (1 if given["grey"] else 3, *2 * [given["size"]])},
 }
-"""Name -> what the arguments change in its kind."""
+"""Name -> what the arguments change of its shape, classes and tokens."""
 
 
-def kind_of(dataset: str) -> Kind:
-    """Return what the examples of one of the package's data sets are, without its files."""
+def kind_of(dataset: str) -> Source:
+    """Return one of the package's data sets with the shape, classes and tokens that its arguments make."""
     name, given = parsed(dataset)
     source = SOURCES[name]
     shape = tuple(given[size] if isinstance(size, str) else size for size in source.shape)
     if given.get("augment") == "crop-24":
         shape = (shape[0], 24, 24)
-    kind: dict[str, Any] = {"shape": shape, "classes": source.classes, "tokens": source.tokens}
     changed = _BY_ARGUMENTS[name](given) if name in _BY_ARGUMENTS else {}
-    return Kind(**kind | changed)
+    return replace(source, **{"shape": shape, **changed})
 
 
 def parsed(dataset: str) -> tuple[str, dict[str, Any]]:

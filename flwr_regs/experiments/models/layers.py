@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,19 +44,15 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     `projection` outputs (Li, He, Song 2021, Sec. 4.1: 256). It is the layer ``projection``; its output is
     the input of the output layer, ``classifier``. Without a head the layers have numbers.
     """
-    named: OrderedDict[str, nn.Module] = OrderedDict(
-        (str(i), layer) for i, layer in enumerate(body.layers)
-    )
-    if not projection:
-        named[str(len(named))] = nn.Linear(body.features, classes)
-        return nn.Sequential(named)
-    named["projection"] = nn.Sequential(
-        nn.Linear(body.features, body.features),
-        nn.ReLU(),
-        nn.Linear(body.features, projection),
-    )
-    named["classifier"] = nn.Linear(projection, classes)
-    return nn.Sequential(named)
+    named = [(str(i), layer) for i, layer in enumerate(body.layers)]
+    features = body.features
+    if projection:
+        to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
+        named.append(("projection", nn.Sequential(to_many, nn.ReLU(), to_few)))
+        named.append(("classifier", nn.Linear(projection, classes)))
+    else:
+        named.append((str(len(named)), nn.Linear(features, classes)))
+    return nn.Sequential(OrderedDict(named))
 
 
 def logistic(shape: Sequence[int]) -> Body:
@@ -158,12 +155,9 @@ def _cifar_resnet(shape: Sequence[int], blocks: int) -> Body:
         nn.BatchNorm2d(16),
         nn.ReLU(),
     ]
-    before = 16
-    for width in (16, 32, 64):
-        for _ in range(blocks):
-            layers.append(Block(before, width))
-            before = width
-    for layer in [m for top in layers for m in top.modules()]:
+    widths = [width for width in (16, 32, 64) for _ in range(blocks)]
+    layers += [Block(before, after) for before, after in pairwise([16, *widths])]
+    for layer in nn.Sequential(*layers).modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
     return Body([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 64)

@@ -100,9 +100,8 @@ def dirichlet_hsu(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     left = np.array([len(rows) for rows in classes])
     prior = left / len(labels)
     parts = []
-    for client in range(n):
-        size = len(labels) // n + (client < len(labels) % n)
-        taken = _drawn(size, s.dirichlet_alpha * prior, left, rng)
+    for of_client in np.array_split(labels, n):
+        taken = _drawn(len(of_client), s.dirichlet_alpha * prior, left, rng)
         left = left - taken
         parts.append(_taken(classes, left, taken))
     return parts
@@ -117,16 +116,16 @@ def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     others of its coarse label, and a coarse label to the other coarse labels.
     """
     coarse, fine = labels
-    trees = []
-    for rows in _by_label(coarse):
-        trees.append([rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])])
+    trees = [
+        [rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])]
+        for rows in _by_label(coarse)
+    ]
     left = [np.array([len(leaf) for leaf in tree]) for tree in trees]
     parts = []
-    for client in range(n):
-        size = len(coarse) // n + (client < len(coarse) % n)
-        room = np.array([counts.sum() for counts in left])
+    for of_client in np.array_split(coarse, n):
+        room, alphas = np.array([*map(np.sum, left)]), np.full(len(trees), s.pachinko_alpha)
         chunks = []
-        for i, count in enumerate(_drawn(size, np.full(len(trees), s.pachinko_alpha), room, rng)):
+        for i, count in enumerate(_drawn(len(of_client), alphas, room, rng)):
             if count:
                 taken = _drawn(count, np.full(len(trees[i]), s.pachinko_beta), left[i], rng)
                 left[i] = left[i] - taken
@@ -296,11 +295,8 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     """
     rng = np.random.default_rng(seed)
     kinds = np.unique(train[np.concatenate(parts)])
-    cells = [i * len(kinds) + np.searchsorted(kinds, train[rows]) for i, rows in enumerate(parts)]
-    size = len(parts) * len(kinds)
-    held = np.bincount(np.concatenate(cells), minlength=size).reshape(
-        len(parts), -1
-    )  # of each kind
+    cells = [np.searchsorted(kinds, train[rows]) for rows in parts]
+    held = np.stack([np.bincount(of, minlength=len(kinds)) for of in cells])  # of each kind
     order = np.argsort(test, kind="stable")
     ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
     chunks_of: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]

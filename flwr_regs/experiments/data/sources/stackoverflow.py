@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def _vocabulary(path: Path, words: int) -> dict[str, int]:
     """Return word -> token, from 1 on."""
     place: dict[str, int] = {}
     with path.open(encoding="utf-8") as file:
-        for line in file:
-            if len(place) == words:
-                break
+        for line in islice(file, words):
             word, _, count = line.strip().rpartition(" ")
             if not word or not count.isdigit():
                 raise ValueError(
