@@ -84,17 +84,17 @@ class Run:
 
     def meets(self, needs: str) -> bool:
         """Return whether a setting's `needs` are met: see settings.toml."""
-        for owner, equals, values in (need.partition("=") for need in needs.split(" or ")):
+
+        def met(need: str) -> bool:
+            owner, equals, values = need.partition("=")
             if owner == "methods":
                 takes = [strategies.of_call(c, self.settings.code_dir) for c in self.calls]
-                met = any(values in one.parameters for one in takes)
-            elif equals:
-                met = as_word(self.settings.config[owner]) in values.split(",")
-            else:
-                met = owner in self.settings.changed
-            if met:
-                return True
-        return False
+                return any(values in one.parameters for one in takes)
+            if equals:
+                return as_word(self.settings.config[owner]) in values.split(",")
+            return owner in self.settings.changed
+
+        return any(map(met, needs.split(" or ")))
 
     def strategy(self, only_check: bool = False) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
@@ -322,11 +322,9 @@ class Experiment:
             settings["test-on-clients"] = True
         calls = row.calls
         for key, value in point.items():
-            target, dot, name = key.rpartition(".")
-            if dot:
-                calls = strategies.with_argument(
-                    calls, target, name, value, settings.get("code-dir", "")
-                )
+            if "." in key:
+                folder = settings.get("code-dir", "")
+                calls = strategies.with_argument(calls, key, value, folder)
             else:
                 settings[key] = value
         settings |= {"methods": text_of(calls), "seed": seed}
@@ -392,10 +390,9 @@ class Experiment:
         tests = replace(self, seeds=self.seeds[:1]).tests(panel)
         methods = {run.method: run.calls for run in tests}
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
-        asked = [
-            r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
-        ]
-        if any(asked) or any(map(strategies.is_private, made.values())):
+        given = [run.settings for run in tests]
+        asked = any(of.test_on_clients or of.dataset.endswith("-domains") for of in given)
+        if asked or any(map(strategies.is_private, made.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
 
@@ -423,19 +420,16 @@ class Experiment:
         """Return the experiment that neither states nor tunes some settings."""
 
         def rest(of: Any) -> Any:
-            kept = {key: value for key, value in of.settings.items() if key not in names}
-            return replace(of, settings=kept)
+            left: dict[str, Any] = {
+                "settings": {key: value for key, value in of.settings.items() if key not in names}
+            }
+            if not isinstance(of, Panel):
+                left["tune"] = tuple(space for space in of.tune if space.key not in names)
+            return replace(of, **left)
 
-        def free(spaces: Sequence[Space]) -> tuple[Space, ...]:
-            return tuple(space for space in spaces if space.key not in names)
-
-        return replace(
-            self,
-            settings=rest(self).settings,
-            rows=tuple(replace(rest(row), tune=free(row.tune)) for row in self.rows),
-            panels=tuple(map(rest, self.panels)),
-            tune=free(self.tune),
-        )
+        rows, panels = tuple(map(rest, self.rows)), tuple(map(rest, self.panels))
+        whole: Experiment = rest(self)
+        return replace(whole, rows=rows, panels=panels)
 
 
 def check_words(runs: Sequence[Run]) -> None:
@@ -450,11 +444,8 @@ def check_words(runs: Sequence[Run]) -> None:
             if ":" in reference:
                 user_code.load(reference, settings.code_dir)
         if ":" not in settings.dataset + settings.model:
-            chosen(
-                settings.dataset,
-                settings.model,
-                two_examples(settings.dataset, settings.data_dir)[0],
-            )
+            examples, _ = two_examples(settings.dataset, settings.data_dir)
+            chosen(settings.dataset, settings.model, examples)
         for call in run.calls if settings.dp_clip_norm else ():
             row = METHODS.get(call.target)
             if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):

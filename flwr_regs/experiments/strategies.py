@@ -228,9 +228,10 @@ def with_values(call: Call) -> Call:
 
 
 def with_argument(
-    calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
+    calls: Sequence[Call], key: str, value: Any, folder: str = ""
 ) -> tuple[Call, ...]:
-    """Return a method with one argument of each call of `target` replaced or added."""
+    """Return a method with one argument, such as ``FedFOR.alpha``, replaced or added where it is called."""
+    target, _, name = key.rpartition(".")
 
     def changed(call: Call) -> Call:
         if call.target != target:

@@ -103,8 +103,7 @@ REPLACED = [
 def test_an_argument_is_replaced_or_added() -> None:
     for method, key, expected in REPLACED:
         (parts,) = parse_methods(method).values()
-        target, _, name = key.rpartition(".")
-        assert text_of(strategies.with_argument(parts, target, name, 9)) == expected
+        assert text_of(strategies.with_argument(parts, key, 9)) == expected
 
 
 def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:

@@ -70,9 +70,8 @@ def with_methods(card: Experiment, text: str) -> Experiment:
             if any(r in rows for r in meant or [Row(label, calls)]):
                 raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
             rows += meant or [Row(label, calls)]
-    spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
-    panels = tuple(panel for panel in card.panels if any(map(panel.has, rows)))
-    return replace(card, rows=tuple(rows), tune=tuple(spaces), panels=panels)
+    panels = [panel for panel in card.panels if any(map(panel.has, rows))]
+    return replace(card, rows=tuple(rows)).only(*panels)
 
 
 def with_references(card: Experiment) -> Experiment:

@@ -11,20 +11,16 @@ import numpy as np
 from flwr_regs.experiments.data import subset
 from flwr_regs.experiments.data.datasets import Data, load
 from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.partitions import (
-    BY_GROUP,
-    BY_ROUND,
-    PARTITION_SETTINGS,
-    partition,
-    partition_hash,
-)
+from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.partition.splits import test_split
-from flwr_regs.experiments.settings import PERSONAL_SHARE, Settings
+from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field
 
 Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
+PARTITION_SETTINGS = [*map(field, OF_PARTITIONS)]
+"""The settings that some partition takes beside the seed and the number of clients."""
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from flwr_regs.experiments.partition import flower_partitions, splits
 from flwr_regs.experiments.partition.flower_partitions import PREFIX
-from flwr_regs.experiments.settings import SETTINGS, Settings, field, key
+from flwr_regs.experiments.settings import SETTINGS, Settings, key
 
 Array = np.ndarray[Any, Any]
 
@@ -20,10 +20,6 @@ BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 """The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
-PARTITION_SETTINGS = [
-    field(name) for name, of in SETTINGS.items() if of.needs.startswith("partition=")
-]
-"""The settings that some partition takes beside the seed and the number of clients."""
 
 
 def partition(
