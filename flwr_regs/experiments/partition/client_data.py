@@ -50,19 +50,11 @@ class ClientData:
         """The examples of each client, then of each client that is held out."""
         settings, data = self.settings, self.data
         given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
-        labels, fine_labels = data.train_y, None
-        if settings.partition == "pachinko":
-            if data.coarse is None:
-                raise ValueError(
-                    f"partition 'pachinko': dataset '{settings.dataset}' does not say the coarse label of "
-                    "each example"
-                )
-            labels, fine_labels = data.coarse, data.train_y
         clients = self.num_clients + settings.held_out_clients
         parts = partition(
-            *(labels, settings.partition, clients, settings.seed),
+            *(data.train_y, settings.partition, clients, settings.seed),
             groups=data.groups,
-            fine_labels=fine_labels,
+            coarse=data.coarse,
             **given,
         )
         if settings.examples_per_client:

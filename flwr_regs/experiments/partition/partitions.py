@@ -29,7 +29,7 @@ def partition(
     seed: int,
     *,
     groups: Array | None = None,
-    fine_labels: Array | None = None,
+    coarse: Array | None = None,
     **settings: Any,
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
@@ -39,12 +39,12 @@ def partition(
 
     Parameters
     ----------
-    labels : integers, ``(n,)``; the coarse ones for ``pachinko``
+    labels : integers, ``(n,)``
     kind : str
         See below.
     num_clients, seed : int
     groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
-    fine_labels : the fine labels, ``(n,)``, for ``pachinko``
+    coarse : the coarse label of each example, ``(n,)``, for ``pachinko``
     **settings
         Each belongs to the kinds that name it; what is not given has its default.
 
@@ -118,7 +118,7 @@ def partition(
                 what = "group (writer, speaker, user or domain)"
                 of = _per_example(of, groups, "groups", what)
             elif like == "pachinko":
-                of = np.stack([of, _per_example(of, fine_labels, "fine_labels", "fine label")])
+                of = np.stack([_per_example(of, coarse, "coarse", "coarse label"), of])
             split = getattr(splits, like.replace("-", "_"))
             parts = split(of, n, np.random.default_rng(seed), s)
         if empty := sum(len(p) == 0 for p in parts):
