@@ -57,12 +57,15 @@ class ClientData:
             coarse=data.coarse,
             **given,
         )
-        if settings.examples_per_client:
-            parts = [self._shuffled(rows)[: settings.examples_per_client] for rows in parts]
-        return parts
+        return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
         return np.random.default_rng(self.settings.seed).permutation(rows)
+
+    def _kept(self, rows: Array) -> Array:
+        """Return the examples that a client keeps of its own: all, or `examples_per_client` of them."""
+        most = self.settings.examples_per_client
+        return self._shuffled(rows)[:most] if most else rows
 
     @cached_property
     def parts(self) -> list[Array]:
@@ -94,10 +97,8 @@ class ClientData:
         if settings.partition != "long-tail-rounds":
             return self.parts[pid]
         drawn = self.data.train_y, pid, server_round, settings.seed
-        rows = shifts.long_tail(*drawn, share=settings.sample_share, ratio=settings.long_tail)
-        if settings.examples_per_client:
-            rows = self._shuffled(rows)[: settings.examples_per_client]
-        return rows
+        share, ratio = settings.sample_share, settings.long_tail
+        return self._kept(shifts.long_tail(*drawn, share=share, ratio=ratio))
 
     def split(self, rows: Array) -> tuple[Array, Array]:
         """Return a client's examples as (held out, trained on)."""
