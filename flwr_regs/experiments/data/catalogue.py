@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.wire.config import nearest
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,10 @@ def kind_of(dataset: str) -> Source:
 def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     """Return the name and all arguments of a data set's text, such as ``femnist(writers=100)``.
 
-    Raises ValueError for a name or an argument that does not exist, or for a value that is no literal or of
-    another type than the default.
+    Raises ValueError for an argument that does not exist, or for a value that is no literal or of another
+    type than the default. The name is one of `SOURCES`, as the settings check.
     """
     name, bracket, rest = dataset.partition("(")
-    name = name.strip()
-    if name not in SOURCES:
-        raise ValueError(
-            f"there is no data set '{name}'{nearest(name, SOURCES)}; there are {', '.join(SOURCES)}"
-        )
     source = SOURCES[name]
     given = dict(source.arguments)
     if bracket and not given:

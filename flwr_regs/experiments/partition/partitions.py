@@ -115,10 +115,9 @@ def partition(
             parts = flower_partitions.split(kind, of, groups, n, seed)
         else:
             if like in BY_GROUP:
-                what = "group (writer, speaker, user or domain)"
-                of = _per_example(of, groups, "groups", what)
+                of = _told(groups, "group (writer, speaker, user or domain)")
             elif like == "pachinko":
-                of = np.stack([_per_example(of, coarse, "coarse", "coarse label"), of])
+                of = np.stack([_told(coarse, "coarse label"), of])
             split = getattr(splits, like.replace("-", "_"))
             parts = split(of, n, np.random.default_rng(seed), s)
         if empty := sum(len(p) == 0 for p in parts):
@@ -143,11 +142,8 @@ def partition_hash(parts: Sequence[Array]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _per_example(labels: Array, values: Array | None, name: str, what: str) -> Array:
-    """Return the values of the examples, one for each."""
+def _told(values: Array | None, what: str) -> Array:
+    """Return what the data says of each example; ValueError if it does not."""
     if values is None:
-        raise ValueError(f"the data does not say the {what} of each example ({name})")
-    values = np.asarray(values)
-    if values.shape != labels.shape:
-        raise ValueError(f"{name} has the shape {values.shape}, expected {labels.shape}")
-    return values
+        raise ValueError(f"the data does not say the {what} of each example")
+    return np.asarray(values)
