@@ -23,14 +23,8 @@ SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 OPTIONS = (
-    "seeds",
-    "workers",
-    "runner",
-    "gpus-per-client",
-    "tune",
-    "trials",
-    "tuning-seeds",
-    "resume",
+    *("seeds", "workers", "runner", "gpus-per-client"),
+    *("tune", "trials", "tuning-seeds", "resume"),
 )
 """Options that are easily taken for settings."""
 
