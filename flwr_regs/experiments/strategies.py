@@ -23,6 +23,7 @@ from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.user_code import HERE, load
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.options import Options
+from flwr_regs.server.refusals import check_ranges
 from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
 
@@ -80,6 +81,8 @@ def build(
         with named(str(call)):
             call = with_values(call)
             of_every = {k: v for k, v in call.kwargs.items() if k in Options.names()}
+            drawn = {"seed", "lr_schedule"}  # None is their default
+            check_ranges({k: v for k, v in of_every.items() if v is not None or k not in drawn})
             kind = find(call, folder, of)
             is_strategy = isinstance(kind, type) and issubclass(kind, base)
             if len(calls) == 1 and is_strategy:

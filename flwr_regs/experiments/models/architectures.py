@@ -35,7 +35,7 @@ class Net:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
         from flwr_regs.experiments.models import layers
 
-        if self.hidden:
+        if self.plan or self.hidden:
             of_each = self.plan, self.hidden, self.kernel, self.norm, self.bias
             return layers.stacked(size[0], *of_each)
         return getattr(layers, self.name.replace("-", "_"))(*size)

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,6 +85,7 @@ def stacked(
 ) -> Body:
     """Return convolutions and hidden layers, each with a ReLU, with BatchNorm if `norm`.
 
+    Where there are residual blocks, the weights of convolutions are He et al.'s.
     architectures.toml says what `plan` and `hidden` may hold.
     """
     layers: list[nn.Module] = []
@@ -97,7 +97,7 @@ def stacked(
     for step in plan:
         width, *window = step if isinstance(step, list) else (step, kernel, 1, kernel // 2)
         if isinstance(width, str):
-            layers.append(getattr(nn, width)(*window))
+            layers.append((Block if width == "Block" else getattr(nn, width))(*window))
         else:
             size, stride, padding = window
             convolution = nn.Conv2d(features, width, size, stride, padding, bias=bias)
@@ -107,6 +107,10 @@ def stacked(
     with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
         features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
     nn.Sequential(*layers).train()
+    if any(isinstance(layer, Block) for layer in layers):
+        for layer in nn.Sequential(*layers).modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight)
     for step in hidden:
         if isinstance(step, list):
             layers.append(getattr(nn, step[0])(*step[1:]))
@@ -137,30 +141,6 @@ class Block(nn.Module):
         if self.grown:
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.grown // 2, self.grown // 2))
         return F.relu(out + x)
-
-
-def resnet8(shape: Sequence[int]) -> Body:
-    """He et al.'s ResNet for CIFAR with one block in each of three stages: 8 layers."""
-    return _cifar_resnet(shape, 1)
-
-
-def resnet20(shape: Sequence[int]) -> Body:
-    """He et al. (2016), Sec. 4.2, for CIFAR: three blocks in each stage, 0.27 million parameters."""
-    return _cifar_resnet(shape, 3)
-
-
-def _cifar_resnet(shape: Sequence[int], blocks: int) -> Body:
-    layers: list[nn.Module] = [
-        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-    ]
-    widths = [width for width in (16, 32, 64) for _ in range(blocks)]
-    layers += [Block(before, after) for before, after in pairwise([16, *widths])]
-    for layer in nn.Sequential(*layers).modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight)
-    return Body([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 64)
 
 
 def resnet18_gn(shape: Sequence[int]) -> Body:
