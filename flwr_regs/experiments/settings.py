@@ -35,6 +35,8 @@ class Setting:
     choices: Collection[str] = ()
     own: str = ""
     needs: str = ""
+    smoke: Any = None
+    smoke_most: int = 0
 
 
 _CHOICES = {"dataset": DATASETS, "model": MODELS, "optimizer": tuple(OPTIMIZERS)}

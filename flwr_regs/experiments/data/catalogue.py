@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -26,14 +26,14 @@ class Source:
     files: str
     reader: str
     shape: tuple[Any, ...]
-    classes: int
-    tokens: int = 0
+    classes: Any
+    tokens: Any = 0
     groups: str = ""
     hash: str = ""
     how: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    choices: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def read(self, data_dir: str, **arguments: Any) -> dict[str, Any]:
         """Return the fields of `flwr_regs.experiments.data.datasets.Data`.
@@ -62,25 +62,22 @@ SOURCES = {name: Source(name, **row) for name, row in tomllib.loads(_CATALOGUE).
 DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
 
-_BY_ARGUMENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "emnist": lambda given: {"classes": SOURCES["emnist"].choices["split"][given["split"]]},  # type: ignore[index]
-    "sentiment140": lambda given: {"tokens": given["words"] + 2},
-    "quadratics": lambda given: {"shape": (given["dimension"] + 1,)},
-    "stackoverflow": lambda given: dict.fromkeys(("classes", "tokens"), given["words"] + 4),
-    "image-folder": lambda given: {"shape": (1 if given["grey"] else 3, *2 * [given["size"]])},
-}
-"""Name -> what the arguments change of its shape, classes and tokens."""
-
 
 def kind_of(dataset: str) -> Source:
     """Return one of the package's data sets with the shape, classes and tokens that its arguments make."""
     name, given = parsed(dataset)
     source = SOURCES[name]
-    shape = tuple(given[size] if isinstance(size, str) else size for size in source.shape)
-    if given.get("augment") == "crop-24":
-        shape = (shape[0], 24, 24)
-    changed = _BY_ARGUMENTS[name](given) if name in _BY_ARGUMENTS else {}
-    return replace(source, **{"shape": shape, **changed})
+
+    def number(of: Any) -> Any:
+        if isinstance(of, list):
+            return number(of[0]) + of[1]
+        if of in source.choices:
+            return source.choices[of][str(given[of])]
+        return given[of] if isinstance(of, str) else of
+
+    shape = tuple(map(number, source.shape))
+    numbers = {"classes": number(source.classes), "tokens": number(source.tokens)}
+    return replace(source, shape=shape, **numbers)
 
 
 def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
@@ -106,7 +103,7 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
         ) from error
     given |= {k: _typed(v, given[k], f"dataset '{dataset}': {k}") for k, v in values.items()}
     for key, choices in source.choices.items():
-        if given[key] not in choices:
+        if str(given[key]) not in choices:
             raise ValueError(
                 f"dataset '{dataset}': {key} must be one of {', '.join(map(repr, choices))}, not "
                 f"{given[key]!r}"
