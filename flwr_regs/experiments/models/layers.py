@@ -54,11 +54,6 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     return nn.Sequential(OrderedDict(named))
 
 
-def logistic(shape: Sequence[int]) -> Body:
-    """Multinomial logistic regression: the output layer alone."""
-    return Body([nn.Flatten()], math.prod(shape))
-
-
 def mlp(shape: Sequence[int]) -> Body:
     """One hidden layer of 64; from 256 inputs on two of 200: the 2NN of McMahan et al. (2017), Sec. 3."""
     return stacked(shape, [], [64] if math.prod(shape) < 256 else [200, 200])

@@ -31,21 +31,16 @@ def digits(data_dir: str) -> Parts:
     return files.parts_of((x[train], y[train]), (x[test], y[test]))
 
 
-def idx(data_dir: str, kind: str, mean: float, std: float) -> Parts:
-    """Return torchvision's `kind` of MNIST, of [0, 1] with the training images' moments taken out."""
-    train, test = (
-        ((_grey(part.data.numpy()) - mean) / std, part.targets.numpy())
-        for part in _torchvision(kind, data_dir)
-    )
-    return files.parts_of(train, test)
+def idx(data_dir: str, kind: str, mean: float, std: float, **split: str) -> Parts:
+    """Return torchvision's `kind` of MNIST, of [0, 1] with the training images' moments taken out.
 
-
-def emnist(data_dir: str, split: str) -> Parts:
-    """Return one of EMNIST's splits (Cohen et al. 2017) in [0, 1], upright, with labels from 0 on."""
-    first = 1 if split == "letters" else 0  # of its labels
+    A `split` is one of EMNIST's (Cohen et al. 2017): upright, with labels from 0 on.
+    """
+    first = 1 if "letters" in split.values() else 0  # of its labels
+    turned = (0, 2, 1) if split else (0, 1, 2)
     train, test = (
-        (_grey(part.data.numpy().swapaxes(1, 2)), part.targets.numpy() - first)
-        for part in _torchvision("EMNIST", data_dir, split=split)
+        ((_grey(part.data.numpy().transpose(turned)) - mean) / std, part.targets.numpy() - first)
+        for part in _torchvision(kind, data_dir, **split)
     )
     return files.parts_of(train, test)
 
