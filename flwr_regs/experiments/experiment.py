@@ -23,7 +23,6 @@ from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import field as field_of
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
-from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.options import Options
 
 if TYPE_CHECKING:
@@ -446,14 +445,6 @@ def check_words(runs: Sequence[Run]) -> None:
         if ":" not in settings.dataset + settings.model:
             examples, _ = two_examples(settings.dataset, settings.data_dir)
             chosen(settings.dataset, settings.model, examples)
-        for call in run.calls if settings.dp_clip_norm else ():
-            row = METHODS.get(call.target)
-            if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):
-                raise ValueError(
-                    f"dp-clip-norm does not go with {row.name}, whose server reads more of its clients "
-                    "than their mean update, or weighs them unequally: leave one of the two out "
-                    "(`flwr-regs list methods` marks what goes, under DP)"
-                )
         with suppress(NameError):  # only torch can tell
             run.strategy(only_check=True)
 
