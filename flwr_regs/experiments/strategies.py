@@ -193,10 +193,6 @@ def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:
 def check_bound(takes: Signature, call: Call, kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument of a call that is missing, unknown or too many."""
     names = [n for n, p in takes.parameters.items() if p.kind is not p.VAR_KEYWORD]
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.parameters.values()):
-        for name in kwargs.keys() - set(names):
-            legal = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise TypeError(f"there is no argument '{name}'{nearest(name, names)} ({legal})")
     try:
         takes.bind(*call.args, **kwargs)
     except TypeError as error:
