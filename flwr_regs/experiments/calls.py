@@ -21,6 +21,7 @@ _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have separated before
 NAME = re.compile(rf"{_FILE}:{_DOTTED}|{_DOTTED}(:{_DOTTED})?")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
+_QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 LITERAL = (
     "a literal: a number, quoted text, True, False, None, or a list, tuple or dict of these; or a call, "
     "such as Target(0.9)"
@@ -88,7 +89,7 @@ REFERENCES = ("Local", "Pooled")
 def catalogue() -> list[str]:
     """Return the names that need no module: the registry's strategies and terms."""
     terms = [name for row in METHODS.values() for name in row.terms]
-    return list(dict.fromkeys([row.name for row in METHODS.values()] + terms + list(TERMS)))
+    return list(dict.fromkeys([*METHODS, *terms, *TERMS]))
 
 
 def check_name(call: Call) -> None:
@@ -145,17 +146,6 @@ def _value(node: ast.expr, what: str) -> Any:
     """Return an argument: a literal, or a call of one of the package's names."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _call(node.func.id, node, what)
-    return _literal(node, what)
-
-
-def _text(value: Any) -> str:
-    """Return an argument as it is written."""
-    if isinstance(value, Call):  # always with parentheses, unlike a method
-        return str(value) if value.args or value.kwargs else f"{value.target}()"
-    return repr(value)
-
-
-def _literal(node: ast.expr, what: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError) as error:
@@ -163,6 +153,13 @@ def _literal(node: ast.expr, what: str) -> Any:
         plain = re.fullmatch(r"[\w.-]+", text.replace(" ", "")) and not isinstance(node, ast.Call)
         hint = f"; text needs quotes: {text.replace(' ', '')!r}" if plain else ""
         raise ValueError(f"{what} must be {LITERAL}; not {text}{hint}") from error
+
+
+def _text(value: Any) -> str:
+    """Return an argument as it is written."""
+    if isinstance(value, Call):  # always with parentheses, unlike a method
+        return str(value) if value.args or value.kwargs else f"{value.target}()"
+    return repr(value)
 
 
 def literal(text: str) -> Any:
@@ -181,17 +178,13 @@ def pieces(text: str, separators: str) -> Iterator[tuple[int, str]]:
     ValueError
         A bracket or a quote is not closed, or a bracket closes none; the message says where.
     """
-    begin, quote, skip = 0, -1, False
+    begin = 0
     opened: list[int] = []  # the positions of brackets that are open
-    for i, c in enumerate(text):
-        if skip:
-            skip = False
-        elif quote >= 0:
-            skip = c == "\\"
-            quote = -1 if c == text[quote] else quote
-        elif c in "'\"":
-            quote = i
-        elif c in CLOSING:
+    for match in _QUOTED_OR_ONE.finditer(text):
+        c, i = match[0], match.start()
+        if c in ("'", '"'):  # no other one closes it
+            raise ValueError(f"the quote {c} at character {i + 1} of {text!r} is not closed")
+        if c in CLOSING:
             opened.append(i)
         elif c in CLOSING.values():
             if not opened or CLOSING[text[opened[-1]]] != c:
@@ -201,11 +194,9 @@ def pieces(text: str, separators: str) -> Iterator[tuple[int, str]]:
         elif c in separators and not opened:
             yield begin, text[begin:i]
             begin = i + 1
-    for at, what in ((quote, "quote"), (opened[-1] if opened else -1, "bracket")):
-        if at >= 0:
-            raise ValueError(
-                f"the {what} {text[at]} at character {at + 1} of {text!r} is not closed"
-            )
+    if opened:
+        at = opened[-1]
+        raise ValueError(f"the bracket {text[at]} at character {at + 1} of {text!r} is not closed")
     yield begin, text[begin:]
 
 

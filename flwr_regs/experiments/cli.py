@@ -52,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Windows writes to files in an older encoding
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = _main(sys.argv[1:] if argv is None else argv)
+        args = parsed(sys.argv[1:] if argv is None else argv)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        on_farewell("flwr-regs: interrupted")
+        with ending_in_time():
+            status = _done(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -66,6 +71,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if end.code == 143:  # SIGTERM
             say_farewell()
         raise
+    except (ValueError, OSError, ImportError) as error:
+        print(f"flwr-regs: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in before.items():  # of who calls `main`
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _done(args: argparse.Namespace) -> int:
+    """Do a command, and return its exit status."""
+    if args.do in ("listing", "protocols"):
+        from flwr_regs.experiments import listings
+
+        print(getattr(listings, args.do)(args))
+        return 0
+    from flwr_regs.experiments import commands
+
+    return int(getattr(commands, args.do)(args))
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -89,34 +115,6 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
     return args
-
-
-def _main(argv: Sequence[str]) -> int:
-    args = parsed(argv)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    on_farewell("flwr-regs: interrupted")
-    try:
-        with ending_in_time():
-            if args.do in ("listing", "protocols"):
-                from flwr_regs.experiments import listings
-
-                print(listings.listing(args) if args.do == "listing" else listings.protocols(args))
-                return 0
-            from flwr_regs.experiments import commands
-
-            return int(getattr(commands, args.do)(args))
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError, ImportError) as error:
-        print(f"flwr-regs: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
-        return 1
-    finally:
-        for number, handler in before.items():  # of who calls `main`
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:

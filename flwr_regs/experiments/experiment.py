@@ -23,7 +23,6 @@ from flwr_regs.experiments.settings import SETTINGS, Settings
 from flwr_regs.experiments.settings import field as field_of
 from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
-from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.options import Options
 
 if TYPE_CHECKING:
@@ -84,17 +83,17 @@ class Run:
 
     def meets(self, needs: str) -> bool:
         """Return whether a setting's `needs` are met: see settings.toml."""
-        for owner, equals, values in (need.partition("=") for need in needs.split(" or ")):
+
+        def met(need: str) -> bool:
+            owner, equals, values = need.partition("=")
             if owner == "methods":
                 takes = [strategies.of_call(c, self.settings.code_dir) for c in self.calls]
-                met = any(values in one.parameters for one in takes)
-            elif equals:
-                met = as_word(self.settings.config[owner]) in values.split(",")
-            else:
-                met = owner in self.settings.changed
-            if met:
-                return True
-        return False
+                return any(values in one.parameters for one in takes)
+            if equals:
+                return as_word(self.settings.config[owner]) in values.split(",")
+            return owner in self.settings.changed
+
+        return any(map(met, needs.split(" or ")))
 
     def strategy(self, only_check: bool = False) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
@@ -322,11 +321,9 @@ class Experiment:
             settings["test-on-clients"] = True
         calls = row.calls
         for key, value in point.items():
-            target, dot, name = key.rpartition(".")
-            if dot:
-                calls = strategies.with_argument(
-                    calls, target, name, value, settings.get("code-dir", "")
-                )
+            if "." in key:
+                folder = settings.get("code-dir", "")
+                calls = strategies.with_argument(calls, key, value, folder)
             else:
                 settings[key] = value
         settings |= {"methods": text_of(calls), "seed": seed}
@@ -375,7 +372,7 @@ class Experiment:
         check_words(self.ends)
         first = replace(self, seeds=self.seeds[:1])
         for panel in self.panels:
-            refuse_same(first.tests(panel), only_check=True)
+            refuse_same(first.tests(panel))
         for run in self.ends if data else ():
             assert client_data_of(run.settings).parts  # raises for a partition that is impossible
         whole = self.fair()
@@ -392,11 +389,9 @@ class Experiment:
         tests = replace(self, seeds=self.seeds[:1]).tests(panel)
         methods = {run.method: run.calls for run in tests}
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
-        refuse_same(tests)
-        asked = [
-            r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
-        ]
-        if any(asked) or any(map(strategies.is_private, made.values())):
+        given = [run.settings for run in tests]
+        asked = any(of.test_on_clients or of.dataset.endswith("-domains") for of in given)
+        if asked or any(map(strategies.is_private, made.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
 
@@ -424,19 +419,16 @@ class Experiment:
         """Return the experiment that neither states nor tunes some settings."""
 
         def rest(of: Any) -> Any:
-            kept = {key: value for key, value in of.settings.items() if key not in names}
-            return replace(of, settings=kept)
+            left: dict[str, Any] = {
+                "settings": {key: value for key, value in of.settings.items() if key not in names}
+            }
+            if not isinstance(of, Panel):
+                left["tune"] = tuple(space for space in of.tune if space.key not in names)
+            return replace(of, **left)
 
-        def free(spaces: Sequence[Space]) -> tuple[Space, ...]:
-            return tuple(space for space in spaces if space.key not in names)
-
-        return replace(
-            self,
-            settings=rest(self).settings,
-            rows=tuple(replace(rest(row), tune=free(row.tune)) for row in self.rows),
-            panels=tuple(map(rest, self.panels)),
-            tune=free(self.tune),
-        )
+        rows, panels = tuple(map(rest, self.rows)), tuple(map(rest, self.panels))
+        whole: Experiment = rest(self)
+        return replace(whole, rows=rows, panels=panels)
 
 
 def check_words(runs: Sequence[Run]) -> None:
@@ -451,44 +443,27 @@ def check_words(runs: Sequence[Run]) -> None:
             if ":" in reference:
                 user_code.load(reference, settings.code_dir)
         if ":" not in settings.dataset + settings.model:
-            chosen(
-                settings.dataset,
-                settings.model,
-                two_examples(settings.dataset, settings.data_dir)[0],
-            )
-        for call in run.calls if settings.dp_clip_norm else ():
-            row = METHODS.get(call.target)
-            if row and not row.central_dp and 0 not in (*call.args, call.kwargs.get("lam")):
-                raise ValueError(
-                    f"dp-clip-norm does not go with {row.name}, whose server reads more of its clients "
-                    "than their mean update, or weighs them unequally: leave one of the two out "
-                    "(`flwr-regs list methods` marks what goes, under DP)"
-                )
-        references = [call for call in run.calls if ":" in call.target]
-        for call in references:
-            with strategies.named(str(call)):
-                strategies.find(call, settings.code_dir)
+            examples, _ = two_examples(settings.dataset, settings.data_dir)
+            chosen(settings.dataset, settings.model, examples)
         with suppress(NameError):  # only torch can tell
-            if not references:
-                run.strategy(only_check=True)
+            run.strategy(only_check=True)
 
 
-def refuse_same(runs: Sequence[Run], only_check: bool = False) -> None:
-    """Raise ValueError if two runs train the same under two labels.
+def refuse_same(runs: Sequence[Run]) -> None:
+    """Raise ValueError if two runs train the same under two labels."""
 
-    With `only_check`, neither torch nor a user's own code is loaded: what needs them passes.
-    """
-    known: list[tuple[Any, ...]] = []
-    for run in runs:
-        settings, strategy = replace(run.settings, methods=""), None
-        if not only_check or not any(":" in call.target for call in run.calls):
-            with suppress(NameError):  # only torch can tell
-                strategy = strategies.build(run.calls, settings.code_dir, only_check)
-        if strategy is None:
-            known.append((run.label,))
-            continue
-        known.append((strategy.method_name, replace(strategy.options, seed=0), settings))
-        if (other := runs[known.index(known[-1])]) is not run:
+    def known(run: Run, only_check: bool) -> tuple[Any, ...]:
+        strategy = strategies.build(run.calls, run.settings.code_dir, only_check)
+        options, settings = replace(strategy.options, seed=0), replace(run.settings, methods="")
+        return strategy.method_name, options, settings
+
+    own = any(":" in call.target for run in runs for call in run.calls)
+    try:
+        several = [known(run, only_check=not own) for run in runs]
+    except NameError:  # only torch can tell
+        several = [known(run, only_check=False) for run in runs]
+    for run, one in zip(runs, several, strict=True):
+        if (other := runs[several.index(one)]) is not run:
             raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")
 
 

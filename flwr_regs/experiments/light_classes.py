@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr_regs import term
 from flwr_regs.experiments.calls import catalogue
-from flwr_regs.methods.registry import METHODS, TERMS
+from flwr_regs.methods.registry import HOMES, METHODS
 from flwr_regs.wire.config import nearest
 
 PACKAGE = Path(__file__).parents[1]
@@ -23,19 +23,16 @@ HEAVY = re.compile(r"torch|flwr(?!_)|flwr_regs\.(client|cohort|flower|wire\.reco
 """Modules that load torch or Flower; a light class knows nothing of them."""
 LIGHT = re.compile(r"flwr_regs\.(methods\.(?!registry)|flower\.strategy)")
 """Modules whose classes have a light form."""
-_HOMES = {
-    "RegStrategy": "flower.strategy",
-    **{name: f"methods.{row.module}" for row in METHODS.values() for name in row.names},
-    **{name: f"methods.{module}" for name, module in TERMS.items()},
-}
-"""Class -> its module in the package."""
 
 
 def light(name: str) -> Any:
     """Return the light form of a strategy or a term; ValueError for another name."""
-    if name not in (*catalogue(), "RegStrategy"):
+    if name == "RegStrategy":
+        return _defined("flwr_regs.flower.strategy")[name]
+    if name not in catalogue():
         raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
-    return _defined(f"flwr_regs.{_HOMES[name]}")[name]
+    file = METHODS[name].module if name in METHODS else HOMES[name]
+    return _defined(f"flwr_regs.methods.{file}")[name]
 
 
 @lru_cache

@@ -57,9 +57,9 @@ def protocols(args: argparse.Namespace) -> str:
     if args.name and "=" in args.name and not args.name.endswith(".toml"):
         args.name, args.settings = None, [args.name, *args.settings]
     given = dict(text.partition("=")[::2] for text in args.settings)
-    if wrong := [name for name in given if name != "data-dir"]:
-        raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
-    folder = given.get("data-dir", "")
+    folder = given.pop("data-dir", "")
+    if given:
+        raise ValueError(f"protocols takes data-dir=..., not {next(iter(given))}")
     if not args.name:
         return cards(folder)
     one = card_files.load(args.name)
@@ -82,12 +82,19 @@ def methods() -> str:
 
 def method(name: str) -> str:
     """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
-    if name in METHODS:
-        text, refused = composes(METHODS[name])
-        lines = [_documented(name), "", METHODS[name].paper, "", *_wrapped(costs(METHODS[name]))]
-        lines += ["", *textwrap.wrap(text, 80)]
-        return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
-    return _documented(name)
+    if name not in METHODS:
+        return _documented(name)
+    text, refused = composes(row := METHODS[name])
+    lines = [
+        _documented(name),
+        "",
+        row.paper,
+        "",
+        *_wrapped(costs(row)),
+        "",
+        *textwrap.wrap(text, 80),
+    ]
+    return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
 
 
 def _documented(name: str) -> str:
@@ -151,20 +158,16 @@ def composes(row: Method) -> tuple[str, list[tuple[str, str]]]:
     refused = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[row.name]
     text = (
         f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
-        "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
+        f"settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
+        f"{', except these:' if refused else '.'}"
     )
-    if not refused:
-        return f"{text}.", []
-    return f"{text}, except these:", [("refused", "the package's reason"), *refused.items()]
+    return text, [("refused", "the package's reason"), *refused.items()] if refused else []
 
 
 def _short(row: Method) -> tuple[str, ...]:
     small = "+" if row.beside else ""
-    flags = (
-        *(bool(row.state), row.secure_aggregation, row.central_dp),
-        *(row.robust, row.streams, row.stacks),
-    )
-    up, marks = f"{row.up:g}{small}", ("yes" if yes else "–" for yes in flags)
+    goes = row.secure_aggregation, row.central_dp, row.robust, row.streams, row.stacks
+    up, marks = f"{row.up:g}{small}", ("yes" if yes else "–" for yes in (row.state, *goes))
     return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *marks)
 
 

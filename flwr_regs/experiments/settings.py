@@ -18,7 +18,7 @@ from typing import Any
 from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.data.catalogue import DATASETS, parsed
 from flwr_regs.experiments.models.architectures import MODELS
-from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
+from flwr_regs.wire.config import OPTIMIZERS, TRAIN_KEYS, check_train_config, nearest
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,11 @@ class Setting:
     choices: Collection[str] = ()
     own: str = ""
     needs: str = ""
+    smoke: Any = None
+    smoke_most: int = 0
 
 
-_CHOICES = {
-    "dataset": DATASETS,
-    "model": MODELS,
-    "optimizer": tuple(OPTIMIZERS),
-}
+_CHOICES = {"dataset": DATASETS, "model": MODELS, "optimizer": tuple(OPTIMIZERS)}
 _FILE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 SETTINGS = {
     name: Setting(name, **{"choices": _CHOICES.get(name, ()), **row})
@@ -50,6 +48,12 @@ SETTINGS = {
 """Setting -> its declaration."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
+OF_PARTITIONS = {
+    name: of.needs.removeprefix("partition=").split(",")
+    for name, of in SETTINGS.items()
+    if of.needs.startswith("partition=")
+}
+"""Setting of partitions -> those that take it."""
 PLACES = ("out", "code-dir", "data-dir")
 """Those that are folders of a machine."""
 PERSONAL_SHARE = 0.2
@@ -96,16 +100,9 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
     @property
     def train_config(self) -> dict[str, Any]:
         """The ``train_config`` of every round."""
-        given = {
-            "lr": self.lr,
-            "local-steps": self.local_steps,
-            "local-epochs": 0 if self.local_steps else self.local_epochs,
-            "optimizer": "" if self.optimizer == "SGD" else self.optimizer,
-            "momentum": self.momentum,
-            "weight-decay": self.weight_decay,
-            "clip-norm": self.clip_norm,
-        }
-        return {name: value for name, value in given.items() if value}  # zero is off
+        config = self.config
+        unused = {"optimizer": self.optimizer == "SGD", "local-epochs": self.local_steps}
+        return {n: config[n] for n in TRAIN_KEYS if config[n] and not unused.get(n)}  # zero is off
 
     @property
     def evaluate_config(self) -> dict[str, Any]:
@@ -153,8 +150,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
 def split_in_words(settings: Mapping[str, Any]) -> str:
     """Return a partition and the values of the settings that are its own, such as ``dirichlet(0.1)``."""
     partition = str(settings["partition"])
-    owners = {name: setting.needs.partition("partition=") for name, setting in SETTINGS.items()}
-    own = [f"{settings[n]:g}" for n, (_, _, of) in owners.items() if partition in of.split(",")]
+    own = [f"{settings[name]:g}" for name, kinds in OF_PARTITIONS.items() if partition in kinds]
     return partition + f"({', '.join(own)})" * bool(own)
 
 

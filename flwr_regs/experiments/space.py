@@ -9,13 +9,10 @@ from math import ceil, log2, prod, sqrt
 from typing import Any
 
 from flwr_regs.experiments.calls import Call, literal, values
-from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, read
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, PLACES, read
 from flwr_regs.wire.config import nearest
 
-FIXED = (
-    *("methods", "seed", "out", "code-dir", "data-dir", "held-out-clients", "held-out-share"),
-    "rounds",
-)
+FIXED = (*PLACES, "methods", "seed", "rounds", "held-out-clients", "held-out-share")
 """Settings that no trial may change."""
 Point = Mapping[str, Any]
 """Key -> value: a setting, or a parameter of a method."""

@@ -57,7 +57,7 @@ def build(
         Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
     only_check : bool
         Whether the strategy is made of the light classes, so that nothing loads torch or Flower: it cannot
-        train. Then a user's own parts must be terms. NameError if what is to be checked needs torch.
+        train. Beside a user's own parts, all are whole. NameError if what is to be checked needs torch.
     **common
         Settings of the strategy; what a call says wins.
 
@@ -67,7 +67,8 @@ def build(
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
-    of = light if only_check else partial(getattr, flwr_regs)
+    own = any(":" in call.target for call in calls)
+    of = light if only_check and not own else partial(getattr, flwr_regs)
     base: type[RegStrategy] = of("RegStrategy")
     strategies: list[RegStrategy] = []
     terms: list[Term] = []
@@ -192,10 +193,6 @@ def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:
 def check_bound(takes: Signature, call: Call, kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument of a call that is missing, unknown or too many."""
     names = [n for n, p in takes.parameters.items() if p.kind is not p.VAR_KEYWORD]
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.parameters.values()):
-        for name in kwargs.keys() - set(names):
-            legal = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise TypeError(f"there is no argument '{name}'{nearest(name, names)} ({legal})")
     try:
         takes.bind(*call.args, **kwargs)
     except TypeError as error:
@@ -227,9 +224,10 @@ def with_values(call: Call) -> Call:
 
 
 def with_argument(
-    calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
+    calls: Sequence[Call], key: str, value: Any, folder: str = ""
 ) -> tuple[Call, ...]:
-    """Return a method with one argument of each call of `target` replaced or added."""
+    """Return a method with one argument, such as ``FedFOR.alpha``, replaced or added where it is called."""
+    target, _, name = key.rpartition(".")
 
     def changed(call: Call) -> Call:
         if call.target != target:

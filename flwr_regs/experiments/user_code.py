@@ -8,12 +8,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
+import linecache
 import random
 import re
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -23,11 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from flwr_regs.wire.config import nearest
+from flwr_regs.wire.errors import OURS, described, place
 
 HERE = "here"
 _OFFERED: dict[str, Any] = {}  # name -> object, for references such as here:Net
-_INSTALLED = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NOT_THE_USERS = tuple(f"{f}{os.sep}" for f in (*_INSTALLED, Path(__file__).parents[1]))
 
 
 def load(reference: str, folder: str = "") -> Any:
@@ -123,17 +120,12 @@ def call(reference: str, folder: str, seed: int) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """Return an error's type, the first line of its text, and the user's file and line that raised it."""
+    """Return an error's type, its text in one line, and the user's file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", *_NOT_THE_USERS))
-    ]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    text = next(iter(str(error).splitlines()), "")
-    return type(error).__name__ + (f": {text}" if text else "") + where
+    linecache.checkcache()  # a file may have changed since it was loaded
+    told, where = described(error), place(error)
+    return told.removesuffix(where) if OURS in where else told
 
 
 def _module(name: str, folder: str) -> ModuleType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +23,8 @@ SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 OPTIONS = (
-    "seeds",
-    "workers",
-    "runner",
-    "gpus-per-client",
-    "tune",
-    "trials",
-    "tuning-seeds",
-    "resume",
+    *("seeds", "workers", "runner", "gpus-per-client"),
+    *("tune", "trials", "tuning-seeds", "resume"),
 )
 """Options that are easily taken for settings."""
 
@@ -47,24 +40,26 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
             f"--{wrong[0]} goes with a card, such as: flwr-regs bench fedadc-t1 (`flwr-regs protocols` "
             "shows all)"
         )
-    heading, cases = _cases(args) if args.command == "sweep" else ("method", {})
+    if "=" in (getattr(args, "key", "") or ""):  # argparse took a setting for it
+        args.settings, args.key = [args.key, *args.settings], None
+    given = read_words(args.settings)
+    out = str(given.pop("out", ""))
+    heading, cases = _cases(args, given) if args.command == "sweep" else ("method", {})
     seeds = args.seeds or ("" if card else SEEDS.get(args.command, ""))
-    every_word = [*args.settings, *(word for case in cases.values() for word in case)]
-    if (seeds or card) and any(word.startswith("seed=") for word in every_word):
+    if (seeds or card) and any("seed" in settings for settings in (given, *cases.values())):
         given_by = f"--seeds ({seeds}): remove it" if seeds else "a card's seeds: give --seeds"
         raise ValueError(f"'seed' is ignored with {given_by}")
-    given = settings_of(args)
-    out = str(given.pop("out", ""))
     changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
     if args.command == "bench":
         changed |= {"tune": tuple(map(Space.read, args.tune)), "trials": args.trials}
         changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")
     changed = {key: value for key, value in changed.items() if value not in ((), None)}
     if card:
-        experiment = _of_card(args, card, given, changed)
+        experiment = _of_card(args, card, {**given}, changed)
     else:
-        whole = Experiment.of_methods(given, heading=heading, baseline=args.command == "bench")
-        experiment = replace(whole, **changed)
+        whole = _here(given)
+        experiment = Experiment.of_methods(whole, heading=heading, baseline=args.command == "bench")
+        experiment = replace(experiment, **changed)
         if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not args.tune]:
             option = idle[0].replace("_", "-")
             raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
@@ -74,7 +69,7 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
         ]
         experiment = replace(experiment, rows=tuple(rows))
     every = [r.method + r.settings.dataset + r.settings.model for r in experiment.ends]
-    if _gives(args, "code-dir") and not any(":" in word for word in every):
+    if "code-dir" in given and not any(":" in word for word in every):
         raise ValueError(
             "setting 'code-dir' needs code of your own, such as dataset=mine.py:load; it has no effect "
             "without; remove it"
@@ -82,14 +77,19 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
     return experiment, out
 
 
+def _here(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with a folder for a user's code, by default the current one."""
+    folder = settings.get("code-dir") or os.getcwd()
+    return {"code-dir": folder} | {**settings, "code-dir": folder}
+
+
 def _of_card(
     args: argparse.Namespace, name: str, given: dict[str, Any], changed: Mapping[str, Any]
 ) -> Experiment:
     """Return the experiment of a card as the words change it."""
-    folder = given["code-dir"] if _gives(args, "code-dir") else given.pop("code-dir")
     methods = str(given.pop("methods", "")) or args.methods
     card = choices.at(card_files.load(name), args.setting)
-    card = replace(card, settings={"code-dir": folder, **card.settings})
+    card = replace(card, settings={"code-dir": _here(given)["code-dir"], **card.settings})
     refuse_dead(card.ends, but="test-on-clients")  # below, what is not chosen leaves others idle
     if methods:
         card = choices.with_methods(card, methods)
@@ -99,17 +99,20 @@ def _of_card(
     return choices.smoke(card, given) if args.smoke else card
 
 
-def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
-    """Return (what a sweep's rows are, label -> the words of its own settings)."""
-    if args.key is not None and "=" in args.key:  # argparse took a setting for it
-        args.settings, args.key = [args.key, *args.settings], None
+def _cases(
+    args: argparse.Namespace, given: dict[str, Any]
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return (what a sweep's rows are, label -> its own settings).
+
+    A method whose parameter is varied comes into the `given` settings.
+    """
     if args.case:
         cases = {}
         for text in args.case:
             label, colon, settings = text.partition(":")
             if not colon or not label.strip():
                 raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
-            cases[" ".join(label.split())] = words(settings)
+            cases[" ".join(label.split())] = read_words(words(settings))
         if args.key or args.values:
             raise ValueError("sweep takes a key and --values, or --case: not both")
         if len(cases) < len(args.case):
@@ -124,27 +127,27 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     if len({*several}) < len(several):
         raise ValueError(f"--values has a value twice: {args.values}")
     target, dot, _ = args.key.rpartition(".")
-    if dot and not _gives(args, "methods"):
-        args.settings = [*args.settings, f"methods={target}"]
-    return args.key, {value: [] if dot else [f"{args.key}={value}"] for value in several}
+    if dot:
+        given.setdefault("methods", target)
+        return args.key, {value: {} for value in several}
+    return args.key, {value: read_words([f"{args.key}={value}"]) for value in several}
 
 
 def _rows(
-    args: argparse.Namespace, label: str, case: Sequence[str], experiment: Experiment
+    args: argparse.Namespace, label: str, settings: dict[str, Any], experiment: Experiment
 ) -> list[Row]:
     """Return the rows of a sweep's case: one for each method."""
-    settings = read_words(case)
     methods = [row.calls for row in experiment.rows]
     if "methods" in settings:
         methods = [*parse_methods(str(settings.pop("methods"))).values()]
-    target, dot, name = ("", "", "") if args.case else args.key.rpartition(".")
+    target, dot, _ = ("", "", "") if args.case else args.key.rpartition(".")
     if dot:
         every = [call.target for calls in methods for call in calls]
         if target not in every:
             raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
         folder = str(experiment.settings.get("code-dir", ""))
         value = literal(label)
-        methods = [with_argument(calls, target, name, value, folder) for calls in methods]
+        methods = [with_argument(calls, args.key, value, folder) for calls in methods]
     several = len(methods) > 1
     names = [f"{label}, {text_of(calls)}" if several else label for calls in methods]
     return [Row(name, calls, settings) for name, calls in zip(names, methods, strict=True)]
@@ -159,37 +162,16 @@ def _card_of(args: argparse.Namespace) -> str:
     return named[0] if named else ""
 
 
-def _gives(args: argparse.Namespace, name: str) -> bool:
-    return any(word.startswith(f"{name}=") for word in args.settings)
-
-
 def first_run(args: argparse.Namespace) -> tuple[Run, str]:
     """Return the first run of the settings, checked, and the folder that they name."""
-    given = settings_of(args)
+    given = _here(read_words(args.settings))
     out = str(given.pop("out", ""))
     experiment = Experiment.of_methods(given).checked()
     return experiment.tests(experiment.panel)[0], out
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the words ``key=value`` give, checked one by one, with absolute folders.
-
-    What they leave out is taken from ``[tool.flwr.app.config]`` in the pyproject.toml of ``--app``, which
-    lists defaults too: nobody has given these. Raises ValueError that says what is wrong.
-    """
-    given: dict[str, Any] = {}
-    if args.app is not None:
-        pyproject = args.app.resolve() / "pyproject.toml"
-        if not pyproject.is_file():
-            raise ValueError(f"{args.app.resolve()} holds no pyproject.toml (see --app)")
-        tool = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("tool", {})
-        given = Settings.of(tool.get("flwr", {}).get("app", {}).get("config", {})).changed
-    given = _absolute(given) | read_words(args.settings)
-    return {"code-dir": os.getcwd(), **{k: v for k, v in given.items() if k != "code-dir" or v}}
-
-
 def read_words(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of words ``key=value``, checked one by one."""
+    """Return the settings of words ``key=value``, checked one by one, with whole paths."""
     given: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
@@ -207,13 +189,8 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"'{name}' is given twice: give it once")
         given[name] = read(name, value)
     Settings.of(given)
-    return _absolute(given)
-
-
-def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with whole paths, whatever folder the results are taken up in."""
     paths = {name: given[name] for name in PLACES if given.get(name)}
-    return {**given, **{name: str(Path(p).expanduser().resolve()) for name, p in paths.items()}}
+    return given | {name: str(Path(path).expanduser().resolve()) for name, path in paths.items()}
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

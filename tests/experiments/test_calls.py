@@ -80,8 +80,8 @@ def test_a_composition_gets_a_client_of_its_terms() -> None:
 class Shifted(fr.FedFOR):
     """A user's strategy: its name is inherited, and its terms are its own."""
 
-    def __init__(self, mu: float = 0.1) -> None:
-        fr.RegStrategy.__init__(self, [fr.FirstOrder(1.0), fr.Proximal(mu)])
+    def __init__(self, mu: float = 0.1, **settings: Any) -> None:
+        fr.RegStrategy.__init__(self, [fr.FirstOrder(1.0), fr.Proximal(mu)], **settings)
 
 
 def test_two_methods_that_clients_would_mix_up_are_refused() -> None:
@@ -103,8 +103,7 @@ REPLACED = [
 def test_an_argument_is_replaced_or_added() -> None:
     for method, key, expected in REPLACED:
         (parts,) = parse_methods(method).values()
-        target, _, name = key.rpartition(".")
-        assert text_of(strategies.with_argument(parts, target, name, 9)) == expected
+        assert text_of(strategies.with_argument(parts, key, 9)) == expected
 
 
 def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:

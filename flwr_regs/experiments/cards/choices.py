@@ -11,23 +11,11 @@ from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import catalogue, subset
 from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
 from flwr_regs.experiments.partition.partitions import BY_GROUP
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.settings import DEFAULTS, SETTINGS
 
-SMOKE = {
-    "rounds": 2,
-    "examples": 200,
-    "num-classes": 3,
-    "num-clients": 2,
-    "local-steps": 1,
-    "examples-per-client": 8,  # Fisher information is of all of them, one by one
-    "held-out-clients": 0,
-    "test-examples": 10,
-    "straggler-share": 0.0,  # of one step, a slow client takes none
-    "drop-out": 0.0,
-    "checkpoint-every": 0.0,
-}
+SMOKE = {name: of.smoke for name, of in SETTINGS.items() if of.smoke is not None}
 """What ``--smoke`` sets."""
-SMOKE_MOST = {"batch-size": 4, "classes-per-client": 3, "shards-per-client": 3, "ensemble": 2}
+SMOKE_MOST = {name: of.smoke_most for name, of in SETTINGS.items() if of.smoke_most}
 """The largest values that ``--smoke`` leaves."""
 
 
@@ -70,9 +58,8 @@ def with_methods(card: Experiment, text: str) -> Experiment:
             if any(r in rows for r in meant or [Row(label, calls)]):
                 raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
             rows += meant or [Row(label, calls)]
-    spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
-    panels = tuple(panel for panel in card.panels if any(map(panel.has, rows)))
-    return replace(card, rows=tuple(rows), tune=tuple(spaces), panels=panels)
+    panels = [panel for panel in card.panels if any(map(panel.has, rows))]
+    return replace(card, rows=tuple(rows)).only(*panels)
 
 
 def with_references(card: Experiment) -> Experiment:

@@ -8,33 +8,13 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.wire.config import nearest
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a data set's examples are, known without its files.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Of one input.
-    classes : int
-        The number of classes; of a user's own pictures, the least that makes sense.
-    tokens : int
-        The number of different tokens of integer inputs; 0: the inputs are floats.
-    """
-
-    shape: tuple[int, ...]
-    classes: int
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,15 +25,15 @@ class Source:
     meaning: str
     files: str
     reader: str
-    shape: tuple[int | str, ...]
-    classes: int
-    tokens: int = 0
+    shape: tuple[Any, ...]
+    classes: Any
+    tokens: Any = 0
     groups: str = ""
     hash: str = ""
     how: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    choices: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def read(self, data_dir: str, **arguments: Any) -> dict[str, Any]:
         """Return the fields of `flwr_regs.experiments.data.datasets.Data`.
@@ -82,40 +62,31 @@ SOURCES = {name: Source(name, **row) for name, row in tomllib.loads(_CATALOGUE).
 DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
 
-_BY_ARGUMENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "emnist": lambda given: {"classes": SOURCES["emnist"].choices["split"][given["split"]]},  # type: ignore[index]
-    "sentiment140": lambda given: {"tokens": given["words"] + 2},
-    "quadratics": lambda given: {"shape": (given["dimension"] + 1,)},
-    "stackoverflow": lambda given: dict.fromkeys(("classes", "tokens"), given["words"] + 4),
-    "image-folder": lambda given: {"shape": (1 if given["grey"] else 3, *2 * [given["size"]])},
-}
-"""Name -> what the arguments change in its kind."""
 
-
-def kind_of(dataset: str) -> Kind:
-    """Return what the examples of one of the package's data sets are, without its files."""
+def kind_of(dataset: str) -> Source:
+    """Return one of the package's data sets with the shape, classes and tokens that its arguments make."""
     name, given = parsed(dataset)
     source = SOURCES[name]
-    shape = tuple(given[size] if isinstance(size, str) else size for size in source.shape)
-    if given.get("augment") == "crop-24":
-        shape = (shape[0], 24, 24)
-    kind: dict[str, Any] = {"shape": shape, "classes": source.classes, "tokens": source.tokens}
-    changed = _BY_ARGUMENTS[name](given) if name in _BY_ARGUMENTS else {}
-    return Kind(**kind | changed)
+
+    def number(of: Any) -> Any:
+        if isinstance(of, list):
+            return number(of[0]) + of[1]
+        if of in source.choices:
+            return source.choices[of][str(given[of])]
+        return given[of] if isinstance(of, str) else of
+
+    shape = tuple(map(number, source.shape))
+    numbers = {"classes": number(source.classes), "tokens": number(source.tokens)}
+    return replace(source, shape=shape, **numbers)
 
 
 def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     """Return the name and all arguments of a data set's text, such as ``femnist(writers=100)``.
 
-    Raises ValueError for a name or an argument that does not exist, or for a value that is no literal or of
-    another type than the default.
+    Raises ValueError for an argument that does not exist, or for a value that is no literal or of another
+    type than the default. The name is one of `SOURCES`, as the settings check.
     """
     name, bracket, rest = dataset.partition("(")
-    name = name.strip()
-    if name not in SOURCES:
-        raise ValueError(
-            f"there is no data set '{name}'{nearest(name, SOURCES)}; there are {', '.join(SOURCES)}"
-        )
     source = SOURCES[name]
     given = dict(source.arguments)
     if bracket and not given:
@@ -132,7 +103,7 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
         ) from error
     given |= {k: _typed(v, given[k], f"dataset '{dataset}': {k}") for k, v in values.items()}
     for key, choices in source.choices.items():
-        if given[key] not in choices:
+        if str(given[key]) not in choices:
             raise ValueError(
                 f"dataset '{dataset}': {key} must be one of {', '.join(map(repr, choices))}, not "
                 f"{given[key]!r}"

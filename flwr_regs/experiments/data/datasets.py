@@ -109,7 +109,7 @@ def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[
 
     Only a user's own data set is loaded; the package's have zeros for inputs.
     """
-    if ":" not in dataset and dataset.partition("(")[0].strip() != "image-folder":
+    if ":" not in dataset and dataset.partition("(")[0] != "image-folder":
         kind = kind_of(dataset)
         return np.zeros((2, *kind.shape), np.int32 if kind.tokens else np.float32), kind.classes
     data = load(dataset, data_dir, code_dir)

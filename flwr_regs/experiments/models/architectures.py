@@ -35,10 +35,9 @@ class Net:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
         from flwr_regs.experiments.models import layers
 
-        if self.hidden:
-            of_each = self.plan, self.hidden, self.kernel, self.norm, self.bias
-            return layers.stacked(size[0], *of_each)
-        return getattr(layers, self.name.replace("-", "_"))(*size)
+        make = getattr(layers, self.name.replace("-", "_"), None)
+        listed = self.plan, self.hidden, self.kernel, self.norm, self.bias
+        return make(*size) if make else layers.stacked(size[0], *listed)
 
 
 _LIST = Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8")

@@ -43,24 +43,15 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     `projection` outputs (Li, He, Song 2021, Sec. 4.1: 256). It is the layer ``projection``; its output is
     the input of the output layer, ``classifier``. Without a head the layers have numbers.
     """
-    named: OrderedDict[str, nn.Module] = OrderedDict(
-        (str(i), layer) for i, layer in enumerate(body.layers)
-    )
-    if not projection:
-        named[str(len(named))] = nn.Linear(body.features, classes)
-        return nn.Sequential(named)
-    named["projection"] = nn.Sequential(
-        nn.Linear(body.features, body.features),
-        nn.ReLU(),
-        nn.Linear(body.features, projection),
-    )
-    named["classifier"] = nn.Linear(projection, classes)
-    return nn.Sequential(named)
-
-
-def logistic(shape: Sequence[int]) -> Body:
-    """Multinomial logistic regression: the output layer alone."""
-    return Body([nn.Flatten()], math.prod(shape))
+    named = [(str(i), layer) for i, layer in enumerate(body.layers)]
+    features = body.features
+    if projection:
+        to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
+        named.append(("projection", nn.Sequential(to_many, nn.ReLU(), to_few)))
+        named.append(("classifier", nn.Linear(projection, classes)))
+    else:
+        named.append((str(len(named)), nn.Linear(features, classes)))
+    return nn.Sequential(OrderedDict(named))
 
 
 def mlp(shape: Sequence[int]) -> Body:
@@ -89,6 +80,7 @@ def stacked(
 ) -> Body:
     """Return convolutions and hidden layers, each with a ReLU, with BatchNorm if `norm`.
 
+    Where there are residual blocks, the weights of convolutions are He et al.'s.
     architectures.toml says what `plan` and `hidden` may hold.
     """
     layers: list[nn.Module] = []
@@ -100,7 +92,7 @@ def stacked(
     for step in plan:
         width, *window = step if isinstance(step, list) else (step, kernel, 1, kernel // 2)
         if isinstance(width, str):
-            layers.append(getattr(nn, width)(*window))
+            layers.append((Block if width == "Block" else getattr(nn, width))(*window))
         else:
             size, stride, padding = window
             convolution = nn.Conv2d(features, width, size, stride, padding, bias=bias)
@@ -110,6 +102,10 @@ def stacked(
     with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
         features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
     nn.Sequential(*layers).train()
+    if any(isinstance(layer, Block) for layer in layers):
+        for layer in nn.Sequential(*layers).modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight)
     for step in hidden:
         if isinstance(step, list):
             layers.append(getattr(nn, step[0])(*step[1:]))
@@ -140,33 +136,6 @@ class Block(nn.Module):
         if self.grown:
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.grown // 2, self.grown // 2))
         return F.relu(out + x)
-
-
-def resnet8(shape: Sequence[int]) -> Body:
-    """He et al.'s ResNet for CIFAR with one block in each of three stages: 8 layers."""
-    return _cifar_resnet(shape, 1)
-
-
-def resnet20(shape: Sequence[int]) -> Body:
-    """He et al. (2016), Sec. 4.2, for CIFAR: three blocks in each stage, 0.27 million parameters."""
-    return _cifar_resnet(shape, 3)
-
-
-def _cifar_resnet(shape: Sequence[int], blocks: int) -> Body:
-    layers: list[nn.Module] = [
-        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-    ]
-    before = 16
-    for width in (16, 32, 64):
-        for _ in range(blocks):
-            layers.append(Block(before, width))
-            before = width
-    for layer in [m for top in layers for m in top.modules()]:
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight)
-    return Body([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 64)
 
 
 def resnet18_gn(shape: Sequence[int]) -> Body:

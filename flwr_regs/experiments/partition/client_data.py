@@ -11,20 +11,16 @@ import numpy as np
 from flwr_regs.experiments.data import subset
 from flwr_regs.experiments.data.datasets import Data, load
 from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.partitions import (
-    BY_GROUP,
-    BY_ROUND,
-    PARTITION_SETTINGS,
-    partition,
-    partition_hash,
-)
+from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.partition.splits import test_split
-from flwr_regs.experiments.settings import PERSONAL_SHARE, Settings
+from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field
 
 Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
+PARTITION_SETTINGS = [*map(field, OF_PARTITIONS)]
+"""The settings that some partition takes beside the seed and the number of clients."""
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
@@ -54,27 +50,22 @@ class ClientData:
         """The examples of each client, then of each client that is held out."""
         settings, data = self.settings, self.data
         given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
-        labels, fine_labels = data.train_y, None
-        if settings.partition == "pachinko":
-            if data.coarse is None:
-                raise ValueError(
-                    f"partition 'pachinko': dataset '{settings.dataset}' does not say the coarse label of "
-                    "each example"
-                )
-            labels, fine_labels = data.coarse, data.train_y
         clients = self.num_clients + settings.held_out_clients
         parts = partition(
-            *(labels, settings.partition, clients, settings.seed),
+            *(data.train_y, settings.partition, clients, settings.seed),
             groups=data.groups,
-            fine_labels=fine_labels,
+            coarse=data.coarse,
             **given,
         )
-        if settings.examples_per_client:
-            parts = [self._shuffled(rows)[: settings.examples_per_client] for rows in parts]
-        return parts
+        return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
         return np.random.default_rng(self.settings.seed).permutation(rows)
+
+    def _kept(self, rows: Array) -> Array:
+        """Return the examples that a client keeps of its own: all, or `examples_per_client` of them."""
+        most = self.settings.examples_per_client
+        return self._shuffled(rows)[:most] if most else rows
 
     @cached_property
     def parts(self) -> list[Array]:
@@ -106,10 +97,8 @@ class ClientData:
         if settings.partition != "long-tail-rounds":
             return self.parts[pid]
         drawn = self.data.train_y, pid, server_round, settings.seed
-        rows = shifts.long_tail(*drawn, share=settings.sample_share, ratio=settings.long_tail)
-        if settings.examples_per_client:
-            rows = self._shuffled(rows)[: settings.examples_per_client]
-        return rows
+        share, ratio = settings.sample_share, settings.long_tail
+        return self._kept(shifts.long_tail(*drawn, share=share, ratio=ratio))
 
     def split(self, rows: Array) -> tuple[Array, Array]:
         """Return a client's examples as (held out, trained on)."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from flwr_regs.experiments.partition import flower_partitions, splits
 from flwr_regs.experiments.partition.flower_partitions import PREFIX
-from flwr_regs.experiments.settings import SETTINGS, Settings, field, key
+from flwr_regs.experiments.settings import SETTINGS, Settings, key
 
 Array = np.ndarray[Any, Any]
 
@@ -20,10 +20,6 @@ BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 """The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
-PARTITION_SETTINGS = [
-    field(name) for name, of in SETTINGS.items() if of.needs.startswith("partition=")
-]
-"""The settings that some partition takes beside the seed and the number of clients."""
 
 
 def partition(
@@ -33,7 +29,7 @@ def partition(
     seed: int,
     *,
     groups: Array | None = None,
-    fine_labels: Array | None = None,
+    coarse: Array | None = None,
     **settings: Any,
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
@@ -43,12 +39,12 @@ def partition(
 
     Parameters
     ----------
-    labels : integers, ``(n,)``; the coarse ones for ``pachinko``
+    labels : integers, ``(n,)``
     kind : str
         See below.
     num_clients, seed : int
     groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
-    fine_labels : the fine labels, ``(n,)``, for ``pachinko``
+    coarse : the coarse label of each example, ``(n,)``, for ``pachinko``
     **settings
         Each belongs to the kinds that name it; what is not given has its default.
 
@@ -119,10 +115,9 @@ def partition(
             parts = flower_partitions.split(kind, of, groups, n, seed)
         else:
             if like in BY_GROUP:
-                what = "group (writer, speaker, user or domain)"
-                of = _per_example(of, groups, "groups", what)
+                of = _told(groups, "group (writer, speaker, user or domain)")
             elif like == "pachinko":
-                of = np.stack([of, _per_example(of, fine_labels, "fine_labels", "fine label")])
+                of = np.stack([_told(coarse, "coarse label"), of])
             split = getattr(splits, like.replace("-", "_"))
             parts = split(of, n, np.random.default_rng(seed), s)
         if empty := sum(len(p) == 0 for p in parts):
@@ -147,11 +142,8 @@ def partition_hash(parts: Sequence[Array]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _per_example(labels: Array, values: Array | None, name: str, what: str) -> Array:
-    """Return the values of the examples, one for each."""
+def _told(values: Array | None, what: str) -> Array:
+    """Return what the data says of each example; ValueError if it does not."""
     if values is None:
-        raise ValueError(f"the data does not say the {what} of each example ({name})")
-    values = np.asarray(values)
-    if values.shape != labels.shape:
-        raise ValueError(f"{name} has the shape {values.shape}, expected {labels.shape}")
-    return values
+        raise ValueError(f"the data does not say the {what} of each example")
+    return np.asarray(values)

@@ -6,6 +6,8 @@ examples, the number of clients, a generator and the settings, and returns each 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,9 +102,8 @@ def dirichlet_hsu(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     left = np.array([len(rows) for rows in classes])
     prior = left / len(labels)
     parts = []
-    for client in range(n):
-        size = len(labels) // n + (client < len(labels) % n)
-        taken = _drawn(size, s.dirichlet_alpha * prior, left, rng)
+    for of_client in np.array_split(labels, n):
+        taken = _drawn(len(of_client), s.dirichlet_alpha * prior, left, rng)
         left = left - taken
         parts.append(_taken(classes, left, taken))
     return parts
@@ -117,16 +118,16 @@ def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     others of its coarse label, and a coarse label to the other coarse labels.
     """
     coarse, fine = labels
-    trees = []
-    for rows in _by_label(coarse):
-        trees.append([rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])])
+    trees = [
+        [rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])]
+        for rows in _by_label(coarse)
+    ]
     left = [np.array([len(leaf) for leaf in tree]) for tree in trees]
     parts = []
-    for client in range(n):
-        size = len(coarse) // n + (client < len(coarse) % n)
-        room = np.array([counts.sum() for counts in left])
+    for of_client in np.array_split(coarse, n):
+        room, alphas = np.array([*map(np.sum, left)]), np.full(len(trees), s.pachinko_alpha)
         chunks = []
-        for i, count in enumerate(_drawn(size, np.full(len(trees), s.pachinko_alpha), room, rng)):
+        for i, count in enumerate(_drawn(len(of_client), alphas, room, rng)):
             if count:
                 taken = _drawn(count, np.full(len(trees[i]), s.pachinko_beta), left[i], rng)
                 left[i] = left[i] - taken
@@ -164,40 +165,42 @@ def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[A
         raise ValueError(
             f"each client needs {FEWEST} examples: use fewer clients or partition=dirichlet-hsu"
         )
-    best = n
-    for _ in range(TRIES):
-        parts: list[list[Array]] = [[] for _ in range(n)]
-        for c in classes:
-            rows = rng.permutation(c)
-            cuts = np.cumsum(rng.dirichlet(np.full(n, s.dirichlet_alpha)))[:-1] * len(rows)
-            for client, chunk in zip(parts, np.split(rows, cuts.astype(int)), strict=True):
-                client.append(chunk)
-        joined = [np.concatenate(p) for p in parts]
-        short = sum(len(p) < FEWEST for p in joined)
-        if short == 0:
-            return joined
-        best = min(best, short)
-    raise ValueError(
-        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {best} with fewer: use "
-        "fewer clients, a larger dirichlet-alpha, or partition=dirichlet-hsu"
-    )
+
+    def draw() -> list[Array]:
+        each = [_in_shares(rng.permutation(c), n, s.dirichlet_alpha, rng) for c in classes]
+        return [np.concatenate(chunks) for chunks in zip(*each, strict=True)]
+
+    return _first_enough(draw, "a larger dirichlet-alpha, or partition=dirichlet-hsu")
 
 
 dirichlet = dirichlet_niid_bench
 
 
-def quantity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
-    """Return a random split in sizes from Dir(α), each at least `FEWEST`."""
-    order, alphas = rng.permutation(len(labels)), np.full(n, s.quantity_alpha)
+def _in_shares(rows: Array, n: int, alpha: float, rng: Rng) -> list[Array]:
+    """Return the rows cut into n parts, in shares from Dir(α)."""
+    cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(rows)
+    return np.split(rows, cuts.astype(int))
+
+
+def _first_enough(draw: Callable[[], list[Array]], hint: str) -> list[Array]:
+    """Return the first of `TRIES` draws that gives each client `FEWEST` examples."""
+    short = []
     for _ in range(TRIES):
-        cuts = (np.cumsum(rng.dirichlet(alphas))[:-1] * len(labels)).astype(int)
-        parts = np.split(order, cuts)
-        if min(map(len, parts)) >= FEWEST:
+        parts = draw()
+        short.append(sum(len(p) < FEWEST for p in parts))
+        if short[-1] == 0:
             return parts
     raise ValueError(
-        f"no draw of {TRIES} gave each client {FEWEST} examples: use fewer "
-        "clients, or a larger quantity-alpha"
+        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {min(short)} with "
+        f"fewer: use fewer clients, {hint}"
     )
+
+
+def quantity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
+    """Return a random split in sizes from Dir(α), each at least `FEWEST`."""
+    order = rng.permutation(len(labels))
+    draw = partial(_in_shares, order, n, s.quantity_alpha, rng)
+    return _first_enough(draw, "or a larger quantity-alpha")
 
 
 def similarity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -296,11 +299,8 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     """
     rng = np.random.default_rng(seed)
     kinds = np.unique(train[np.concatenate(parts)])
-    cells = [i * len(kinds) + np.searchsorted(kinds, train[rows]) for i, rows in enumerate(parts)]
-    size = len(parts) * len(kinds)
-    held = np.bincount(np.concatenate(cells), minlength=size).reshape(
-        len(parts), -1
-    )  # of each kind
+    cells = [np.searchsorted(kinds, train[rows]) for rows in parts]
+    held = np.stack([np.bincount(of, minlength=len(kinds)) for of in cells])  # of each kind
     order = np.argsort(test, kind="stable")
     ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
     chunks_of: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]

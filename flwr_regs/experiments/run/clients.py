@@ -45,6 +45,7 @@ class ClientFactory:
         self.run, self.clients = run, clients
         self.told: Callable[[str, int], None] | None = None
         self._kept: dict[int, Examples] = {}
+        self._drawn: nn.Module | None = None
 
     def app(self, once: bool = False) -> ClientApp:
         """Return the app of these clients; `once`: each is made once, if it is the same in each round."""
@@ -86,11 +87,11 @@ class ClientFactory:
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
         """Return a client's training data in a round, and its test data if it tests."""
-        if self.clients.by_round or self.clients.data.train_x.nbytes > MOST_KEPT:
-            return self._made(pid, server_round)
-        if pid not in self._kept:
-            self._kept[pid] = self._made(pid, server_round)
-        return self._kept[pid]
+        anew = self.clients.by_round or self.clients.data.train_x.nbytes > MOST_KEPT
+        kept = {} if anew else self._kept
+        if pid not in kept:
+            kept[pid] = self._made(pid, server_round)
+        return kept[pid]
 
     def _made(self, pid: int, server_round: int) -> Examples:
         import torch
@@ -132,15 +133,11 @@ class ClientFactory:
         """
         from flwr_regs.experiments.models import models
 
-        if ":" in self.run.settings.model:
-            return models.build(*self.run.settings.model_arguments)
+        settings = self.run.settings
+        if ":" in settings.model:
+            return models.build(*settings.model_arguments)
+        self._drawn = self._drawn or models.build(*settings.model_arguments)
         return deepcopy(self._drawn)
-
-    @cached_property
-    def _drawn(self) -> nn.Module:
-        from flwr_regs.experiments.models import models
-
-        return models.build(*self.run.settings.model_arguments)
 
 
 @dataclass(frozen=True)
@@ -157,12 +154,13 @@ class SimulatedClients:
         return client_app(self, once=False)
 
     def __call__(self, context: MessageContext) -> NumPyClient:
-        """Return the client of ``node_config["partition-id"]``, of the message's method."""
+        """Return the client of ``node_config["partition-id"]``, of the message's method.
+
+        Of another method, it is one of the first run's, which refuses the message.
+        """
         factories = _factories(self, int(context.node_config["num-partitions"]))
-        method = str(context.config.get("regs.method", ""))
-        if method and method not in factories:
-            raise ValueError(f"the server runs '{method}', which is none of {[*factories]}")
-        return factories[method or next(iter(factories))](context)
+        first = next(iter(factories.values()))
+        return factories.get(str(context.config.get("regs.method", "")), first)(context)
 
 
 @lru_cache(maxsize=2)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -263,8 +263,7 @@ def _at_a_time(runs: Sequence[Run], workers: int) -> int:
     return min(workers, len(runs), os.cpu_count() or 1)
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """What one client took.
 
     Attributes
@@ -285,24 +284,18 @@ class Taken:
     gpu_total: int = 0
     compiling: str = ""
 
-    @property
-    def gpus(self) -> float:
-        """The share of a GPU to ask for: its memory with a margin, rounded up; 0 without a GPU."""
-        if not self.gpu_total:
-            return 0.0
-        return min(math.ceil(STEPS * MARGIN * self.gpu_used / self.gpu_total) / STEPS, 1.0)
-
     def text(self, clients: int) -> str:
         """Return what was measured, and the option of ``flwr run`` for so many clients."""
         option = "client-resources-num-cpus=1"
         memory = "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
         if self.gpu_total:
             used, total = self.gpu_used / 2**20, self.gpu_total / 2**20
+            share = min(math.ceil(STEPS * MARGIN * used / total) / STEPS, 1.0)
             memory = (
                 f"{used:,.0f} of the GPU's {total:,.0f} MiB, and a fifth more to be safe: "
-                f"{int(1 / self.gpus)} clients at a time on a GPU"
+                f"{int(1 / share)} clients at a time on a GPU"
             )
-            option += f" client-resources-num-gpus={self.gpus:g}"
+            option += f" client-resources-num-gpus={share:g}"
         return (
             f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
             f"for its process\n{memory}\n"

@@ -67,9 +67,7 @@ def _tester(run: Run, clients: ClientData, threads: int) -> Test:
     def by_members(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
         model.load_state_dict(arrays.to_torch_state_dict())
         losses, accuracies = [], []
-        for member in members:
-            test = factory.examples(member)[1]
-            assert test is not None  # the clients test
+        for test in filter(None, (factory.examples(member)[1] for member in members)):
             x, y = test.tensors
             with torch.no_grad():
                 output = model(x)

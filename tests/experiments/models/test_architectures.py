@@ -75,22 +75,6 @@ def test_a_model_is_made_for_the_datas_shape(shape: Any, auto: str, shaped: Any)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "kind", "message"),
-    [
-        ((5,), np.float32, "cnn", "8 x 8; an input of dataset 'x.py:load' has"),
-        ((1, 28, 28), np.uint8, "mlp", "'mlp' needs inputs of floats.* has uint8.*as in x / 255"),
-        ((1, 28, 28), np.float32, "char-lstm", r"needs sequences of integers, shape \(length"),
-    ],
-)
-def test_the_packages_models_refuse_other_inputs(
-    shape: Any, dtype: Any, kind: str, message: str, shaped: Any
-) -> None:
-    shaped(shape, dtype)
-    with pytest.raises(ValueError, match=message):
-        models.build("x.py:load", kind, 0)
-
-
-@pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("resnet20", 269_722),  # He et al. 2016, Tab. 6: 0.27 million

@@ -119,9 +119,7 @@ def test_a_clients_labels_follow_the_round_alone() -> None:
             np.testing.assert_array_equal(arrays(part)[1], labels[arrays(want)[1]])
 
 
-def test_a_pachinko_partition_needs_coarse_labels() -> None:
-    with pytest.raises(ValueError, match="dataset 'digits' does not say the coarse label"):
-        assert clients_of(partition="pachinko").parts
+def test_a_pachinko_partition_goes_by_the_coarse_labels() -> None:
     parts = clients_of(GROUPED, partition="pachinko").parts
     assert min(len(set(DIGITS.train_y[rows] // 2)) for rows in parts) < 4  # Dir(0.1) over five
 

@@ -105,10 +105,3 @@ def test_a_model_that_diverges_ends_the_run() -> None:
         record = trained(methods=label, **{**SMALL, "lr": 1e38, "local_steps": 9})[label]
         assert record.status == "diverged"
         assert record.ended
-
-
-def test_a_reference_goes_with_nothing() -> None:
-    with pytest.raises(ValueError, match="Local is no method; it goes with nothing"):
-        runs_of(methods="Local+FedProx(mu=0.1)")
-    with pytest.raises(ValueError, match=r"'Pooled.*no argument 'x'"):
-        runs_of(methods="Pooled(x=1)")

@@ -184,17 +184,9 @@ def table_of(files: Sequence[Path]) -> pd.DataFrame:
 
 
 def downloaded(name: str, split: str) -> pd.DataFrame:
-    """Return a split of a data set of the hub, with the library under flwr-datasets.
-
-    Raises ImportError, with the command that installs it, if it is missing.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"downloading '{name}' needs flwr-datasets: pip install \"flwr-datasets[vision]\""
-        ) from error
-    return load_dataset(name, split=split).to_pandas()
+    """Return a split of a data set of the hub; ImportError without the library under flwr-datasets."""
+    datasets = needed("datasets", "flwr-datasets", f"downloading '{name}'", "fds")
+    return datasets.load_dataset(name, split=split).to_pandas()
 
 
 def column(table: pd.DataFrame, *names: str) -> list[Any]:

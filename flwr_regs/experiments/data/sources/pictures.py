@@ -1,4 +1,4 @@
-"""Pictures with labels: digits, the MNIST family, CIFAR, and a folder of the user's pictures."""
+"""Pictures with labels: digits, the MNIST family, FEMNIST by writer, CIFAR, and a user's own folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources.data_files import Array, Parts
+from flwr_regs.experiments.data.sources.data_files import Array, Parts, Users
 from flwr_regs.experiments.extras import needed
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+TRAINED = 0.9
+"""The share of a writer's examples that trains, where the files have no test split: LEAF's, TFF's too."""
 
 
 def digits(data_dir: str) -> Parts:
@@ -29,21 +31,16 @@ def digits(data_dir: str) -> Parts:
     return files.parts_of((x[train], y[train]), (x[test], y[test]))
 
 
-def idx(data_dir: str, kind: str, mean: float, std: float) -> Parts:
-    """Return torchvision's `kind` of MNIST, of [0, 1] with the training images' moments taken out."""
-    train, test = (
-        ((_grey(part.data.numpy()) - mean) / std, part.targets.numpy())
-        for part in _torchvision(kind, data_dir)
-    )
-    return files.parts_of(train, test)
+def idx(data_dir: str, kind: str, mean: float, std: float, **split: str) -> Parts:
+    """Return torchvision's `kind` of MNIST, of [0, 1] with the training images' moments taken out.
 
-
-def emnist(data_dir: str, split: str) -> Parts:
-    """Return one of EMNIST's splits (Cohen et al. 2017) in [0, 1], upright, with labels from 0 on."""
-    first = 1 if split == "letters" else 0  # of its labels
+    A `split` is one of EMNIST's (Cohen et al. 2017): upright, with labels from 0 on.
+    """
+    first = 1 if "letters" in split.values() else 0  # of its labels
+    turned = (0, 2, 1) if split else (0, 1, 2)
     train, test = (
-        (_grey(part.data.numpy().swapaxes(1, 2)), part.targets.numpy() - first)
-        for part in _torchvision("EMNIST", data_dir, split=split)
+        ((_grey(part.data.numpy().transpose(turned)) - mean) / std, part.targets.numpy() - first)
+        for part in _torchvision(kind, data_dir, **split)
     )
     return files.parts_of(train, test)
 
@@ -52,6 +49,54 @@ def _grey(x: Array) -> Array:
     """Return images of bytes, ``(n, height, width)``, in [0, 1], ``(n, 1, height, width)``."""
     shades = (np.arange(256) / 255).astype(np.float32)
     return np.asarray(shades[x][:, None])
+
+
+def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
+    """Return FEMNIST (Caldas et al. 2018) in [0, 1], 28 x 28, 62 classes; groups are the writers.
+
+    Paper is 1 and ink 0, as in LEAF and TFF. `writers` keeps so many of them, drawn from seed 0. From
+    TFF's ``fed_emnist_train.h5`` and ``fed_emnist_test.h5``, LEAF's ``train/*.json`` and ``test/*.json``,
+    or the hub's ``*.parquet`` (`hub` downloads them), of which the last tenth of a writer's examples is
+    for testing.
+    """
+    folders = ("", "femnist", "femnist/data")
+    h5 = files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
+    leaf = files.matching(data_dir, folders, "train/*.json", "test/*.json")
+    parquet = files.matching(data_dir, folders, "*.parquet")
+    if hub:
+        train, test = _of_table(files.downloaded("flwrlabs/femnist", "train"), writers)
+    elif h5:
+        (first,), (last,) = h5
+        users = files.drawn(files.hdf5(first), writers)
+        train, test = (
+            {user: (of["pixels"], of["label"]) for user, of in files.hdf5(path, users).items()}
+            for path in (first, last)
+        )
+    elif leaf:
+        train, test = map(files.users_of, leaf)
+        train = {user: train[user] for user in files.drawn(train, writers)}
+    elif parquet:
+        train, test = _of_table(files.table_of(parquet[0]), writers)
+    else:
+        raise files.Missing
+    if writers:  # without, test writers may be others: LEAF can also split by writer
+        test = {user: of for user, of in test.items() if user in train}
+
+    def convert(of: tuple[Any, Any]) -> tuple[Array, Array]:
+        return np.asarray(of[0], np.float32).reshape(-1, 1, 28, 28), np.ravel(np.asarray(of[1]))
+
+    return files.by_group(train, test, convert)
+
+
+def _of_table(table: Any, writers: int) -> list[Users]:
+    users = np.array(files.column(table, "writer_id"), str)
+    labels, packed = (np.array(files.column(table, name)) for name in ("character", "image"))
+    parts: list[Users] = [{}, {}]
+    for user in files.drawn(set(users.tolist()), writers):
+        rows = np.flatnonzero(users == user)
+        for part, chosen in zip(parts, files.cut(rows, TRAINED), strict=True):
+            part[user] = files.pictures([*packed[chosen]], "L", 28), labels[chosen]
+    return parts
 
 
 def cifar(
@@ -71,12 +116,12 @@ def cifar(
     """
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
-    parquets = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
-    if hub or parquets:
-        if hub:
-            both = [files.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
-        else:
-            both = [files.table_of(paths) for paths in parquets or ()]
+    if hub:
+        both = [files.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
+    else:
+        paths = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
+        both = [*map(files.table_of, paths or ())]
+    if both:
         images = [files.pictures(files.column(t, "img", "image"), "RGB", 32) for t in both]
         labels = [np.array(files.column(t, "label", "fine_label"), np.int64) for t in both]
     else:

@@ -117,7 +117,7 @@ def test_cifar_is_the_same_from_torchvision_and_the_hub(
     # apple is fruit, aquarium_fish fish, beaver an aquatic mammal
     assert hub.coarse[[0, 1, 4]].tolist() == [4, 1, 0]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'flwr-datasets: pip install "flwr-datasets\[vision\]"'):
+    with pytest.raises(ImportError, match=r'flwr-datasets: pip install "flwr-datasets>='):
         data.load("cifar10(hub=True)")
 
 
@@ -249,23 +249,7 @@ def test_missing_files_are_named_with_their_place(
             assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        ("synthetik", "no data set 'synthetik'; did you mean 'synthetic'"),
-        ("synthetic(1, gamma=2)", r"synthetic\(...\) with literals .*alpha=1.0, beta=1.0"),
-        ("synthetic(1, alpha=2)", r"synthetic\(...\) with literals"),
-        ("synthetic(1, 2, 3, 4, True, 6)", r"synthetic\(...\) with literals"),
-        ("synthetic(", r"synthetic\(...\) with literals"),
-        ("synthetic(alpha='much')", "alpha must be like its default 1.0, not 'much'"),
-        ("synthetic(clients=True)", "clients must be like its default 30, not True"),
-        ("femnist(writers=-1)", "writers must be at least 0, not -1"),
-        ("digits(3)", "digits takes no arguments"),
-        ("emnist(split='all')", "split must be one of 'byclass', .*, not 'all'"),
-    ],
-)
-def test_a_wrong_name_or_argument_is_refused(dataset: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        catalogue.parsed(dataset)
+def test_a_data_sets_arguments_are_by_place_or_by_name() -> None:
+    """commands.txt has what is refused."""
     name, given = catalogue.parsed("synthetic(2, beta=0.5)")
     assert (name, given["alpha"], given["beta"], given["clients"]) == ("synthetic", 2.0, 0.5, 30)
