@@ -45,8 +45,8 @@ from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.methods.server_step.fedavg import FedAvgClient
 from flwr_regs.server.aggregate.updates import update_of
-from flwr_regs.server.exchange.first_exchange import Exchange
-from flwr_regs.server.exchange.network import Course, Network, OpenEnded, Replies
+from flwr_regs.server.exchange.exchange import Exchange
+from flwr_regs.server.exchange.network import Course, Network, Replies
 from flwr_regs.server.exchange.replies import Reader, output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.options import Options
@@ -318,7 +318,7 @@ class BufferedTraining(Training):
         super()._advance(this_round)
 
 
-def _open_ended(network: Network) -> OpenEnded | None:
+def _open_ended(network: Network) -> GridNetwork | None:
     """Return a network on which clients take their own time; None for one with a simulated clock."""
     return network if isinstance(network, GridNetwork) and not network.at_once else None
 

@@ -53,8 +53,7 @@ from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.failures import UnusableReplies, culprits
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
 from flwr_regs.wire.arrays import statistics
 from flwr_regs.wire.pieces import square_sum
@@ -235,7 +234,9 @@ class DivergenceGuard(Snapshots):
         else:
             usual = median_low(others) if len(others) >= min(ENOUGH, len(norms)) else given
             far = [p for p, n in norms.items() if n > bounds[p] * usual > 0]
-        far = [p for p in far if bounds[p] < FAR or norms[p] > _ordinary(before)]
+        # before a model converges, or after a schedule began low
+        ordinary = STEPS * max((length for length, _ in before), default=0.0)
+        far = [p for p in far if bounds[p] < FAR or norms[p] > ordinary]
         if good := [n for p, n in norms.items() if n > 0 and p not in far]:
             self.usual[what] = median_low(good), median_low(good) / lr
         return {
@@ -354,11 +355,6 @@ def is_long(lengths: Sequence[Length], times: float) -> bool:
 def noted(lengths: Lengths, last: Length) -> Lengths:
     """Return the lengths with the last, unless it is zero: the first of them and the last five."""
     return (*lengths[:1], *(*lengths[1:], last)[-LAST:]) if last[0] > 0 else lengths
-
-
-def _ordinary(before: Lengths) -> float:
-    """Return a length that is ordinary before a model converges, or after a schedule began low."""
-    return STEPS * max((length for length, _ in before), default=0.0)
 
 
 def _usual(before: Lengths) -> float:

@@ -11,13 +11,12 @@ import numpy as np
 from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
+from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
 from flwr_regs.server.aggregate.weights import restricted
 from flwr_regs.server.failures import UnusableReplies, without_culprits
 from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import RoundFailed
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import RoundFailed, Snapshots
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -33,7 +32,6 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import BITS, narrow, widen
-from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
@@ -250,7 +248,6 @@ class GlobalModel(Snapshots):
         finite or beyond the range of the wire's precision; also what `mean` and `robust` raise.
         """
         if robust is not None:
-            check_reached(self._term, replies)
             mean = robust.delta
         step = mean(Updates(self.given, replies, ctx.weights, scaled, self.fixed))
         server, step, code = self._released(replies, ctx, step, robust)
@@ -333,23 +330,15 @@ class GlobalModel(Snapshots):
         """
         folded: dict[str, Slot] = {}
         each: dict[int, dict[str, Slot]] = {}
-        wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
         for pid, delta in each_update(replies, self.given, self.fixed):
-            reply = replies[pid]
             acc = folded if robust is None else {}
-            try:  # with copies: a term may change what it gets
-                uploads = {
-                    t: {k: np.array(a) for k, a in u.items()} for t, u in reply.uploads.items()
-                }
-                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
-                each[pid] = folded
-            except Exception as error:  # whatever an upload makes a term raise
-                why = one_line(str(error)) or type(error).__name__
-                wrong[pid] = f"its upload cannot be used: {why}"
-        if wrong:
-            raise UnusableReplies(wrong)
+            uploads = {  # copies: a term may change what it gets
+                t: {k: np.array(a) for k, a in u.items()} for t, u in replies[pid].uploads.items()
+            }
+            folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
+            each[pid] = folded
         return folded if robust is None else robust.sums(self._term, each)
 
     def _keep_code(self, number: int, code: bytes) -> None:

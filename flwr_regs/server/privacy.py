@@ -33,12 +33,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
-from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.arrays import statistics
 from flwr_regs.wire.pieces import square_sum
-from flwr_regs.wire.text import named
 
 
 @dataclass(frozen=True)
@@ -211,26 +209,6 @@ class PrivateRounds:
         """Raise the accountant's error for a round that it does not allow, before messages are sent."""
         if self._budget is not None:
             self._budget.check(this_round.number, len(this_round.cohort))
-
-    def uncovered(
-        self, replies: Mapping[int, Reply], model: NDArrays, buffers: Iterable[str]
-    ) -> dict[int, str]:
-        """Return client -> why, for replies that clipping and noise would not cover.
-
-        `buffers` are the arrays that are not trained.
-        """
-        reasons: dict[int, str] = {}
-        for pid, reply in replies.items() if self._dp is not None else ():
-            changed = [
-                n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
-            ]
-            if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
-                reasons[pid] = (
-                    f"it sends uploads of {named(sent)} beside its update, which get no noise"
-                )
-            elif changed:
-                reasons[pid] = f"it changed {changed}, which are not trained and would get no noise"
-        return reasons
 
     def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
         """Return the private mean of updates; note its cost in the round."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.reply import Reply
@@ -30,6 +31,23 @@ class NoMajority(TooFewReplies):
 
 
 UNDECIDED = "the clients disagree, half against half, on which parameters they train"
+
+
+class Snapshots:
+    """What rounds change in a part of a training: the attributes that `kept` names.
+
+    For checkpoints, and to go back to after a round that failed.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what it keeps, as plain values; later rounds do not change them."""
+        return {name: copy(getattr(self, name)) for name in self.kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        vars(self).update({name: state[name] for name in self.kept})
 
 
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
@@ -107,18 +125,6 @@ class Round:
         """Note the seconds since the last lap, or the round's start, as those of `phase`."""
         began, self._clock = self._clock, time.monotonic()
         self.seconds[phase] = self._clock - began
-
-    def miss(self, silent: Iterable[int], deadline: float | None) -> None:
-        """Note clients without a reply; with a deadline they are late."""
-        if deadline is None:
-            return
-        self.late += sorted(silent)
-        self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
-
-    def leave_out(self, why: Mapping[int, str]) -> None:
-        """Note clients whose replies cannot be used after all."""
-        self.failures |= why
-        self.received = {p: reply for p, reply in self.received.items() if p not in why}
 
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""

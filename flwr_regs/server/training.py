@@ -25,7 +25,7 @@ from flwr_regs.server.aggregate.weights import (
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import STEP, DivergenceGuard, Diverges
-from flwr_regs.server.exchange.first_exchange import Exchange
+from flwr_regs.server.exchange.exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader
@@ -36,8 +36,7 @@ from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
 from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Round, RoundFailed, Snapshots, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -76,6 +75,7 @@ class Training:
         What identifies this training to the clients, also after it was resumed.
     evaluated : bool
         Whether any client could ever evaluate.
+    privacy : PrivateRounds
     remembered : Remembered
         With which of its earlier rounds a client's next one begins.
     options, method, num_rounds, mean_of_metrics
@@ -110,7 +110,7 @@ class Training:
         self.start_id = uuid4().hex[:8]
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
-        self._privacy = PrivateRounds(options.privacy, options.seed, budget)
+        self.privacy = PrivateRounds(options.privacy, options.seed, budget)
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
@@ -125,7 +125,7 @@ class Training:
             "guard": self._guard,
             "remembered": self.remembered,
         }
-        self._known: dict[str, Any] = {"population": self.population, "privacy": self._privacy}
+        self._known: dict[str, Any] = {"population": self.population, "privacy": self.privacy}
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -153,10 +153,6 @@ class Training:
             **({keys.HALF_KEY: half} if half else {}),
             **({keys.FROZEN_DIGEST_KEY: frozen} if frozen else {}),
         }
-
-    def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
-        """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
-        self._privacy.ledger = write
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
@@ -221,9 +217,6 @@ class Training:
         this_round.lap("clients")
 
         Reader(self.method, options, self.model).read_all(this_round)
-        fixed = (self.model.buffers or frozenset()) - set(self.model.tied or ())
-        uncovered = self._privacy.uncovered(this_round.received, self.model.given, fixed)
-        this_round.leave_out(uncovered)
         self._participation.select(this_round)
         self._close(this_round)
         for replies in acknowledged:
@@ -239,7 +232,7 @@ class Training:
         connected = self.population.refresh(network)
         if self.population.missing:
             this_round.events["missing"] = self.population.missing
-        clients = self._privacy.members(connected)
+        clients = self.privacy.members(connected)
         this_round.population = len(clients)
         if failed is not None:
             this_round.continue_from(failed)
@@ -247,7 +240,7 @@ class Training:
         this_round.cohort = self._draw(number, members, network, failed)
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
-        self._privacy.check_budget(this_round)
+        self.privacy.check_budget(this_round)
         this_round.lr = self.learning_rate(number, config.get("lr"))
         context = self._context(this_round, self._robust())
         this_round.config = self._config(this_round, config)
@@ -310,7 +303,7 @@ class Training:
             here = set(members)
             return [p for p in failed["cohort"] if p in here]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
-        key = (self._privacy.cohort_seed, number)
+        key = (self.privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
         return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
@@ -341,7 +334,7 @@ class Training:
 
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        means = self._guard if self.options.privacy is None else self._privacy
+        means = self._guard if self.options.privacy is None else self.privacy
         where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)

@@ -19,10 +19,14 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
-from flwr_regs.server.privacy import PrivateRounds, private_mean
+from flwr_regs.server.exchange.replies import Reader
+from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.options import Options
+from flwr_regs.server.privacy import private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
@@ -331,12 +335,15 @@ def test_what_would_get_no_noise_is_left_out() -> None:
         2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
         3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
     }
-    private = PrivateRounds(fr.CentralDP(1.0, 0.0), 1, None)
-    assert private.uncovered(replies, model, ["seen"]) == {
+    of_mean = Options.of(chain([]), weighting="uniform")
+    global_model = GlobalModel(of_mean.term, model)
+    global_model.agree(frozenset({"seen"}), {})
+    private = replace(of_mean, privacy=fr.CentralDP(1.0, 0.0))
+    assert Reader("FedAvg", private, global_model).uncovered(replies) == {
         1: "it changed ['seen'], which are not trained and would get no noise",
         2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
     }
-    assert PrivateRounds(None, 1, None).uncovered(replies, model, ["seen"]) == {}
+    assert Reader("FedAvg", of_mean, global_model).uncovered(replies) == {}
 
 
 # Flower's mods, and its wrappers

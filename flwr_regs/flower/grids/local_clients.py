@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -27,10 +28,11 @@ OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity
 """What a client that trains as every RegClient does has from RegClient."""
 
 
+@dataclass
 class LocalClients:
     """A :class:`flwr_regs.cohort.cohort_network.Host`.
 
-    Parameters
+    Attributes
     ----------
     contexts : Contexts
     source : Clients or NumPyClientApp
@@ -41,44 +43,36 @@ class LocalClients:
         Asks clients by messages.
     refused : callable
         Told why a client is not served without messages.
+    asking : bool
+        Whether messages are on their way.
     """
 
-    def __init__(
-        self,
-        contexts: Contexts,
-        source: Clients | NumPyClientApp,
-        who: Identity,
-        ask: Callable[[Request], Replies],
-        refused: Callable[[str], None],
-    ) -> None:
-        self._contexts, self._source, self.who = contexts, source, who
-        self._ask, self._refused = ask, refused
-        self.asking = False  # while messages are on their way
-        self._nodes: dict[int, Node] = {}
-        self._clients: dict[int, Any] = {}
-        self._withholds = any(issubclass(t, Withholds) for t in who.terms)
+    contexts: Contexts
+    source: Clients | NumPyClientApp
+    who: Identity
+    ask: Callable[[Request], Replies]
+    refused: Callable[[str], None]
+    asking: bool = False
+    _nodes: dict[int, Node] = field(default_factory=dict)
+    _clients: dict[int, Any] = field(default_factory=dict)
 
     def node_ids(self) -> Collection[int]:
         """Return the nodes' ids."""
-        return list(self._contexts)
-
-    def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
-        """Return what these nodes say of themselves."""
-        return self._contexts.identities(nodes)
+        return self.contexts.nodes
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> Client | None:
         """Return a client; None if messages alone reach it."""
-        if isinstance(self._source, Clients):
-            return self._simulated(self._source, pid, config)
+        if isinstance(self.source, Clients):
+            return self._simulated(self.source, pid, config)
         if kind == keys.LABELS:  # only the client says whether it shares them
             return None
-        made, why = self._made(self._source, pid, kind, config), ""
+        made, why = self._made(self.source, pid, kind, config), ""
         if not isinstance(made, RegClient):
             why = f"{type(made).__name__} is no client of this package"
         elif overridden := made.overrides(*OVERRIDES):
             why = f"{type(made).__name__} has a {overridden[0]} of its own"
         if why and kind in ("train", keys.PROBE):
-            self._refused(why)
+            self.refused(why)
         return None if why else made
 
     def _simulated(self, source: Clients, pid: int, config: Mapping[str, Any]) -> OneClient:
@@ -90,18 +84,20 @@ class LocalClients:
 
     def prepare(self, client: Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
-        if self._withholds and not memory and isinstance(self._source, Clients):
-            client.model.load_state_dict(self._source.initial())
+        if memory or not isinstance(self.source, Clients):
+            return
+        if any(issubclass(t, Withholds) for t in self.who.terms):
+            client.model.load_state_dict(self.source.initial())
 
     def lent(self) -> AbstractContextManager[None]:
         """Let clients train in a model that they share; it is as before afterwards."""
-        return self._source.lent() if isinstance(self._source, Clients) else nullcontext()
+        return self.source.lent() if isinstance(self.source, Clients) else nullcontext()
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""
         if pid in self._clients:
             return self._clients[pid]
-        context = self._contexts.of_partition(pid)
+        context = self.contexts.of_partition(pid)
         before = copied(context.state)
         try:
             made = app.made(context, kind, config)
@@ -117,7 +113,7 @@ class LocalClients:
         training = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         node = self._nodes.get(pid)
         if node is None or node.training != training:
-            state = NodeState(self._contexts.of_partition(pid), config)
+            state = NodeState(self.contexts.of_partition(pid), config)
             kept = None if state.model is None else from_record(state.model)
             node = self._nodes[pid] = Node(training, state.memory, kept)
         return node
@@ -126,7 +122,7 @@ class LocalClients:
         """Return the replies of clients that messages alone reach."""
         self.asking = True
         try:
-            return self._ask(request)  # the grid settles before
+            return self.ask(request)  # the grid settles before
         finally:
             self.asking = False
 
@@ -136,7 +132,7 @@ class LocalClients:
         for pid, node in self._nodes.items():
             method, start = node.training
             entries = {keys.METHOD_KEY: method, keys.START_KEY: start}
-            state = NodeState(self._contexts.of_partition(pid), entries)
+            state = NodeState(self.contexts.of_partition(pid), entries)
             state.remember(written(node.memory))
             if (model := node.model) is not None:
                 if id(model) not in records:

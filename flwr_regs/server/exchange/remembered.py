@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.server.round import Round
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Round, Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 

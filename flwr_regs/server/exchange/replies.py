@@ -12,6 +12,7 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.failures import read_each, without_culprits
@@ -35,7 +36,7 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.rows import Row
-from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
+from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,25 @@ class Reader:
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(term, active))
         model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
+        leave_out(self.uncovered(replies))
         this_round.received = replies
+
+    def uncovered(self, replies: Mapping[int, Reply]) -> dict[int, str]:
+        """Return client -> why, for what neither noise nor a robust aggregator would reach."""
+        term, model, private = self.options.term, self.model, self.options.privacy is not None
+        if not private and isinstance(self.options.aggregator, Mean):
+            return {}
+        reached = {t.name for t in term.terms if term.aggregates(t) and not private}
+        fixed = {*(model.buffers or ())} - {*(model.tied or ())} if private else set[str]()
+        which = "get no noise" if private else "a robust aggregator does not reach"
+        wrong: dict[int, str] = {}
+        for pid, reply in replies.items():
+            sent = reply.arrays
+            if changed := [n for n in fixed & {*sent} if np.any(sent[n] != model.given[n])]:
+                wrong[pid] = f"it changed {changed}, which are not trained and would get no noise"
+            if beyond := {n for n, a in reply.uploads.items() if a} - reached:
+                wrong[pid] = f"it sends uploads of {named(beyond)} beside its update, which {which}"
+        return wrong
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
         """Return a client's checked reply; `config` is the round's.
@@ -160,9 +179,9 @@ class Reader:
             sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
             sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
             composed = {"+", "-"} & set(self.method)
-            named = "" if composed else f"flwr_regs.{self.method}Client, or "
+            own = "" if composed else f"flwr_regs.{self.method}Client, or "
             raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from {sender}; use {named}"
+                f"{what} does not come from a {self.method} client but from {sender}; use {own}"
                 "RegClient or ClientRound with the strategy's terms"
             )
         check_round(what, parcel, config)

@@ -17,7 +17,7 @@ from flwr_regs.server.population.cohorts import (
     further,
     uniform_cohort,
 )
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
 from flwr_regs.wire.parcel import Parcel

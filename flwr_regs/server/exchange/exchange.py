@@ -1,24 +1,29 @@
-"""What goes back and forth in one round: the messages, the first exchange, and what a client lacks."""
+"""What goes back and forth in one round: the messages, the first exchange, and what a client lacks.
+
+**The downlink** is the model with the terms' broadcasts, or the changes since a client's last model.
+``"model"`` sends ``w_t`` and the broadcasts (the full pair) to everyone. ``"delta"`` sends
+``w_t − w_{t−1}`` to a client that took part in round t − 1 and kept ``w_{t−1}``. The client rebuilds
+``w_t`` to the bit, which a digest checks. It recovers broadcasts from the step where a term can; the
+others are sent. A method with a code for its steps sends them coded, and a client that missed rounds
+also gets their steps. Any other client gets the full pair, and so does a client for which the full pair
+is smaller. A client that finds that it lost its model gets the full pair in the same round.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+from flwr_regs.abilities import Recovers
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.weights import aggregation_weights
 from flwr_regs.server.client_metrics import read_metrics
-from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.remembered import Remembered
-from flwr_regs.server.exchange.replies import (
-    check_round,
-    disagreeing,
-    output_layer,
-    read_uploads,
-)
+from flwr_regs.server.exchange.replies import check_round, disagreeing, output_layer, read_uploads
 from flwr_regs.server.failures import UnusableReplies, name_failures, read_each, without_culprits
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -26,15 +31,19 @@ from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ProtocolError, digest
+from flwr_regs.wire.delta import WHOLE
 from flwr_regs.wire.parcel import Parcel, Record
+from flwr_regs.wire.precision import narrow
 
 LOG = logging.getLogger("flwr")
+Content = tuple[dict[str, Record], dict[str, Any]]
+"""(records, entries of the config)"""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One round's messages to the clients, and their replies.
+    """One round's messages to the clients, and their replies; what many clients get is made once.
 
     Attributes
     ----------
@@ -58,10 +67,7 @@ class Exchange:
     request: Callable[[str, dict[int, Parcel]], Request]
     remembered: Remembered
     judge: Callable[[Mapping[int, Slot]], None]
-
-    @cached_property
-    def _downlink(self) -> Downlink:
-        return Downlink(self.options, self.model, self.context)
+    _since: dict[tuple[int, bool], Content] = field(default_factory=dict)
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
@@ -84,7 +90,7 @@ class Exchange:
     def _parcel(self, pid: int, lost: bool, probe: bool = False) -> Parcel:
         """Return a client's message, of the first exchange if it is a `probe`."""
         held_round = None if lost else self.remembered.held.get(pid)
-        records, entries = self._downlink.content(held_round, probe)
+        records, entries = self._downlink(held_round, probe)
         term, server = self.options.term, self.model.server
         own = {} if probe else term.broadcast_to(pid, server, self.context)
         for slots in (own, self.this_round.answers.get(pid, {})):
@@ -178,9 +184,13 @@ class Exchange:
         return self.noted(self.network.ask(request, self.options.deadline))
 
     def noted(self, replies: Replies) -> Mapping[int, Parcel]:
-        """Note the clients without a reply; return the replies."""
-        self.this_round.failures |= replies.failures
-        self.this_round.miss(replies.silent, self.options.deadline)
+        """Note the clients without a reply, which with a deadline are late; return the replies."""
+        this_round, deadline = self.this_round, self.options.deadline
+        this_round.failures |= replies.failures
+        if deadline is not None:
+            this_round.late += sorted(replies.silent)
+            why = f"no reply within the deadline of {deadline:g} s"
+            this_round.failures |= dict.fromkeys(replies.silent, why)
         return replies.came
 
     def _lacking(
@@ -199,3 +209,72 @@ class Exchange:
         if had := [p for p in lost if p in self.remembered.held]:
             LOG.warning("clients %s have lost their model; sending the full pair", had)
         return others, lost
+
+    def _downlink(self, held_round: int | None, probe: bool = False) -> Content:
+        """Return (records, config entries) for a client that last kept the model of `held_round`.
+
+        A `probe` is the first exchange of a round with two: it sends no broadcasts. The second sends only
+        the broadcasts to a client that got ``w_t`` in the first.
+        """
+        keeps = self.options.downlink == "delta"
+        if held_round == self.context.round:
+            kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._digest}
+            return {keys.ARRAYS: Record(), **self._broadcasts}, kept
+        whole: Content = (
+            {keys.ARRAYS: self._whole} | ({} if probe else self._broadcasts),
+            {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {},
+        )
+        if not keeps or held_round is None or self.model.step is None:
+            return whole
+        if self.options.term.coder("release") is not None:
+            return self._coded_since(held_round, probe, whole)
+        if held_round != self.context.round - 1:
+            return whole
+        broadcasts = {} if probe else self._explicit
+        return {keys.ARRAYS: self._step} | broadcasts, self._base("delta")
+
+    @cached_property
+    def _whole(self) -> Record:
+        return Record(narrow(self.model.model, self.options.wire_dtype))
+
+    @cached_property
+    def _broadcasts(self) -> dict[str, Record]:
+        slots = self.options.term.broadcast(self.model.server, self.context)
+        return {f"{name}.broadcast": Record(slot) for name, slot in slots.items() if slot}
+
+    @cached_property
+    def _explicit(self) -> dict[str, Record]:
+        """The broadcasts that do not follow from the last step."""
+        known = {f"{t.name}.broadcast" for t in self.options.term.terms if isinstance(t, Recovers)}
+        return {key: record for key, record in self._broadcasts.items() if key not in known}
+
+    @cached_property
+    def _step(self) -> Record:
+        return Record(self.model.step or {})
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest(self.model.given)
+
+    def _base(self, kind: str) -> dict[str, Any]:
+        return {
+            keys.DOWNLINK_KEY: kind,
+            keys.DIGEST_KEY: self._digest,
+            keys.PREVIOUS_LR_KEY: self.model.previous_lr,
+        }
+
+    def _coded_since(self, held_round: int, probe: bool, whole: Content) -> Content:
+        """Return the coded steps since a round, or what is `whole` if that is smaller or one is gone."""
+        m, rounds, key = self.model, range(held_round, self.context.round), (held_round, probe)
+        if not m.coded_steps.keys() >= set(rounds):
+            return whole
+        if key not in self._since:
+            buffers, tied = m.buffers or frozenset(), m.tied or {}
+            moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
+            update: Content = (
+                {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit),
+                {**self._base("coded"), keys.STEPS_KEY: [m.coded_steps[r] for r in rounds]},
+            )
+            smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
+            self._since[key] = update if smaller else whole
+        return self._since[key]
