@@ -48,6 +48,7 @@ class MessageContext(Context):
 
 
 ClientFn = Callable[[MessageContext], NumPyClient | Client]
+Register = Callable[[ClientAppCallable], ClientAppCallable]
 
 
 def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = True) -> ClientApp:
@@ -161,11 +162,8 @@ def _called(
         client = NumPyClient.to_client(client) if ours else client.to_client()
     parameters = Parameters([array.data for array in given.values()], "numpy.ndarray")
     fits = kind == "train"
-    res: Any = (
-        client.fit(FitIns(parameters, config))
-        if fits
-        else client.evaluate(EvaluateIns(parameters, config))
-    )
+    ins = (FitIns if fits else EvaluateIns)(parameters, config)
+    res: Any = getattr(client, METHODS[kind])(ins)
     if res.status.code != Code.OK:
         raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
     left = dict(res.metrics)
@@ -224,15 +222,11 @@ class RegClientApp(ClientApp):
             entries = ConfigRecord({keys.LABELS_KEY: counts})
             return Message(RecordDict({keys.CONFIG: entries}), reply_to=message)
 
-    def train(
-        self, action: str = "default", *, mods: list[Mod] | None = None
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def train(self, action: str = "default", *, mods: list[Mod] | None = None) -> Register:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""
         return super().train(action, mods=[*guarded(mods or ()), _with_all_records])
 
-    def evaluate(
-        self, action: str = "default", *, mods: list[Mod] | None = None
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def evaluate(self, action: str = "default", *, mods: list[Mod] | None = None) -> Register:
         """Register an evaluate function, as Flower does."""
         return super().evaluate(action, mods=[*(mods or ()), _with_all_records])
 

@@ -81,10 +81,18 @@ class Checkpoints:
         self._last = 0 if self.resumed is None else self.resumed.round
         self._saved = time.monotonic()
 
-    @property
-    def first(self) -> int:
-        """The first round to train."""
-        return 1 if self.resumed is None else self.resumed.round + 1
+    @contextmanager
+    def guarded(self) -> Iterator[Checkpoints]:
+        """Save the last finished round at the end of a `start`, whatever ends it.
+
+        An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only
+        if nobody else handles it.
+        """
+        with ExitStack() as at_the_end:
+            at_the_end.callback(self.close)
+            at_the_end.enter_context(_terminable(self._folder is not None))
+            at_the_end.callback(self.save)
+            yield self
 
     def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
         """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
@@ -230,23 +238,6 @@ class Checkpoints:
         if more := len(since) - len(then):
             log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.path.name)
         return ledger["spent"]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def guarded(
-    options: Options, grid: Grid, result: TrainingResult, resume_from: str | PathLike[str] | None
-) -> Iterator[Checkpoints]:
-    """Give one `start` its checkpoints; save the last finished round at the end, whatever ends it.
-
-    An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only if
-    nobody else handles it.
-    """
-    with ExitStack() as at_the_end:
-        saved = Checkpoints(options, grid, result, resume_from)
-        at_the_end.callback(saved.close)
-        at_the_end.enter_context(_terminable(options.checkpoint_dir is not None))
-        at_the_end.callback(saved.save)
-        yield saved
 
 
 @contextmanager

@@ -72,15 +72,15 @@ class Loop:
 
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
-        began = time.monotonic()
+        began, first = time.monotonic(), 1
         if self.saved.resumed is None:
             if (metrics := self.evaluate_fn(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
-            self.result.arrays = arrays
+            self.result.arrays, first = arrays, self.saved.resumed.round + 1
             if self._stopped(self.training().history[-1]):
                 return self.result
-        for number in range(self.saved.first, self.num_rounds + 1):
+        for number in range(first, self.num_rounds + 1):
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)
             log(INFO, "%s", line_of(entry, self.num_rounds))

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
-from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import EvaluateFn, Loop
@@ -154,22 +154,16 @@ class RegStrategy(Strategy):
         o = self.options
         settings = f"weighting {o.weighting}, downlink {o.downlink}"
         settings += f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
-        shares = " and ".join(
-            f"{share:.0%} of the clients {verb} (at least {least})"
-            if share
-            else f"no client {verb}s"
-            for verb, share, least in (
-                ("train", o.fraction_train, o.min_train_nodes),
-                ("evaluate", o.fraction_evaluate, o.min_evaluate_nodes),
-            )
-        )
+
+        def share(verb: str, part: float, least: int) -> str:
+            many = f"{part:.0%} of the clients {verb} (at least {least})"
+            return many if part else f"no client {verb}s"
+
+        train = share("train", o.fraction_train, o.min_train_nodes)
+        evaluate = share("evaluate", o.fraction_evaluate, o.min_evaluate_nodes)
+        begins = f"training begins with {o.min_available_nodes} clients or more"
         log(INFO, "%r, %s", self, settings)
-        log(
-            INFO,
-            "in each round %s; training begins with %d clients or more",
-            shares,
-            o.min_available_nodes,
-        )
+        log(INFO, "in each round %s and %s; %s", train, evaluate, begins)
 
     def start(
         self,
@@ -216,7 +210,7 @@ class RegStrategy(Strategy):
         if isinstance(grid, InProcessGrid):
             grid.check(self.options.fraction_evaluate > 0)
         result = TrainingResult()
-        with guarded(self.options, grid, result, resume_from) as saved:
+        with Checkpoints(self.options, grid, result, resume_from).guarded() as saved:
             if saved.resumed is not None and not self._seeded:
                 self.seed = saved.resumed.state["fingerprint"]["setting"]["seed"]
             self.summary()
@@ -224,8 +218,14 @@ class RegStrategy(Strategy):
             self._saved = saved
             try:
                 # without what torch.compile adds to names
-                plainly_named = to_record(views_of(initial_arrays))
-                arrays = self._entered(saved, plainly_named, train, num_rounds)
+                arrays = to_record(views_of(initial_arrays))
+                model = Training.begin(self.options, views_of(arrays)).model
+                same = fingerprint(self.method_name, self.options, model, train)
+                saved.check(same, num_rounds)
+                if saved.resumed is not None:
+                    self._begin(arrays, train)
+                    saved.restore(self.training)
+                    arrays = self._released = self.arrays
                 loop = Loop(
                     partial(self.run_round, config=train, grid=grid),
                     partial(self.run_evaluation, config=evaluate, grid=grid),
@@ -235,19 +235,6 @@ class RegStrategy(Strategy):
                 return loop.run(arrays)
             finally:
                 self._saved = None
-
-    def _entered(
-        self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
-    ) -> ArrayRecord:
-        """Begin where a checkpoint was, if there is one; return the model to train from."""
-        model = Training.begin(self.options, views_of(arrays)).model
-        saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
-        if saved.resumed is None:
-            return arrays
-        self._begin(arrays, config)
-        saved.restore(self.training)
-        self._released = self.arrays
-        return self._released
 
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
@@ -431,14 +418,9 @@ class RegStrategy(Strategy):
         if self.options.checkpoint_dir is not None and self._saved is None:
             raise ValueError("checkpoint_dir needs the strategy's own start: leave it out here")
         self._check_train(config)
-        self._training = self.training_kind(
-            self.options,
-            self.method_name,
-            views_of(arrays),
-            self._num_rounds,
-            self._mean_of_metrics,
-            AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
-        )
+        budget = AccountedBudget(dp) if dp is not None and dp.accountant is not None else None
+        given = views_of(arrays), self._num_rounds, self._mean_of_metrics, budget
+        self._training = self.training_kind(self.options, self.method_name, *given)
         if self._saved is not None:
             self._saved.watch(self._training)
         self._num_rounds = None

@@ -55,7 +55,7 @@ from flwr_regs.server.failures import UnusableReplies, culprits
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
-from flwr_regs.wire.arrays import statistics
+from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.pieces import square_sum
 
 LOG = logging.getLogger("flwr")
@@ -135,9 +135,7 @@ class DivergenceGuard(Snapshots):
             wrong |= {pid: where for pid, bad in zip(pids, negative, strict=True) if bad}
         self._leave_out(this_round, wrong)
 
-    def mean(
-        self, this_round: Round, updates: Updates, compares: bool = True
-    ) -> dict[str, np.ndarray]:
+    def mean(self, this_round: Round, updates: Updates, compares: bool = True) -> NDArrays:
         """Return the weighted sums of the updates.
 
         Raises UnusableReplies for clients that are too far from the others, if it `compares` them, and

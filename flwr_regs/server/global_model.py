@@ -14,9 +14,8 @@ from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
 from flwr_regs.server.aggregate.weights import restricted
-from flwr_regs.server.failures import UnusableReplies, without_culprits
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import RoundFailed, Snapshots
+from flwr_regs.server.failures import UnusableReplies, of_usable
+from flwr_regs.server.round import Reply, RoundFailed, Snapshots
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -198,11 +197,12 @@ class GlobalModel(Snapshots):
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self.model))
 
-    def context(self, server_round: int, lr: float, population: int) -> ServerContext:
-        """Return the context of the terms' server hooks in a round."""
+    def context(self, server_round: int, lr: float, population: int, **more: Any) -> ServerContext:
+        """Return the context of the terms' server hooks in a round; `more` are its other fields."""
         step = None if self.step is None else self._trainable(self.step)
         return ServerContext(
-            server_round, lr, self._trainable(self.model), step, self.previous_lr, population
+            *(server_round, lr, self._trainable(self.model), step, self.previous_lr, population),
+            **more,
         )
 
     def adopt(self, model: NDArrays) -> bool:
@@ -280,10 +280,27 @@ class GlobalModel(Snapshots):
         delta: NDArrays,
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
-        """Return (the terms' server slots, the step that they make, its code if it has one)."""
+        """Return (the terms' server slots, the step that they make, its code if it has one).
+
+        Raises UnusableReplies for those that make a term's hook fail. To find these, hooks run again
+        without some of the clients: hooks are pure.
+        """
         if self._half:
             delta |= self._means(delta)
-        server, step = self._updated(replies, ctx, self._trainable(delta), robust)
+        mean = self._trainable(delta)
+
+        def update(pids: list[int]) -> tuple[Slot, Any]:
+            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+            folded = self._fold({p: replies[p] for p in pids}, context, robust)
+            counted = pids if robust is None else robust.members(pids)
+            uploads = {p: replies[p].uploads for p in counted}
+            return self._term.update(self.server, mean, uploads, context, folded)
+
+        if any(slot for r in replies.values() for slot in r.uploads.values()):
+            passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
+            server, step = of_usable(replies, update, "its upload cannot be used", passing)
+        else:
+            server, step = update(list(replies))
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -293,33 +310,6 @@ class GlobalModel(Snapshots):
             like = in_code_order(self.model, rounded)
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
-
-    def _updated(
-        self,
-        replies: Mapping[int, Reply],
-        ctx: ServerContext,
-        delta: NDArrays,
-        robust: RobustMeans | None,
-    ) -> tuple[Slot, Any]:
-        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
-
-        To find these, hooks run again without some of the clients: hooks are pure.
-        """
-
-        def update(pids: list[int]) -> tuple[Slot, Any]:
-            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
-            folded = self._fold({p: replies[p] for p in pids}, context, robust)
-            counted = pids if robust is None else robust.members(pids)
-            uploads = {p: replies[p].uploads for p in counted}
-            return self._term.update(self.server, delta, uploads, context, folded)
-
-        if not any(slot for r in replies.values() for slot in r.uploads.values()):
-            return update(list(replies))
-        passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
-        made, wrong = without_culprits(replies, update, "its upload cannot be used", passing)
-        if wrong:
-            raise UnusableReplies(wrong)
-        return made
 
     def _fold(
         self, replies: Mapping[int, Reply], ctx: ServerContext, robust: RobustMeans | None

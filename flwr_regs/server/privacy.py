@@ -35,7 +35,7 @@ import numpy as np
 from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
-from flwr_regs.wire.arrays import statistics
+from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.pieces import square_sum
 
 
@@ -88,16 +88,8 @@ class CentralDP:
             and self.accountant.config.sampling_method.value == "without-replacement"
         )
 
-    @property
-    def accounted_multiplier(self) -> float:
-        """The accountant's noise multiplier: the noise's standard deviation over the sensitivity."""
-        replaced = self.accountant.config.neighboring_relation.value == "replace-one"
-        return self.noise_multiplier / (2 if replaced else 1)
 
-
-def private_mean(
-    updates: Updates, dp: CentralDP, cohort_size: int
-) -> tuple[dict[str, np.ndarray], float]:
+def private_mean(updates: Updates, dp: CentralDP, cohort_size: int) -> tuple[NDArrays, float]:
     """Return (the noisy mean of the clipped updates, the share of the replies that were clipped).
 
     Sums in float64, in the order of the replies. Each result has the dtype of its mean. Arrays that are not
@@ -210,7 +202,7 @@ class PrivateRounds:
         if self._budget is not None:
             self._budget.check(this_round.number, len(this_round.cohort))
 
-    def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
+    def mean(self, this_round: Round, updates: Updates) -> NDArrays:
         """Return the private mean of updates; note its cost in the round."""
         assert self._dp is not None
         cohort = len(this_round.cohort)

@@ -19,15 +19,8 @@ TRAIN_KEYS = ("lr", "local-epochs", "local-steps", *OPTIMIZER_KEYS, "clip-norm")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     # a class of torch.optim that trains dense parameters of any shape: the keys that it takes
     "SGD": ("momentum", "weight-decay"),
-    "Adam": ("weight-decay",),
-    "AdamW": ("weight-decay",),
-    "NAdam": ("weight-decay",),
-    "RAdam": ("weight-decay",),
-    "Adamax": ("weight-decay",),
-    "Adagrad": ("weight-decay",),
-    "Adadelta": ("weight-decay",),
-    "Adafactor": ("weight-decay",),
-    "ASGD": ("weight-decay",),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad"), ("weight-decay",)),
+    **dict.fromkeys(("Adadelta", "Adafactor", "ASGD"), ("weight-decay",)),
     "RMSprop": ("momentum", "weight-decay"),
     "Rprop": (),
     "LBFGS": (),
@@ -203,13 +196,12 @@ def _check_numbers(config: Mapping[str, Any], where: str, *keys: str) -> None:
             raise ValueError(f"{where} key '{key}' must be {expected}, not {config[key]!r}")
 
 
-def check_evaluate_config(
-    config: Mapping[str, Any], where: str = "evaluate_config", also: Iterable[str] = ()
-) -> None:
+def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -> None:
     """Raise ValueError for an unknown key, or for missing or wrong keys of personalisation.
 
     `also` holds known keys in addition to the package's and Flower's own.
     """
+    where = "evaluate_config"
     check_config_keys(config, [*EVALUATE_KEYS, *FLOWER_KEYS, *also], where)
     kind = config.get("personalise")
     if kind is None:

@@ -13,16 +13,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
 from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
-from flwr_regs.wire.npy import Unreadable, read_header, write_array
+from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-NUMBERS = "biuf"
-"""Kinds of dtypes that this package writes; the others are left to Flower."""
 
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
@@ -40,7 +36,7 @@ def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
 
 def to_array(array: np.ndarray) -> Array:
     """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
-    if array.dtype.kind not in NUMBERS:
+    if array.dtype.kind not in SIZES:  # left to Flower
         return Array(array)
     return Array(_label(array.dtype), array.shape, "numpy.ndarray", write_array(array))
 

@@ -27,7 +27,7 @@ from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.privacy import private_mean
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Reply
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy

@@ -24,6 +24,7 @@ from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
+OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
 def ours_alone(grid: Grid) -> bool:
@@ -199,11 +200,7 @@ def _name_other_versions(replies: Replies) -> None:
         if version.split(".")[:2] != FLOWER.split(".")[:2]:
             others[version].append(node)
     for version, nodes in others.items():
-        log(
-            WARNING,
-            "nodes %s run Flower %s, and this server Flower %s: install one version on all machines",
-            *(nodes, one_line(version), FLOWER),
-        )
+        log(WARNING, OTHERS, nodes, one_line(version), FLOWER)
 
 
 def replies_to(

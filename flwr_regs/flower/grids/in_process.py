@@ -15,9 +15,8 @@ from flwr_regs.client.member import Identity
 from flwr_regs.cohort.cohort_network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
 from flwr_regs.flower.compat import Run, identify, numbered
-from flwr_regs.flower.grids.contexts import Contexts
 from flwr_regs.flower.grids.grid_network import GridNetwork, ours_alone
-from flwr_regs.flower.grids.local_clients import LocalClients
+from flwr_regs.flower.grids.local_clients import Contexts, LocalClients
 from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients

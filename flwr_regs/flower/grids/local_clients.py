@@ -1,23 +1,25 @@
-"""The clients of a grid in this process, for a network without messages; what they keep is the grid's."""
+"""The clients of a grid in this process: their contexts, and their side of a network without messages.
+
+Contexts are made when they are first used: a simulation may have 100,000 clients and let 1,000 of them
+train, and the others cost nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context, RecordDict
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, written
 from flwr_regs.client.serving import Client
-from flwr_regs.cohort.client_sets import OneClient
 from flwr_regs.cohort.cohort_network import Node
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.grids.contexts import Contexts
 from flwr_regs.flower.node import NodeState, copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Replies, Request
@@ -26,6 +28,58 @@ from flwr_regs.wire.records import from_record, to_record
 
 OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
 """What a client that trains as every RegClient does has from RegClient."""
+
+
+class Contexts(dict[int, Context]):
+    """The contexts that were used, by node id; the others are made when they are asked for.
+
+    Parameters
+    ----------
+    nodes : sequence of int
+        The node ids of all clients; their places are the clients' partition ids.
+    run_config : mapping
+        ``context.run_config`` of every client.
+    """
+
+    def __init__(self, nodes: Sequence[int], run_config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.nodes, self._run_config = nodes, run_config
+
+    def __missing__(self, node: int) -> Context:
+        run_config = dict(self._run_config)
+        context = self[node] = Context(1, node, self.node_config(node), RecordDict(), run_config)
+        return context
+
+    def of_partition(self, pid: int) -> Context:
+        """Return the context of a client by its partition id."""
+        return self[self.nodes[pid]]
+
+    def node_config(self, node: int) -> dict[str, Any]:
+        """Return a client's ``context.node_config``; ValueError if there is no such node."""
+        if node in self:
+            return self[node].node_config
+        return {"partition-id": self.nodes.index(node), "num-partitions": len(self.nodes)}
+
+    def snapshot(self) -> dict[int, RecordDict]:
+        """Return copies of the states that hold something, by node id.
+
+        The first and the last client are always there: they tell one population from another.
+        """
+        held = {node: context.state for node, context in self.items() if context.state}
+        states = dict.fromkeys((self.nodes[0], self.nodes[-1]), RecordDict()) | held
+        return {node: copied(states[node]) for node in sorted(states)}
+
+    def restore(self, states: Mapping[int, RecordDict]) -> None:
+        """Continue from a snapshot, which does not change; raise ValueError if it is of other clients."""
+        ends = min(states, default=None), max(states, default=None)
+        if ends != (min(self.nodes), max(self.nodes)) or not {*self.nodes}.issuperset(states):
+            first, last = ends
+            count = 0 if first is None or last is None else last - first + 1
+            raise ValueError(
+                f"the checkpoint holds the state of {count} clients, but this grid has {len(self.nodes)}"
+            )
+        for node in {*self, *(node for node, state in states.items() if state)}:
+            self[node].state = copied(states.get(node, RecordDict()))
 
 
 @dataclass
@@ -62,11 +116,17 @@ class LocalClients:
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> Client | None:
         """Return a client; None if messages alone reach it."""
-        if isinstance(self.source, Clients):
-            return self._simulated(self.source, pid, config)
+        source = self.source
+        if isinstance(source, Clients):
+            if pid not in self._clients:
+                self._clients[pid] = source.client(pid, self.who)
+            if source.step_budgets is not None:
+                number = config.get(keys.ROUND_KEY, 0)
+                self._clients[pid].step_budget = source.step_budget(pid, number)
+            return self._clients[pid]  # type: ignore[no-any-return]
         if kind == keys.LABELS:  # only the client says whether it shares them
             return None
-        made, why = self._made(self.source, pid, kind, config), ""
+        made, why = self._made(source, pid, kind, config), ""
         if not isinstance(made, RegClient):
             why = f"{type(made).__name__} is no client of this package"
         elif overridden := made.overrides(*OVERRIDES):
@@ -74,13 +134,6 @@ class LocalClients:
         if why and kind in ("train", keys.PROBE):
             self.refused(why)
         return None if why else made
-
-    def _simulated(self, source: Clients, pid: int, config: Mapping[str, Any]) -> OneClient:
-        if (client := self._clients.get(pid)) is None:
-            client = self._clients[pid] = source.client(pid, self.who)
-        if source.step_budgets is not None:
-            client.step_budget = source.step_budget(pid, config.get(keys.ROUND_KEY, 0))
-        return client
 
     def prepare(self, client: Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""

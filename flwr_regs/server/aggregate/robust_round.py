@@ -32,7 +32,7 @@ from flwr_regs.server.aggregate.aggregators import (
 from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, summed_dtype
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
-from flwr_regs.wire.arrays import all_finite
+from flwr_regs.wire.arrays import NDArrays, all_finite
 from flwr_regs.wire.errors import described
 
 
@@ -178,7 +178,7 @@ class RobustMeans:
         return result
 
 
-def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> NDArrays:
     """Return the parts of a vector by name."""
     ends = np.cumsum(list(sizes.values()))[:-1]
     return dict(zip(sizes, np.split(vector, ends), strict=True)) if sizes else {}

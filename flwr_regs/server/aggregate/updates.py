@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.server.reply import Reply
-from flwr_regs.wire.arrays import all_finite
+from flwr_regs.server.round import Reply
+from flwr_regs.wire.arrays import NDArrays, all_finite
 from flwr_regs.wire.pieces import pieces
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.rows import Row
@@ -115,13 +115,11 @@ class Updates:
         return [n for n in self.base if n not in self.fixed]
 
 
-MeanOfUpdates = Callable[[Updates], dict[str, np.ndarray]]
+MeanOfUpdates = Callable[[Updates], NDArrays]
 """Makes of updates what :func:`mean_delta` does, or another mean in its place."""
 
 
-def mean_delta(
-    updates: Updates, squares: dict[str, dict[int, float]] | None = None
-) -> dict[str, np.ndarray]:
+def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = None) -> NDArrays:
     """Return ``Σ ω_k (v_k − w_t)`` of trained arrays, and ``Σ p_k (v_k − w_t)`` of the others.
 
     Sums in float64 and in the order of the replies, so that the order of arrival does not matter and a
@@ -166,9 +164,7 @@ def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
     return w.dtype if w.dtype.kind == "f" else np.dtype(np.float64)
 
 
-def update_of(
-    reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> dict[str, np.ndarray]:
+def update_of(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> NDArrays:
     """Return ``v_k − w_t`` of each trained array of a client, in float64."""
     ((_, update),) = each_update({0: reply}, base, fixed)
     return update
@@ -176,7 +172,7 @@ def update_of(
 
 def each_update(
     replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[int, NDArrays]]:
     """Yield each client's id and its :func:`update_of`; those of small models are read together."""
     for group in _opened(base, replies):
         rows = {n: Moves(n, w, group).read([*group]) for n, w in base.items() if n not in fixed}

@@ -24,11 +24,10 @@ from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.remembered import Remembered
 from flwr_regs.server.exchange.replies import check_round, disagreeing, output_layer, read_uploads
-from flwr_regs.server.failures import UnusableReplies, name_failures, read_each, without_culprits
+from flwr_regs.server.failures import UnusableReplies, name_failures, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round
+from flwr_regs.server.round import Reply, Round
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, digest
@@ -129,17 +128,17 @@ class Exchange:
             lost = True
         uploads = {pid: reply.uploads for pid, reply in replies.items()}
         unlike = disagreeing(self.options.term, uploads, probing=True)
-        replies = {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}
-        try:
-            self.judge({pid: reply.uploads for pid, reply in replies.items()})
-        except UnusableReplies as error:
-            unlike |= error.why
-            replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
-        this_round.answers, wrong = self._answer(replies)
-        this_round.failures |= unlike | wrong
+        while replies := {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}:
+            try:
+                self.judge({pid: reply.uploads for pid, reply in replies.items()})
+                this_round.answers = self._answer(replies)
+                break
+            except UnusableReplies as error:
+                unlike |= error.why
+        this_round.failures |= unlike
         if this_round.failures:
             LOG.warning("\t> in the first exchange: %s", name_failures(this_round.failures))
-        return [pid for pid in replies if pid not in wrong]
+        return list(replies)
 
     def _read_probe(self, pid: int, reply: Parcel) -> Reply:
         """Return a client's checked probe, and its examples."""
@@ -153,8 +152,8 @@ class Exchange:
         metrics, count = read_metrics(pid, reply, "num-examples")
         return Reply({}, probe, metrics, count)
 
-    def _answer(self, replies: Mapping[int, Reply]) -> tuple[Mapping[int, Slot], dict[int, str]]:
-        """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
+    def _answer(self, replies: Mapping[int, Reply]) -> Mapping[int, Slot]:
+        """Return each client's own broadcasts; raise UnusableReplies for probes that cannot be used."""
         term, options = self.options.term, self.options
 
         def answer(pids: list[int]) -> Mapping[int, Slot]:
@@ -164,9 +163,10 @@ class Exchange:
             return term.answer({p: r.uploads for p, r in some.items()}, context)
 
         try:
-            return without_culprits(replies, answer, "its probe cannot be used", (TooFewVectors,))
+            return of_usable(replies, answer, "its probe cannot be used", (TooFewVectors,))
         except TooFewVectors as error:
-            return {}, dict.fromkeys(replies, f"in the first exchange, {error}")
+            why = f"in the first exchange, {error}"
+            raise UnusableReplies(dict.fromkeys(replies, why)) from error
 
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
