@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
@@ -106,22 +107,21 @@ class DivergenceGuard(Snapshots):
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
         checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
-        squares: dict[tuple[str, str], dict[int, float]] = {}
-        times: dict[str, dict[int, float]] = {}
+        squares: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+        times: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for pid, upload in uploads.items() if self._compares else ():
             for name, slot in upload.items():
                 if name in checks:
-                    bound = checks[name].tolerance(slot, this_round.lr)
-                    times.setdefault(name, {})[pid] = bound
+                    times[name][pid] = checks[name].tolerance(slot, this_round.lr)
                 for key, a in slot.items():
                     if np.asarray(a).dtype.kind == "f":
-                        of_all = squares.setdefault((name, ""), {})
-                        square = squares.setdefault((name, key), {})[pid] = square_sum(a)
+                        of_all, square = squares[name, ""], square_sum(a)
+                        squares[name, key][pid] = square
                         of_all[pid] = of_all.get(pid, 0.0) + square
         wrong: dict[int, str] = {}
         for (name, key), of_each in squares.items():
             which = f"{what} '{key}' of '{name}'" if key else f"{what} of '{name}'"
-            wrong |= self._beyond(this_round, which, of_each, times.get(name, {}))
+            wrong |= self._beyond(this_round, which, of_each, times[name])
         self._leave_out(this_round, wrong)
 
     def check_variances(self, this_round: Round, base: Mapping[str, np.ndarray]) -> None:

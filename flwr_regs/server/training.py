@@ -24,9 +24,8 @@ from flwr_regs.server.aggregate.weights import (
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import STEP, DivergenceGuard, Diverges
-from flwr_regs.server.exchange.exchange import Exchange
+from flwr_regs.server.exchange.exchange import Exchange, Remembered, name_losses
 from flwr_regs.server.exchange.network import Course, Network
-from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import UnusableReplies, name_failures
 from flwr_regs.server.global_model import GlobalModel, Step

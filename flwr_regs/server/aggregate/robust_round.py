@@ -100,9 +100,8 @@ class RobustMeans:
             raise ValueError(f"other arrays than {shapes}, which another client sent")
 
         def read(key: str, part: slice) -> np.ndarray:
-            return np.stack([row[key].reshape(-1)[part] for row in rows.values()]).astype(
-                np.float64
-            )
+            of_each = [row[key].reshape(-1)[part] for row in rows.values()]
+            return np.stack(of_each).astype(np.float64)
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))

@@ -36,6 +36,11 @@ class Moves:
         ``w_t``. An infinite constant in it (a mask) is the same everywhere, and does not move.
     replies : mapping of int to Reply
         By partition id, none of them coded. Who did not send the array did not move it.
+
+    Attributes
+    ----------
+    senders : list of int
+        Who sent the array.
     """
 
     def __init__(self, name: str, w: np.ndarray, replies: Mapping[int, Reply]) -> None:
@@ -46,6 +51,7 @@ class Moves:
             pid: r.delta[name].reshape(-1) for pid, r in replies.items() if name in r.delta
         }
         sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
+        self.senders = [p for p in replies if p in self._delta or p in sent]
         self._rows = {p: arrays for p, arrays in sent.items() if isinstance(arrays, Row)}
         self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
@@ -73,10 +79,6 @@ class Moves:
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
-
-    def came_from(self, pid: int) -> bool:
-        """Whether a client sent the array."""
-        return pid in self._rows or pid in self._sent or pid in self._delta
 
 
 def _as_sent(
@@ -140,7 +142,7 @@ def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = N
         for name, w in base.items():
             weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
-            senders = [pid for pid in group if moves.came_from(pid)]
+            senders = moves.senders
             for part in pieces(w.size):
                 total = np.zeros(w.reshape(-1)[part].size)
                 for first in range(0, len(senders), TOGETHER):
