@@ -27,7 +27,7 @@ from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.privacy import private_mean
-from flwr_regs.server.round import Reply
+from flwr_regs.server.round import Reply, Round
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
@@ -335,15 +335,16 @@ def test_what_would_get_no_noise_is_left_out() -> None:
         2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
         3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
     }
-    of_mean = Options.of(chain([]), weighting="uniform")
-    global_model = GlobalModel(of_mean.term, model)
-    global_model.agree(frozenset({"seen"}), {})
-    private = replace(of_mean, privacy=fr.CentralDP(1.0, 0.0))
-    assert Reader("FedAvg", private, global_model).uncovered(replies) == {
+    replies = {p: replace(r, buffers=frozenset({"seen"})) for p, r in replies.items()}
+    options = Options.of(chain([]), weighting="uniform", privacy=fr.CentralDP(1.0, 0.1))
+    this_round, open_round = Round(1), Round(1)
+    for one, of_round in ((options, this_round), (replace(options, privacy=None), open_round)):
+        Reader("FedAvg", one, GlobalModel(one.term, model)).compare(of_round, dict(replies))
+    assert this_round.failures == {
         1: "it changed ['seen'], which are not trained and would get no noise",
         2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
     }
-    assert Reader("FedAvg", of_mean, global_model).uncovered(replies) == {}
+    assert (list(this_round.received), list(open_round.received)) == ([0, 3], [0, 1, 2, 3])
 
 
 # Flower's mods, and its wrappers

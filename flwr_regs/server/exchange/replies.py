@@ -98,10 +98,10 @@ class Reader:
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(term, active))
         model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
-        leave_out(self.uncovered(replies))
+        leave_out(self._uncovered(replies))
         this_round.received = replies
 
-    def uncovered(self, replies: Mapping[int, Reply]) -> dict[int, str]:
+    def _uncovered(self, replies: Mapping[int, Reply]) -> dict[int, str]:
         """Return client -> why, for what neither noise nor a robust aggregator would reach."""
         term, model, private = self.options.term, self.model, self.options.privacy is not None
         if not private and isinstance(self.options.aggregator, Mean):
