@@ -26,7 +26,7 @@ from flwr_regs.wire.arrays import NDArrays, digest
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.precision import narrow
 
 LOG = logging.getLogger("flwr")
 TRAINING = ("train", keys.PROBE)
@@ -59,10 +59,6 @@ class Host(Protocol):
 
     def node_ids(self) -> Collection[int]:
         """Return the nodes' ids."""
-        ...
-
-    def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
-        """Return what these nodes say of themselves."""
         ...
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
@@ -117,8 +113,7 @@ class CohortNetwork:
     def ask(self, request: Request, timeout: float | None = None) -> Replies:
         """Return the replies to a request; no client is late."""
         if request.kind == keys.IDENTIFY:
-            said = self._host.identities(request.nodes.values())
-            return Replies({p: Parcel(config=said[node]) for p, node in request.nodes.items()})
+            return self._host.by_messages(request)
         with self._host.lent():
             return self._asked(request)
 
@@ -236,12 +231,8 @@ def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
     sent = records[keys.ARRAYS] if records[keys.ARRAYS] else None  # one that is empty is none
     key = id(sent), id(base), config.get(keys.DOWNLINK_KEY)
     if key not in seen:
-        arrays = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
-        if keys.HALF_KEY in config:
-            arrays = widen(arrays, config[keys.HALF_KEY])
-        step = None
-        if not whole:
-            arrays, step = model_from(config, arrays, base)
+        copies = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
+        arrays, step = model_from(config, copies, base)
         seen[key] = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
     return Parcel({**records, **seen[key]}, config)
 

@@ -71,6 +71,9 @@ class AccountedBudget:
         self._accountant.load_state_dict(dict(spent))
 
     def _event(self, cohort: int) -> Any:
-        multiplier = self._dp.accounted_multiplier
-        population = self._accountant.config.population_size
+        config = self._accountant.config
+        # the noise's standard deviation over the sensitivity
+        multiplier = self._dp.noise_multiplier
+        multiplier /= 2 if config.neighboring_relation.value == "replace-one" else 1
+        population = config.population_size
         return self._flower.GaussianPrivacyEvent(multiplier, min(cohort, population), population)

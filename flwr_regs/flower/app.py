@@ -13,33 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import (
-    Code,
-    EvaluateIns,
-    FitIns,
-    GetPropertiesIns,
-    MessageTypeLegacy,
-    Parameters,
-)
+from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, MessageTypeLegacy, Parameters
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
 from flwr_regs.flower.node import closed, node_mod, of_older_server, opened
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack, unpack
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import (
-    arrays_in,
-    labelled,
-    parcel_of,
-    record_of,
-    reply_of,
-    sorted_entries,
-    to_record,
-)
+from flwr_regs.wire.records import arrays_in, parcel_of, reply_of, to_record, view_of
 from flwr_regs.wire.text import names_text
 
 METHODS = {"train": "fit", "evaluate": "evaluate"}
@@ -63,6 +48,7 @@ class MessageContext(Context):
 
 
 ClientFn = Callable[[MessageContext], NumPyClient | Client]
+Register = Callable[[ClientAppCallable], ClientAppCallable]
 
 
 def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = True) -> ClientApp:
@@ -176,34 +162,36 @@ def _called(
         client = NumPyClient.to_client(client) if ours else client.to_client()
     parameters = Parameters([array.data for array in given.values()], "numpy.ndarray")
     fits = kind == "train"
-    res: Any = (
-        client.fit(FitIns(parameters, config))
-        if fits
-        else client.evaluate(EvaluateIns(parameters, config))
-    )
+    ins = (FitIns if fits else EvaluateIns)(parameters, config)
+    res: Any = getattr(client, METHODS[kind])(ins)
     if res.status.code != Code.OK:
         raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
     left = dict(res.metrics)
     closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
-    records, numbers, texts = sorted_entries(left)
+    records: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
+    for key, value in left.items():
+        if isinstance(value, bytes | Mapping) and key.endswith(".upload"):
+            records[key] = unpack(value) if isinstance(value, bytes) else value
+        elif isinstance(value, int | float) and type(value) is not bool and key != keys.ROUND_KEY:
+            numbers[key] = value
+        else:
+            texts[key] = value
     if fits and not parcel.config.get(keys.PROBE_KEY):  # to a probe, no model goes back
         fitted = res.parameters.tensors
         if len(fitted) != len(given):
             raise ProtocolError(
                 f"fit returned {len(fitted)} arrays, but {len(given)} names for them: {list(given)}"
             )
-        sent = {name: labelled(name, data) for name, data in zip(given, fitted, strict=True)}
+        made = (Array("", (), "numpy.ndarray", data) for data in fitted)
+        sent = {n: np.asarray(view_of(n, a), order="C") for n, a in zip(given, made, strict=True)}
         if ours and keys.STEPS_KEY in texts:  # beside a coded update, only buffers that changed
-            sent = {
-                n: a for n, a in sent.items() if not np.array_equal(a.numpy(), given[n].numpy())
-            }
-        records[keys.ARRAYS] = record_of(sent)
+            sent = {n: a for n, a in sent.items() if not np.array_equal(a, given[n].numpy())}
+        records[keys.ARRAYS] = sent
     # n_k is the client's second value, even if its metrics hold another
     measured = {"num-examples": res.num_examples, **({} if fits else {"loss": res.loss})}
-    records[keys.METRICS] = MetricRecord({**numbers, **measured})
-    if texts:
-        records[keys.CONFIG] = ConfigRecord(texts)
-    return Message(RecordDict(records), reply_to=message)
+    return Message(reply_of(Parcel(records, texts, {**numbers, **measured})), reply_to=message)
 
 
 class RegClientApp(ClientApp):
@@ -234,15 +222,11 @@ class RegClientApp(ClientApp):
             entries = ConfigRecord({keys.LABELS_KEY: counts})
             return Message(RecordDict({keys.CONFIG: entries}), reply_to=message)
 
-    def train(
-        self, action: str = "default", *, mods: list[Mod] | None = None
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def train(self, action: str = "default", *, mods: list[Mod] | None = None) -> Register:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""
         return super().train(action, mods=[*guarded(mods or ()), _with_all_records])
 
-    def evaluate(
-        self, action: str = "default", *, mods: list[Mod] | None = None
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def evaluate(self, action: str = "default", *, mods: list[Mod] | None = None) -> Register:
         """Register an evaluate function, as Flower does."""
         return super().evaluate(action, mods=[*(mods or ()), _with_all_records])
 

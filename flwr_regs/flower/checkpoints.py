@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from logging import INFO, WARNING
 from os import PathLike
@@ -81,16 +81,18 @@ class Checkpoints:
         self._last = 0 if self.resumed is None else self.resumed.round
         self._saved = time.monotonic()
 
-    @property
-    def first(self) -> int:
-        """The first round to train."""
-        return 1 if self.resumed is None else self.resumed.round + 1
+    @contextmanager
+    def guarded(self) -> Iterator[Checkpoints]:
+        """Save the last finished round at the end of a `start`, whatever ends it.
 
-    @property
-    def seed(self) -> int:
-        """The seed of the training that goes on."""
-        assert self.resumed is not None
-        return int(self.resumed.state["fingerprint"]["setting"]["seed"])
+        An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only
+        if nobody else handles it.
+        """
+        with ExitStack() as at_the_end:
+            at_the_end.callback(self.close)
+            at_the_end.enter_context(_terminable(self._folder is not None))
+            at_the_end.callback(self.save)
+            yield self
 
     def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
         """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
@@ -113,13 +115,8 @@ class Checkpoints:
                 "total"
             )
         if resumed.versions != versions():
-            log(
-                WARNING,
-                "%s was written with %s, this is %s",
-                resumed.path,
-                resumed.versions,
-                versions(),
-            )
+            written = "%s was written with %s, this is %s"
+            log(WARNING, written, resumed.path, resumed.versions, versions())
 
     def restore(self, training: Training) -> None:
         """Put a new training, the clients of this process, and the result where the checkpoint was.
@@ -151,7 +148,7 @@ class Checkpoints:
         """Save this training from now on."""
         self._training = training
         if self._folder is not None:
-            training.keep_ledger(self._write_ledger)
+            training.privacy.ledger = self._write_ledger
 
     def after(self, number: int) -> None:
         """Note a finished round, and save it if it is time to.
@@ -202,7 +199,7 @@ class Checkpoints:
         if self._folder is not None:
             self._folder.close()
         if self._training is not None:
-            self._training.keep_ledger(None)
+            self._training.privacy.ledger = None
 
     def _write_ledger(self, spent: Mapping[str, Any]) -> None:
         """Write what the accountant has counted, before a noisy mean is used."""
@@ -240,31 +237,7 @@ class Checkpoints:
             ) from error
         if more := len(since) - len(then):
             log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.path.name)
-        whole: Mapping[str, Any] = ledger["spent"]
-        return whole
-
-
-@contextmanager
-def guarded(
-    options: Options,
-    grid: Grid,
-    result: TrainingResult,
-    resume_from: str | PathLike[str] | None,
-) -> Iterator[Checkpoints]:
-    """Give one `start` its checkpoints; save the last finished round at the end, whatever ends it.
-
-    An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only if
-    nobody else handles it.
-    """
-    saved = Checkpoints(options, grid, result, resume_from)
-    try:
-        with _terminable(options.checkpoint_dir is not None):
-            try:
-                yield saved
-            finally:
-                saved.save()
-    finally:
-        saved.close()
+        return ledger["spent"]  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from flwr_regs.client.serving import measures
 from flwr_regs.client.train.batches import Batches
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
-from flwr_regs.server.arguments import check_arguments
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
+from flwr_regs.wire.config import check_arguments
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of, reply_of, to_record
 

@@ -5,57 +5,28 @@ from __future__ import annotations
 import copy
 import math
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import log
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.result import Best, TrainingResult
 from flwr_regs.server.failures import name_failures
-from flwr_regs.server.options import NoLearningRate, Options
+from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.stopping import sign, values
 from flwr_regs.server.training import Training
+from flwr_regs.wire.records import to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-
-
-class Driven(Strategy):
-    """Flower's strategy as this loop drives it: with settings, a history, and an averaged model."""
-
-    options: Options
-    history: list[dict[str, Any]]
-
-    @property
-    @abstractmethod
-    def training(self) -> Training:
-        """The current training."""
-
-    @property
-    @abstractmethod
-    def averaged_arrays(self) -> ArrayRecord | None:
-        """The model by which a method is judged, where it is another than the global one."""
-
-    @abstractmethod
-    def run_round(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Run a round; return the new model and the clients' mean metrics."""
-
-    @abstractmethod
-    def run_evaluation(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> MetricRecord | None:
-        """Evaluate on clients; return their mean metrics."""
+RunRound = Callable[[int, ArrayRecord], tuple[ArrayRecord | None, MetricRecord | None]]
+"""Runs a round from a model: (its number, the model) -> (the new model, the clients' mean metrics)."""
 
 
 SHOWN = {
@@ -75,39 +46,41 @@ class Loop:
 
     Attributes
     ----------
-    strategy : Driven
-    grid : Grid
-    num_rounds : int
-    train, evaluate : ConfigRecord
-        The checked configs.
-    evaluate_fn : callable or None
+    run_round, run_evaluation : callable
+        Train on clients, and evaluate on them: the mean metrics of their evaluation.
+    evaluate_fn : callable
         ``evaluate_fn(round, arrays) -> MetricRecord or None``, on the server; round 0 is the initial model.
+    training : callable
+        Returns the current training; there is one once the first round has begun.
+    num_rounds : int
+    lr : float or None
+        The train config's.
     result : TrainingResult
         Filled in round by round.
     saved : Checkpoints
         Where the training begins, and where finished rounds are saved.
     """
 
-    strategy: Driven
-    grid: Grid
+    run_round: RunRound
+    run_evaluation: EvaluateFn
+    evaluate_fn: EvaluateFn
+    training: Callable[[], Training]
     num_rounds: int
-    train: ConfigRecord
-    evaluate: ConfigRecord
-    evaluate_fn: EvaluateFn | None
+    lr: Any
     result: TrainingResult
     saved: Checkpoints
 
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
-        began = time.monotonic()
+        began, first = time.monotonic(), 1
         if self.saved.resumed is None:
-            if (metrics := self._test(0, arrays)) is not None:
+            if (metrics := self.evaluate_fn(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
-            self.result.arrays = arrays
-            if self._stopped(self.strategy.history[-1]):
+            self.result.arrays, first = arrays, self.saved.resumed.round + 1
+            if self._stopped(self.training().history[-1]):
                 return self.result
-        for number in range(self.saved.first, self.num_rounds + 1):
+        for number in range(first, self.num_rounds + 1):
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)
             log(INFO, "%s", line_of(entry, self.num_rounds))
@@ -115,7 +88,7 @@ class Loop:
             if self._ends(entry):
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
-        history = self.strategy.history
+        history = self.training().history
         used = {pid for entry in history for pid in entry["replies"]}
         never = {pid: why for e in history for pid, why in e["failures"].items() if pid not in used}
         if never:
@@ -125,11 +98,11 @@ class Loop:
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
-            options = self.strategy.options
             try:
-                new, metrics = self.strategy.run_round(number, arrays, self.train, self.grid)
+                new, metrics = self.run_round(number, arrays)
                 break
             except TooFewReplies as error:
+                options = self.training().options
                 if attempt > options.retries and isinstance(error, NoMajority):
                     log(WARNING, "%s; the model stays as it is, and the run goes on", error)
                     new, metrics = arrays, None
@@ -148,29 +121,25 @@ class Loop:
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        metrics = self.strategy.run_evaluation(number, arrays, self.evaluate, self.grid)
-        history = self.strategy.history
+        metrics, history = self.run_evaluation(number, arrays), self.training().history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
             self.result.evaluate_metrics_clientapp[number] = metrics
-        if (metrics := self._test(number, arrays)) is not None:
+        if (metrics := self.evaluate_fn(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            averaged = self.strategy.averaged_arrays
-            if averaged is not None and (metrics := self._test(number, averaged)):
+            averaged = self.training().model.averaged
+            if averaged and (metrics := self.evaluate_fn(number, to_record(averaged))):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
 
-    def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Evaluate on the server."""
-        return self.evaluate_fn(number, arrays) if self.evaluate_fn else None
-
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""
-        wanted, number, best = self.strategy.options.keep_best, entry["round"], self.result.best
+        training, number, best = self.training(), entry["round"], self.result.best
+        wanted = training.options.keep_best
         if isinstance(wanted, str):
-            known = dict(values(self.strategy.history, wanted))
+            known = dict(values(training.history, wanted))
             value, factor = known.get(number), sign(wanted, None)
         else:
             value, factor = wanted and _called("keep_best", wanted, entry, number), 1
@@ -181,11 +150,11 @@ class Loop:
 
     def _ends(self, entry: dict[str, Any]) -> bool:
         """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""
-        options, number = self.strategy.options, entry["round"]
+        number = entry["round"]
         self._stopped(entry)
         self.saved.after(number)
         saved = dict(entry)
-        for callback in as_many(options.on_round):
+        for callback in as_many(self.training().options.on_round):
             if _called("on_round", callback, copy.deepcopy(entry), number) is True:
                 entry.setdefault("stopped", f"{callback!r} returned True")
         if entry != saved:
@@ -199,9 +168,9 @@ class Loop:
 
         Note why.
         """
-        stopped = False
-        for condition in as_many(self.strategy.options.stop_when):
-            why = _called("stop_when", condition, self.strategy.history, entry["round"])
+        stopped, training = False, self.training()
+        for condition in as_many(training.options.stop_when):
+            why = _called("stop_when", condition, training.history, entry["round"])
             stopped |= bool(why)
             if why and "stopped" not in entry:
                 entry["stopped"] = (
@@ -209,7 +178,7 @@ class Loop:
                 )
         if entry["round"] < self.num_rounds:
             try:
-                self.strategy.training.learning_rate(entry["round"] + 1, self.train.get("lr"))
+                training.learning_rate(entry["round"] + 1, self.lr)
             except NoLearningRate as error:
                 stopped = True
                 entry.setdefault("stopped", str(error))

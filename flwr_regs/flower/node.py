@@ -37,8 +37,8 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.precision import narrow, widen
-from flwr_regs.wire.records import arrays_in, from_record, identity_reply, to_record, views_of
+from flwr_regs.wire.precision import narrow
+from flwr_regs.wire.records import arrays_in, identity, to_record, views_of
 
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
@@ -57,7 +57,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
-        return Message(identity_reply(context.node_config), reply_to=message)
+        said = ConfigRecord(identity(context.node_config))
+        return Message(RecordDict({keys.CONFIG: said}), reply_to=message)
     before = copied(context.state)
     try:
         check_incoming(_config(message.content), context)
@@ -84,11 +85,9 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
         return Message(RecordDict(), reply_to=message)
     if message_type != keys.PROBE and message_type.split(".")[0] not in ("train", "evaluate"):
         return call_next(message, context)
-    if half:
-        content[keys.ARRAYS] = to_record(widen(views_of(_arrays(content)), str(half)))
-    if config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
-        base = None if state.model is None else from_record(state.model)
-        rebuilt, step = model_from(config, from_record(_arrays(content)), base)
+    if half or config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
+        base = None if state.model is None else views_of(state.model)
+        rebuilt, step = model_from(config, views_of(_arrays(content)), base)
         content[keys.ARRAYS] = to_record(rebuilt)  # without coded steps: a method decodes them
         if step is not None:
             content[keys.STEP] = to_record(step)
@@ -101,7 +100,7 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
     if reply.has_error() or message_type.startswith("evaluate"):
         return reply
     if half and keys.ARRAYS in reply.content:
-        fitted = from_record(_arrays(reply.content))
+        fitted = views_of(_arrays(reply.content))
         reply.content[keys.ARRAYS] = to_record(narrow(fitted, str(half)))
     if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
         state.keep_model(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from logging import INFO, WARNING
 from os import PathLike
@@ -13,16 +13,16 @@ from typing import Any, ClassVar, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
-from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
-from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
+from flwr_regs.flower.loop import EvaluateFn, Loop
 from flwr_regs.flower.result import TrainingResult
-from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.evaluation import evaluation
@@ -33,12 +33,11 @@ from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import COUNT, ParameterError, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
-from flwr_regs.wire.records import plainly_named, record_of_state, to_record, views_of
+from flwr_regs.wire.config import OPTIMIZER_KEYS, check_arguments, check_evaluate_config
+from flwr_regs.wire.records import record_of_state, to_record, views_of
 from flwr_regs.wire.terms import check_instances
 
 T = TypeVar("T")
-UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
     "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
@@ -47,7 +46,7 @@ WRAPPED = (
 )
 
 
-class RegStrategy(Driven):
+class RegStrategy(Strategy):
     """A strategy for any list of terms; the named strategies fix their terms.
 
     Parameters
@@ -155,22 +154,16 @@ class RegStrategy(Driven):
         o = self.options
         settings = f"weighting {o.weighting}, downlink {o.downlink}"
         settings += f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
-        shares = " and ".join(
-            f"{share:.0%} of the clients {verb} (at least {least})"
-            if share
-            else f"no client {verb}s"
-            for verb, share, least in (
-                ("train", o.fraction_train, o.min_train_nodes),
-                ("evaluate", o.fraction_evaluate, o.min_evaluate_nodes),
-            )
-        )
+
+        def share(verb: str, part: float, least: int) -> str:
+            many = f"{part:.0%} of the clients {verb} (at least {least})"
+            return many if part else f"no client {verb}s"
+
+        train = share("train", o.fraction_train, o.min_train_nodes)
+        evaluate = share("evaluate", o.fraction_evaluate, o.min_evaluate_nodes)
+        begins = f"training begins with {o.min_available_nodes} clients or more"
         log(INFO, "%r, %s", self, settings)
-        log(
-            INFO,
-            "in each round %s; training begins with %d clients or more",
-            shares,
-            o.min_available_nodes,
-        )
+        log(INFO, "in each round %s and %s; %s", train, evaluate, begins)
 
     def start(
         self,
@@ -217,31 +210,31 @@ class RegStrategy(Driven):
         if isinstance(grid, InProcessGrid):
             grid.check(self.options.fraction_evaluate > 0, plainly_named(initial_arrays))
         result = TrainingResult()
-        with guarded(self.options, grid, result, resume_from) as saved:
+        with Checkpoints(self.options, grid, result, resume_from).guarded() as saved:
             if saved.resumed is not None and not self._seeded:
-                self.seed = saved.seed
+                self.seed = saved.resumed.state["fingerprint"]["setting"]["seed"]
             self.summary()
             train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
             self._saved = saved
             try:
-                arrays = self._entered(saved, plainly_named(initial_arrays), train, num_rounds)
-                loop = Loop(self, grid, num_rounds, train, evaluate, evaluate_fn, result, saved)
+                # without what torch.compile adds to names
+                arrays = to_record(views_of(initial_arrays))
+                model = Training.begin(self.options, views_of(arrays)).model
+                same = fingerprint(self.method_name, self.options, model, train)
+                saved.check(same, num_rounds)
+                if saved.resumed is not None:
+                    self._begin(arrays, train)
+                    saved.restore(self.training)
+                    arrays = self._released = self.arrays
+                loop = Loop(
+                    partial(self.run_round, config=train, grid=grid),
+                    partial(self.run_evaluation, config=evaluate, grid=grid),
+                    evaluate_fn or (lambda number, arrays: None),
+                    *(lambda: self.training, num_rounds, train.get("lr"), result, saved),
+                )
                 return loop.run(arrays)
             finally:
                 self._saved = None
-
-    def _entered(
-        self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
-    ) -> ArrayRecord:
-        """Begin where a checkpoint was, if there is one; return the model to train from."""
-        model = Training.begin(self.options, views_of(arrays)).model
-        saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
-        if saved.resumed is None:
-            return arrays
-        self._begin(arrays, config)
-        saved.restore(self.training)
-        self._released = self.arrays
-        return self._released
 
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
@@ -322,14 +315,12 @@ class RegStrategy(Driven):
             Fewer than `min_replies` usable replies. Model and server state stay as they were.
         """
         paused, self._trained = self._trained, None
-        if paused is None and list(replies):
-            raise RuntimeError(UNASKED)
-        if paused is None:
-            return None, None
-        return self._ended(paused.end(replies_to(paused.requests, paused.messages, replies)))
+        return self._ended(_answered(paused, replies))
 
-    def _ended(self, this_round: Round) -> tuple[ArrayRecord, MetricRecord]:
-        """Return (the new global model, the clients' mean metrics)."""
+    def _ended(self, this_round: Round | None) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return (the new global model, the clients' mean metrics); None if nobody trained."""
+        if this_round is None:
+            return None, None
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.metrics or {})})
 
@@ -341,7 +332,7 @@ class RegStrategy(Driven):
             messages = self.configure_train(server_round, arrays, config, grid)
             return self.aggregate_train(server_round, self._exchanged(grid, messages))
         paused = self._round(server_round, arrays, config, network)
-        return (None, None) if paused is None else self._ended(self._over(network, paused))
+        return self._ended(self._over(network, paused))
 
     def run_evaluation(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -351,11 +342,12 @@ class RegStrategy(Driven):
             messages = self.configure_evaluate(server_round, arrays, config, grid)
             return self.aggregate_evaluate(server_round, self._exchanged(grid, messages))
         paused = self._evaluation(server_round, arrays, config, network)
-        metrics = None if paused is None else self._over(network, paused)
-        return None if metrics is None else MetricRecord({**metrics})
+        return _as_record(self._over(network, paused))
 
-    def _over(self, network: Network, paused: Paused[T]) -> T:
-        """Run a course to its end on a network without messages."""
+    def _over(self, network: Network, paused: Paused[T] | None) -> T | None:
+        """Run a course, if there is one, to its end on a network without messages."""
+        if paused is None:
+            return None
         return paused.end([network.ask(r, self.options.deadline) for r in paused.requests])
 
     def _exchanged(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
@@ -364,14 +356,13 @@ class RegStrategy(Driven):
 
     def _network(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""
+        self._serve(grid)
         hooks = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
         ours = all(
             getattr(type(self), hook) is getattr(RegStrategy, hook) and hook not in vars(self)
             for hook in hooks
         )
-        if not ours or not isinstance(grid, InProcessGrid):
-            return None
-        return grid.network(self.method_name, [type(t) for t in self.term.terms])
+        return grid.network() if ours and isinstance(grid, InProcessGrid) else None
 
     def _serve(self, grid: Grid) -> None:
         """Let a grid whose clients are data have clients of this method."""
@@ -408,12 +399,7 @@ class RegStrategy(Driven):
             A later failure is logged and kept in the history, and training goes on.
         """
         paused, self._evaluated = self._evaluated, None
-        if paused is None and list(replies):
-            raise RuntimeError(UNASKED)
-        if paused is None:
-            return None
-        metrics = paused.end(replies_to(paused.requests, paused.messages, replies))
-        return None if metrics is None else MetricRecord({**metrics})
+        return _as_record(_answered(paused, replies))
 
     def _check_train(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a train config that is wrong, or whose optimiser the method cannot adapt."""
@@ -432,14 +418,9 @@ class RegStrategy(Driven):
         if self.options.checkpoint_dir is not None and self._saved is None:
             raise ValueError("checkpoint_dir needs the strategy's own start: leave it out here")
         self._check_train(config)
-        self._training = self.training_kind(
-            self.options,
-            self.method_name,
-            views_of(arrays),
-            self._num_rounds,
-            self._mean_of_metrics,
-            AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
-        )
+        budget = AccountedBudget(dp) if dp is not None and dp.accountant is not None else None
+        given = views_of(arrays), self._num_rounds, self._mean_of_metrics, budget
+        self._training = self.training_kind(self.options, self.method_name, *given)
         if self._saved is not None:
             self._saved.watch(self._training)
         self._num_rounds = None
@@ -461,3 +442,18 @@ class RegStrategy(Driven):
                 f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {type(averaged).__name__}"
             )
         return averaged
+
+
+def _answered(paused: Paused[T] | None, replies: Iterable[Message]) -> T | None:
+    """Run a course to its end with the replies to its messages; RuntimeError if there is none."""
+    if paused is not None:
+        return paused.end(replies_to(paused.requests, paused.messages, replies))
+    if list(replies):
+        raise RuntimeError(
+            "replies came, but there was no configure_train or configure_evaluate before them"
+        )
+    return None
+
+
+def _as_record(metrics: Mapping[str, Any] | None) -> MetricRecord | None:
+    return None if metrics is None else MetricRecord({**metrics})

@@ -9,6 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.wire.files import write_atomically
+
 
 class JsonLines:
     """Write each finished round's entry of the history as a line of JSON.
@@ -41,9 +43,8 @@ class JsonLines:
         if self.path.exists():
             kept = list(_before(first, self.path.read_text().splitlines()))
             if kept:
-                beside = self.path.with_name(f"{self.path.name}.part")  # a crash leaves the old one
-                beside.write_text("".join(f"{line}\n" for line in kept))
-                beside.replace(self.path)
+                lines = (f"{line}\n".encode() for line in kept)
+                write_atomically(self.path, lines, 0o666)
             else:
                 names = (self.path.with_name(f"{self.path.name}.{i}") for i in count(1))
                 self.path.rename(next(name for name in names if not name.exists()))

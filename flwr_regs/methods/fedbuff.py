@@ -45,13 +45,12 @@ from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.methods.server_step.fedavg import FedAvgClient
 from flwr_regs.server.aggregate.updates import update_of
-from flwr_regs.server.exchange.first_exchange import Exchange
-from flwr_regs.server.exchange.network import Course, Network, OpenEnded, Replies
+from flwr_regs.server.exchange.exchange import Exchange
+from flwr_regs.server.exchange.network import Course, Network, Replies
 from flwr_regs.server.exchange.replies import Reader, output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round, TooFewReplies
+from flwr_regs.server.round import Reply, Round, TooFewReplies
 from flwr_regs.server.training import Training
 from flwr_regs.term import COUNT, POSITIVE, Arrays, ParameterError, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys
@@ -190,7 +189,7 @@ class BufferedTraining(Training):
             if pid in read:
                 before = this_round.used.get(pid)
                 this_round.received[pid] = self._buffered(before, read[pid], sent, number - version)
-                self._participation.select(this_round)
+                self.participation.select(this_round)
                 if pid in this_round.used:
                     events["arrived"].append(pid)
                     events["staleness"].append(number - version)
@@ -204,7 +203,7 @@ class BufferedTraining(Training):
         this_round.lap("clients")
         self._short = not self._full(this_round)
         reader.compare(this_round, dict(sorted(this_round.received.items())))
-        self._participation.select(this_round)
+        self.participation.select(this_round)
         self._close(this_round)
         return this_round
 
@@ -318,7 +317,7 @@ class BufferedTraining(Training):
         super()._advance(this_round)
 
 
-def _open_ended(network: Network) -> OpenEnded | None:
+def _open_ended(network: Network) -> GridNetwork | None:
     """Return a network on which clients take their own time; None for one with a simulated clock."""
     return network if isinstance(network, GridNetwork) and not network.at_once else None
 

@@ -66,9 +66,6 @@ def common_metrics(
     it is named with what it lacks. One with other names has them left out. A name under which no client has
     a usable number is kept as it is: a loss of NaN is news.
     """
-    first = next(iter(metrics.values()), {})
-    if all(m.keys() == first.keys() and all(map(usable, m.values())) for m in metrics.values()):
-        return [{name: m[name] for name in sorted(m)} for m in metrics.values()], {}
     single = {
         pid: {k: v for k, v in m.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         for pid, m in metrics.items()

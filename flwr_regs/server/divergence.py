@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
@@ -53,10 +54,9 @@ from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.failures import UnusableReplies, culprits
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
-from flwr_regs.wire.arrays import statistics
+from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.pieces import square_sum
 
 LOG = logging.getLogger("flwr")
@@ -107,22 +107,21 @@ class DivergenceGuard(Snapshots):
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
         checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
-        squares: dict[tuple[str, str], dict[int, float]] = {}
-        times: dict[str, dict[int, float]] = {}
+        squares: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+        times: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for pid, upload in uploads.items() if self._compares else ():
             for name, slot in upload.items():
                 if name in checks:
-                    bound = checks[name].tolerance(slot, this_round.lr)
-                    times.setdefault(name, {})[pid] = bound
+                    times[name][pid] = checks[name].tolerance(slot, this_round.lr)
                 for key, a in slot.items():
                     if np.asarray(a).dtype.kind == "f":
-                        of_all = squares.setdefault((name, ""), {})
-                        square = squares.setdefault((name, key), {})[pid] = square_sum(a)
+                        of_all, square = squares[name, ""], square_sum(a)
+                        squares[name, key][pid] = square
                         of_all[pid] = of_all.get(pid, 0.0) + square
         wrong: dict[int, str] = {}
         for (name, key), of_each in squares.items():
             which = f"{what} '{key}' of '{name}'" if key else f"{what} of '{name}'"
-            wrong |= self._beyond(this_round, which, of_each, times.get(name, {}))
+            wrong |= self._beyond(this_round, which, of_each, times[name])
         self._leave_out(this_round, wrong)
 
     def check_variances(self, this_round: Round, base: Mapping[str, np.ndarray]) -> None:
@@ -136,9 +135,7 @@ class DivergenceGuard(Snapshots):
             wrong |= {pid: where for pid, bad in zip(pids, negative, strict=True) if bad}
         self._leave_out(this_round, wrong)
 
-    def mean(
-        self, this_round: Round, updates: Updates, compares: bool = True
-    ) -> dict[str, np.ndarray]:
+    def mean(self, this_round: Round, updates: Updates, compares: bool = True) -> NDArrays:
         """Return the weighted sums of the updates.
 
         Raises UnusableReplies for clients that are too far from the others, if it `compares` them, and
@@ -235,7 +232,9 @@ class DivergenceGuard(Snapshots):
         else:
             usual = median_low(others) if len(others) >= min(ENOUGH, len(norms)) else given
             far = [p for p, n in norms.items() if n > bounds[p] * usual > 0]
-        far = [p for p in far if bounds[p] < FAR or norms[p] > _ordinary(before)]
+        # before a model converges, or after a schedule began low
+        ordinary = STEPS * max((length for length, _ in before), default=0.0)
+        far = [p for p in far if bounds[p] < FAR or norms[p] > ordinary]
         if good := [n for p, n in norms.items() if n > 0 and p not in far]:
             self.usual[what] = median_low(good), median_low(good) / lr
         return {
@@ -354,11 +353,6 @@ def is_long(lengths: Sequence[Length], times: float) -> bool:
 def noted(lengths: Lengths, last: Length) -> Lengths:
     """Return the lengths with the last, unless it is zero: the first of them and the last five."""
     return (*lengths[:1], *(*lengths[1:], last)[-LAST:]) if last[0] > 0 else lengths
-
-
-def _ordinary(before: Lengths) -> float:
-    """Return a length that is ordinary before a model converges, or after a schedule began low."""
-    return STEPS * max((length for length, _ in before), default=0.0)
 
 
 def _usual(before: Lengths) -> float:

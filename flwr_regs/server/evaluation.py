@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
@@ -23,11 +24,7 @@ LOG = logging.getLogger("flwr")
 
 
 def evaluation(
-    training: Training,
-    number: int,
-    model: NDArrays,
-    config: Mapping[str, Any],
-    network: Network,
+    training: Training, number: int, model: NDArrays, config: Mapping[str, Any], network: Network
 ) -> Course[Mapping[str, Any] | None]:
     """Let clients evaluate `model` after round `number`; return their mean metrics.
 
@@ -49,54 +46,45 @@ def evaluation(
     tied = tie(shared, global_model.tied or {})
     arrays = {keys.ARRAYS: Record(narrow(tied, options.wire_dtype))}
     common = {**config, **training.identity, keys.ROUND_KEY: number}
-
-    def parcel(pid: int) -> Parcel:
-        own_entries = training.remembered.entries(pid, options.seed, number)
-        if options.term.personalising:
-            own_entries[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
-        return Parcel(arrays, {**common, **own_entries})
-
-    parcels = {pid: parcel(pid) for pid in cohort}
+    if options.term.personalising:
+        common[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
+    own_entries = partial(training.remembered.entries, seed=options.seed, number=number)
+    parcels = {pid: Parcel(arrays, {**common, **own_entries(pid)}) for pid in cohort}
     bytes_down = {pid: parcel.nbytes for pid, parcel in parcels.items()}
     clock = time.monotonic()
 
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
-    failures, came = dict(replies.failures), dict(replies.came)
-
     def measured(pid: int, reply: Parcel) -> tuple[Mapping[str, Any], float]:
         check_round(f"the evaluation of client {pid}", reply, common)
         return read_metrics(pid, reply, options.weighted_by_key)
 
-    read, unread = read_each(came, measured)
+    read, unread = read_each(replies.came, measured)
     metrics = {pid: dict(reported) for pid, (reported, _) in read.items()}
-    failures |= unread
-    if failures:
+    if failures := {**replies.failures, **unread}:
         LOG.warning("\t> evaluation: %s", name_failures(failures))
     history = training.history
     if not history or history[-1]["round"] != number:
         history.append({"round": number, "seconds": {}})  # evaluation alone
-    history[-1]["seconds"]["evaluate"] = time.monotonic() - clock
-    history[-1]["evaluate"] = {
-        "bytes_down": bytes_down,
-        "failures": failures,
-        "clients": metrics,
-    }
-    for what, clients in losses(came).items():
+    entry = history[-1]
+    entry["seconds"]["evaluate"] = time.monotonic() - clock
+    told = {"bytes_down": bytes_down, "failures": failures, "clients": metrics}
+    entry["evaluate"] = told
+    for what, clients in losses(replies.came).items():
         if clients:
-            history[-1]["evaluate"][f"lost_{what}"] = clients
+            told[f"lost_{what}"] = clients
             LOG.warning("clients %s evaluate without what they kept (lost_%s)", clients, what)
-    if (layer := output_layer(came)) is not None:
-        history[-1]["output_layer"] = layer
+    if (layer := output_layer(replies.came)) is not None:
+        entry["output_layer"] = layer
     if metrics:
         training.evaluated = True
         averaged, left_out = common_metrics(metrics)
         if left_out:
-            history[-1]["evaluate"]["metrics_left_out"] = left_out
+            told["metrics_left_out"] = left_out
         if not averaged:
             return None
         mean = training.mean_of_metrics("evaluate", averaged)
-        history[-1]["evaluate_metrics"] = dict(mean)
+        entry["evaluate_metrics"] = dict(mean)
         return mean
     all_late = options.deadline is not None and set(parcels) == set(replies.silent)
     if training.evaluated or all_late:

@@ -26,27 +26,25 @@ class UnusableReplies(Exception):
         self.why = dict(why)
 
 
-def without_culprits(
+def of_usable(
     pids: Collection[int],
     step: Callable[[list[int]], T],
     what: str,
     passing: tuple[type[Exception], ...] = (),
-) -> tuple[T, dict[int, str]]:
-    """Return what `step` makes of the clients but its :func:`culprits`, and why it fails with these.
+) -> T:
+    """Return what `step` makes of the clients; raise UnusableReplies for its :func:`culprits`.
 
     What it raises goes on if no client is the cause, or if it is `passing`.
     """
-    left, wrong = list(pids), dict[int, str]()
-    while True:
-        try:
-            return step(left), wrong
-        except passing:
+    everyone = list(pids)
+    try:
+        return step(everyone)
+    except passing:
+        raise
+    except Exception as error:
+        if not (found := culprits(everyone, step, what, passing)):
             raise
-        except Exception:
-            if not (found := culprits(left, step, what, passing)):
-                raise
-            wrong |= found
-            left = [p for p in left if p not in wrong]
+        raise UnusableReplies(found) from error
 
 
 def culprits(

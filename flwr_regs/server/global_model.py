@@ -11,13 +11,11 @@ import numpy as np
 from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
+from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
 from flwr_regs.server.aggregate.weights import restricted
-from flwr_regs.server.failures import UnusableReplies, without_culprits
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import RoundFailed
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.failures import UnusableReplies, of_usable
+from flwr_regs.server.round import Reply, RoundFailed, Snapshots
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -33,7 +31,6 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import BITS, narrow, widen
-from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
@@ -200,11 +197,12 @@ class GlobalModel(Snapshots):
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self.model))
 
-    def context(self, server_round: int, lr: float, population: int) -> ServerContext:
-        """Return the context of the terms' server hooks in a round."""
+    def context(self, server_round: int, lr: float, population: int, **more: Any) -> ServerContext:
+        """Return the context of the terms' server hooks in a round; `more` are its other fields."""
         step = None if self.step is None else self._trainable(self.step)
         return ServerContext(
-            server_round, lr, self._trainable(self.model), step, self.previous_lr, population
+            *(server_round, lr, self._trainable(self.model), step, self.previous_lr, population),
+            **more,
         )
 
     def adopt(self, model: NDArrays) -> bool:
@@ -250,7 +248,6 @@ class GlobalModel(Snapshots):
         finite or beyond the range of the wire's precision; also what `mean` and `robust` raise.
         """
         if robust is not None:
-            check_reached(self._term, replies)
             mean = robust.delta
         step = mean(Updates(self.given, replies, ctx.weights, scaled, self.fixed))
         server, step, code = self._released(replies, ctx, step, robust)
@@ -283,10 +280,27 @@ class GlobalModel(Snapshots):
         delta: NDArrays,
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
-        """Return (the terms' server slots, the step that they make, its code if it has one)."""
+        """Return (the terms' server slots, the step that they make, its code if it has one).
+
+        Raises UnusableReplies for those that make a term's hook fail. To find these, hooks run again
+        without some of the clients: hooks are pure.
+        """
         if self._half:
             delta |= self._means(delta)
-        server, step = self._updated(replies, ctx, self._trainable(delta), robust)
+        mean = self._trainable(delta)
+
+        def update(pids: list[int]) -> tuple[Slot, Any]:
+            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+            folded = self._fold({p: replies[p] for p in pids}, context, robust)
+            counted = pids if robust is None else robust.members(pids)
+            uploads = {p: replies[p].uploads for p in counted}
+            return self._term.update(self.server, mean, uploads, context, folded)
+
+        if any(slot for r in replies.values() for slot in r.uploads.values()):
+            passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
+            server, step = of_usable(replies, update, "its upload cannot be used", passing)
+        else:
+            server, step = update(list(replies))
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -297,33 +311,6 @@ class GlobalModel(Snapshots):
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
-    def _updated(
-        self,
-        replies: Mapping[int, Reply],
-        ctx: ServerContext,
-        delta: NDArrays,
-        robust: RobustMeans | None,
-    ) -> tuple[Slot, Any]:
-        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
-
-        To find these, hooks run again without some of the clients: hooks are pure.
-        """
-
-        def update(pids: list[int]) -> tuple[Slot, Any]:
-            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
-            folded = self._fold({p: replies[p] for p in pids}, context, robust)
-            counted = pids if robust is None else robust.members(pids)
-            uploads = {p: replies[p].uploads for p in counted}
-            return self._term.update(self.server, delta, uploads, context, folded)
-
-        if not any(slot for r in replies.values() for slot in r.uploads.values()):
-            return update(list(replies))
-        passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
-        made, wrong = without_culprits(replies, update, "its upload cannot be used", passing)
-        if wrong:
-            raise UnusableReplies(wrong)
-        return made
-
     def _fold(
         self, replies: Mapping[int, Reply], ctx: ServerContext, robust: RobustMeans | None
     ) -> dict[str, Slot]:
@@ -333,23 +320,15 @@ class GlobalModel(Snapshots):
         """
         folded: dict[str, Slot] = {}
         each: dict[int, dict[str, Slot]] = {}
-        wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
         for pid, delta in each_update(replies, self.given, self.fixed):
-            reply = replies[pid]
             acc = folded if robust is None else {}
-            try:  # with copies: a term may change what it gets
-                uploads = {
-                    t: {k: np.array(a) for k, a in u.items()} for t, u in reply.uploads.items()
-                }
-                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
-                each[pid] = folded
-            except Exception as error:  # whatever an upload makes a term raise
-                why = one_line(str(error)) or type(error).__name__
-                wrong[pid] = f"its upload cannot be used: {why}"
-        if wrong:
-            raise UnusableReplies(wrong)
+            uploads = {  # copies: a term may change what it gets
+                t: {k: np.array(a) for k, a in u.items()} for t, u in replies[pid].uploads.items()
+            }
+            folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
+            each[pid] = folded
         return folded if robust is None else robust.sums(self._term, each)
 
     def _keep_code(self, number: int, code: bytes) -> None:

@@ -33,12 +33,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.pieces import square_sum
-from flwr_regs.wire.text import named
 
 
 @dataclass(frozen=True)
@@ -90,16 +88,8 @@ class CentralDP:
             and self.accountant.config.sampling_method.value == "without-replacement"
         )
 
-    @property
-    def accounted_multiplier(self) -> float:
-        """The accountant's noise multiplier: the noise's standard deviation over the sensitivity."""
-        replaced = self.accountant.config.neighboring_relation.value == "replace-one"
-        return self.noise_multiplier / (2 if replaced else 1)
 
-
-def private_mean(
-    updates: Updates, dp: CentralDP, cohort_size: int
-) -> tuple[dict[str, np.ndarray], float]:
+def private_mean(updates: Updates, dp: CentralDP, cohort_size: int) -> tuple[NDArrays, float]:
     """Return (the noisy mean of the clipped updates, the share of the replies that were clipped).
 
     Sums in float64, in the order of the replies. Each result has the dtype of its mean. Arrays that are not
@@ -212,27 +202,7 @@ class PrivateRounds:
         if self._budget is not None:
             self._budget.check(this_round.number, len(this_round.cohort))
 
-    def uncovered(
-        self, replies: Mapping[int, Reply], model: NDArrays, buffers: Iterable[str]
-    ) -> dict[int, str]:
-        """Return client -> why, for replies that clipping and noise would not cover.
-
-        `buffers` are the arrays that are not trained.
-        """
-        reasons: dict[int, str] = {}
-        for pid, reply in replies.items() if self._dp is not None else ():
-            changed = [
-                n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
-            ]
-            if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
-                reasons[pid] = (
-                    f"it sends uploads of {named(sent)} beside its update, which get no noise"
-                )
-            elif changed:
-                reasons[pid] = f"it changed {changed}, which are not trained and would get no noise"
-        return reasons
-
-    def mean(self, this_round: Round, updates: Updates) -> dict[str, np.ndarray]:
+    def mean(self, this_round: Round, updates: Updates) -> NDArrays:
         """Return the private mean of updates; note its cost in the round."""
         assert self._dp is not None
         cohort = len(this_round.cohort)

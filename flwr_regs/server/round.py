@@ -1,14 +1,16 @@
-"""A round as a value: its cohort, messages and replies, which replies were used, and why others not."""
+"""A round as a value: its cohort, messages and checked replies, which were used, and why others not."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
 
 from flwr_regs.server.failures import name_failures
-from flwr_regs.server.reply import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -32,6 +34,23 @@ class NoMajority(TooFewReplies):
 UNDECIDED = "the clients disagree, half against half, on which parameters they train"
 
 
+class Snapshots:
+    """What rounds change in a part of a training: the attributes that `kept` names.
+
+    For checkpoints, and to go back to after a round that failed.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what it keeps, as plain values; later rounds do not change them."""
+        return {name: copy(getattr(self, name)) for name in self.kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        vars(self).update({name: state[name] for name in self.kept})
+
+
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
     """Return the clients that have lost private entries, and those that have lost slots of terms."""
     words = {"private": keys.LOST_PRIVATE, "state": keys.LOST_STATE}
@@ -39,6 +58,53 @@ def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
         what: sorted(pid for pid, reply in replies.items() if reply.says(word))
         for what, word in words.items()
     }
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One client's usable reply.
+
+    Attributes
+    ----------
+    arrays : mapping
+        ``v_k`` by name; an array that is neither here nor in `delta` equals that of ``w_t``.
+    uploads : Slot
+        The terms' uploads by term name; those of a term that folds are decoded when they are read.
+    metrics : mapping
+    num_examples : float
+        ``n_k``.
+    delta : mapping
+        ``v_k − w_t`` of the arrays that were sent as differences.
+    steps : tuple or None
+        ``s_k`` and E, the local steps taken and planned; None if the client does not report them.
+    buffers : frozenset of str
+        The arrays that it does not train.
+    tied : mapping
+        Tied weights, other name -> trained name.
+    frozen : str
+        The digest of the frozen parameters that only the clients hold; "" if it says none.
+    coded : callable, optional
+        Returns `delta`, which is then empty: :attr:`open` returns the reply with it.
+    turns : int
+        How many trainings of the client it is the mean of.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    uploads: Slot
+    metrics: Any
+    num_examples: float
+    delta: Mapping[str, np.ndarray] = field(default_factory=dict)
+    steps: tuple[int, int] | None = None
+    buffers: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    frozen: str = ""
+    coded: Callable[[], Mapping[str, np.ndarray]] | None = None
+    turns: int = 1
+
+    @property
+    def open(self) -> Reply:
+        """The reply with its update decoded, which takes a model's memory as long as it is held."""
+        return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
 
 
 @dataclass
@@ -107,18 +173,6 @@ class Round:
         """Note the seconds since the last lap, or the round's start, as those of `phase`."""
         began, self._clock = self._clock, time.monotonic()
         self.seconds[phase] = self._clock - began
-
-    def miss(self, silent: Iterable[int], deadline: float | None) -> None:
-        """Note clients without a reply; with a deadline they are late."""
-        if deadline is None:
-            return
-        self.late += sorted(silent)
-        self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
-
-    def leave_out(self, why: Mapping[int, str]) -> None:
-        """Note clients whose replies cannot be used after all."""
-        self.failures |= why
-        self.received = {p: reply for p, reply in self.received.items() if p not in why}
 
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""

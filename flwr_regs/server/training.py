@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -25,9 +24,8 @@ from flwr_regs.server.aggregate.weights import (
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import STEP, DivergenceGuard, Diverges
-from flwr_regs.server.exchange.first_exchange import Exchange
+from flwr_regs.server.exchange.exchange import Exchange, Remembered, name_losses
 from flwr_regs.server.exchange.network import Course, Network
-from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import UnusableReplies, name_failures
 from flwr_regs.server.global_model import GlobalModel, Step
@@ -35,9 +33,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Reply, Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -46,6 +42,9 @@ from flwr_regs.wire.text import shown
 LOG = logging.getLogger("flwr")
 MANY = 5
 """Replies of which one client should not have over half of the weight."""
+BOUND = ("model", "participation", "guard", "remembered")
+KNOWN = ("population", "privacy")
+"""Parts that rounds change and checkpoints hold; those in the first are as before after a failed round."""
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """Averages the clients' metrics: ("train" or "evaluate", the metrics that all report) -> their mean."""
 
@@ -76,6 +75,7 @@ class Training:
         What identifies this training to the clients, also after it was resumed.
     evaluated : bool
         Whether any client could ever evaluate.
+    privacy, participation, guard : PrivateRounds, Participation, DivergenceGuard
     remembered : Remembered
         With which of its earlier rounds a client's next one begins.
     options, method, num_rounds, mean_of_metrics
@@ -110,22 +110,15 @@ class Training:
         self.start_id = uuid4().hex[:8]
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
-        self._privacy = PrivateRounds(options.privacy, options.seed, budget)
-        self._participation = Participation(
+        self.privacy = PrivateRounds(options.privacy, options.seed, budget)
+        self.participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
-        self._guard = DivergenceGuard(options, method)
+        self.guard = DivergenceGuard(options, method)
         self._warned_of_weights = False
         self._heavy = set[int]()  # clients that were named for their weight
         self.evaluated = False
         self.remembered = Remembered()
-        self._bound: dict[str, Snapshots] = {  # a round changes them, and a failed one does not
-            "model": self.model,
-            "participation": self._participation,
-            "guard": self._guard,
-            "remembered": self.remembered,
-        }
-        self._known: dict[str, Any] = {"population": self.population, "privacy": self._privacy}
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -154,21 +147,16 @@ class Training:
             **({keys.FROZEN_DIGEST_KEY: frozen} if frozen else {}),
         }
 
-    def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
-        """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
-        self._privacy.ledger = write
-
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
-        kept = {**self._bound, **self._known}
-        states = {name: part.snapshot() for name, part in kept.items()}
+        states = {name: getattr(self, name).snapshot() for name in (*BOUND, *KNOWN)}
         return {**states, "start": self.start_id, "evaluated": self.evaluated}
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
         self.start_id = state["start"]
-        for name, part in {**self._bound, **self._known}.items():
-            part.restore(state[name])
+        for name in (*BOUND, *KNOWN):
+            getattr(self, name).restore(state[name])
         self.evaluated = state["evaluated"]
         self.history[:] = history
 
@@ -184,12 +172,12 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
-        before = {name: part.snapshot() for name, part in self._bound.items()}
+        before = {name: getattr(self, name).snapshot() for name in BOUND}
         try:
             return (yield from self._round(number, config, network))
         except BaseException:  # a failed round binds nobody
-            for name, part in self._bound.items():
-                part.restore(before[name])
+            for name in BOUND:
+                getattr(self, name).restore(before[name])
             raise
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
@@ -221,10 +209,7 @@ class Training:
         this_round.lap("clients")
 
         Reader(self.method, options, self.model).read_all(this_round)
-        fixed = (self.model.buffers or frozenset()) - set(self.model.tied or ())
-        uncovered = self._privacy.uncovered(this_round.received, self.model.given, fixed)
-        this_round.leave_out(uncovered)
-        self._participation.select(this_round)
+        self.participation.select(this_round)
         self._close(this_round)
         for replies in acknowledged:
             self.remembered.held |= dict.fromkeys(replies.came, number)
@@ -239,23 +224,23 @@ class Training:
         connected = self.population.refresh(network)
         if self.population.missing:
             this_round.events["missing"] = self.population.missing
-        clients = self._privacy.members(connected)
+        clients = self.privacy.members(connected)
         this_round.population = len(clients)
         if failed is not None:
             this_round.continue_from(failed)
-        members = self._participation.remaining(clients, this_round)
+        members = self.participation.remaining(clients, this_round)
         this_round.cohort = self._draw(number, members, network, failed)
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
-        self._privacy.check_budget(this_round)
+        self.privacy.check_budget(this_round)
         this_round.lr = self.learning_rate(number, config.get("lr"))
-        context = self._context(this_round, self._robust())
+        context, _ = self._context(this_round)
         this_round.config = self._config(this_round, config)
         options.term.restrict(this_round.config)  # with this round's learning rate
         exchange = Exchange(
             *(this_round, options, self.model, network, context),
             *(self.population.request, self.remembered),
-            partial(self._guard.check_uploads, this_round, what="reply in the first exchange,"),
+            partial(self.guard.check_uploads, this_round, what="reply in the first exchange,"),
         )
         this_round.lap("configure")
         return this_round, exchange, members
@@ -273,7 +258,7 @@ class Training:
         self.history.append(entry := this_round.entry())
         try:
             self._advance(this_round)
-            self._participation.note(this_round)
+            self.participation.note(this_round)
             self._remember(this_round)
             self._measure(this_round)
         except Exception as error:
@@ -310,7 +295,7 @@ class Training:
             here = set(members)
             return [p for p in failed["cohort"] if p in here]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
-        key = (self._privacy.cohort_seed, number)
+        key = (self.privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
         return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
@@ -321,7 +306,7 @@ class Training:
         """
         if given is None:
             return None
-        return self.options.learning_rate(given, self._participation.schedule_round(number))
+        return self.options.learning_rate(given, self.participation.schedule_round(number))
 
     def _config(self, this_round: Round, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round's config, the same for every client."""
@@ -341,20 +326,19 @@ class Training:
 
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        means = self._guard if self.options.privacy is None else self._privacy
+        means = self.guard if self.options.privacy is None else self.privacy
         where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
-            robust = self._robust()
-            context = self._context(this_round, robust)  # the trained arrays are known now
+            context, robust = self._context(this_round)  # the trained arrays are known now
             try:
-                self._guard.check_uploads(
+                self.guard.check_uploads(
                     this_round, {p: r.uploads for p, r in this_round.used.items()}
                 )
-                self._guard.check_variances(this_round, self.model.given)
+                self.guard.check_variances(this_round, self.model.given)
                 mean = partial(means.mean, this_round)
                 step, given, scaled = self._step(this_round.used, context, mean, robust)
-                self._guard.watch(this_round, step.square)
+                self.guard.watch(this_round, step.square)
                 self.model.move(step, context)
                 self._note_bounds(this_round, robust, context.weights, given, scaled)
                 return
@@ -362,7 +346,7 @@ class Training:
                 wrong = error.why
             except Diverges as error:
                 again = partial(self._again, this_round, context)
-                wrong = self._guard.behind(this_round, str(error), again)
+                wrong = self.guard.behind(this_round, str(error), again)
             except TooFewVectors as error:
                 raise TooFewReplies(f"{where}: {error}") from error
             except AggregatorFailed as error:
@@ -396,32 +380,29 @@ class Training:
     def _again(self, this_round: Round, context: ServerContext, pids: Collection[int]) -> None:
         """Make the step of some of the clients, which no one sees; raise Diverges if it is too long."""
         some = {p: this_round.used[p] for p in pids}
-        mean = partial(self._guard.mean, this_round, compares=False)
+        mean = partial(self.guard.mean, this_round, compares=False)
         step, *_ = self._step(some, restricted(context, pids), mean)
-        self._guard.limit(this_round, STEP, step.square, some)
+        self.guard.limit(this_round, STEP, step.square, some)
 
-    def _context(self, this_round: Round, robust: RobustMeans | None) -> ServerContext:
-        """Return the context of the terms' server hooks; with weights and replies, once there are any."""
+    def _context(self, this_round: Round) -> tuple[ServerContext, RobustMeans | None]:
+        """Return (the context of the terms' server hooks, a robust aggregator's means).
+
+        It has weights and replies, once there are any. For `Mean`, there are no other means.
+        """
         lr = math.nan if this_round.lr is None else this_round.lr
-        context = self.model.context(this_round.number, lr, self.population.size)
-        context = replace(context, max_scale=self.options.max_scale)
+        options, used = self.options, this_round.used
+        mean = isinstance(options.aggregator, Mean)
+        robust = None if mean else RobustMeans(options.aggregator)
+        more: dict[str, Any] = {"max_scale": options.max_scale}
         if robust is not None:
-            context = replace(context, aggregated=robust.aggregated, robust=True)
-        if not this_round.used:
-            return context
-        options, given, fixed = self.options, self.model.given, self.model.fixed
-        measured = {p: Stats(p, r, given, fixed) for p, r in this_round.used.items()}
-        return replace(
-            context,
-            weights=aggregation_weights(this_round.used, options.weighting, options.max_weight),
-            replies=measured if options.privacy is None else WithheldStats(),
-            answers=this_round.answers,
-        )
-
-    def _robust(self) -> RobustMeans | None:
-        """Return a robust aggregator's means, for one round; None for `Mean`."""
-        aggregator = self.options.aggregator
-        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
+            more |= {"aggregated": robust.aggregated, "robust": True}
+        if used:
+            given, fixed = self.model.given, self.model.fixed
+            measured = {p: Stats(p, r, given, fixed) for p, r in used.items()}
+            more["weights"] = aggregation_weights(used, options.weighting, options.max_weight)
+            more["replies"] = measured if options.privacy is None else WithheldStats()
+            more["answers"] = this_round.answers
+        return self.model.context(this_round.number, lr, self.population.size, **more), robust
 
     def _note_bounds(
         self,

@@ -168,10 +168,7 @@ def not_trained(
 
 
 def check_arrays(
-    arrays: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    what: str,
-    largest: float | None = None,
+    arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str, largest: float | None = None
 ) -> None:
     """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
 

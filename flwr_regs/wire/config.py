@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,31 +19,24 @@ TRAIN_KEYS = ("lr", "local-epochs", "local-steps", *OPTIMIZER_KEYS, "clip-norm")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     # a class of torch.optim that trains dense parameters of any shape: the keys that it takes
     "SGD": ("momentum", "weight-decay"),
-    "Adam": ("weight-decay",),
-    "AdamW": ("weight-decay",),
-    "NAdam": ("weight-decay",),
-    "RAdam": ("weight-decay",),
-    "Adamax": ("weight-decay",),
-    "Adagrad": ("weight-decay",),
-    "Adadelta": ("weight-decay",),
-    "Adafactor": ("weight-decay",),
-    "ASGD": ("weight-decay",),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad"), ("weight-decay",)),
+    **dict.fromkeys(("Adadelta", "Adafactor", "ASGD"), ("weight-decay",)),
     "RMSprop": ("momentum", "weight-decay"),
     "Rprop": (),
     "LBFGS": (),
 }
 PERSONALISE = ("plain", "proximal", "distil", "both")
 PARTS = ("head", "body", "all")
+WHOLE = Range("a positive integer", lambda v: v >= 1, int)
 PERSONAL = {
-    # numbers of personalisation: the kinds of it that read them
-    "personal-lr": PERSONALISE,
-    "personal-epochs": PERSONALISE,
-    "personal-mu": ("proximal", "both"),
-    "personal-lam": ("distil", "both"),
-    "personal-temperature": ("distil", "both"),
+    # numbers of personalisation: their range, and the kinds of it that read them
+    "personal-lr": (POSITIVE, PERSONALISE),
+    "personal-epochs": (WHOLE, PERSONALISE),
+    "personal-mu": (NOT_NEGATIVE, ("proximal", "both")),
+    "personal-lam": (SHARE, ("distil", "both")),
+    "personal-temperature": (POSITIVE, ("distil", "both")),
 }
 EVALUATE_KEYS = ("personalise", "personal-part", *PERSONAL)
-WHOLE = Range("a positive integer", lambda v: v >= 1, int)
 NUMBERS = {
     "lr": POSITIVE,
     "local-epochs": WHOLE,
@@ -51,11 +44,7 @@ NUMBERS = {
     "momentum": DECAY,
     "weight-decay": NOT_NEGATIVE,
     "clip-norm": POSITIVE,
-    "personal-lr": POSITIVE,
-    "personal-epochs": WHOLE,
-    "personal-mu": NOT_NEGATIVE,
-    "personal-lam": SHARE,
-    "personal-temperature": POSITIVE,
+    **{key: good for key, (good, _) in PERSONAL.items()},
 }
 
 
@@ -68,10 +57,7 @@ class Spelled:
             """Make an instance; TypeError for an unknown argument."""
             taken = signature(cls.__init__).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-                for name in given.keys() - taken.keys():
-                    raise TypeError(
-                        f"{cls.__name__} takes no argument '{name}'{nearest(name, taken)}"
-                    )
+                check_arguments(cls.__name__, given, taken.keys())
             return super().__new__(cls)
 
 
@@ -100,6 +86,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
     longer = [k for k, parts in others.items() if set(given) <= set(parts)]
     similar = [*swapped, *short, *near, *longer]
     return f"; did you mean '{similar[0]}'?" if similar else ""
+
+
+MOVED = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "start(train_config=...)",
+    "on_evaluate_config_fn": "start(evaluate_config=...)",
+    "evaluate_fn": "start(evaluate_fn=...)",
+    "initial_parameters": "start(initial_arrays=...)",
+}
+"""Names in Flower's older strategies -> their names now."""
+
+
+def check_arguments(
+    owner: str, given: Iterable[str], known: Set[str], own: Set[str] = frozenset()
+) -> None:
+    """Raise TypeError naming an argument that is none of the `known`.
+
+    The name that was probably meant is one of these, or of the owner's `own` parameters.
+    """
+    for name in set(given) - known:
+        hint = nearest(name, known | own)
+        if name in MOVED:
+            hint = f", an older name: now it is {MOVED[name]}"
+        raise TypeError(f"{owner} takes no argument '{name}'{hint}")
 
 
 NEEDS = {"lr": "the clients' learning rate", "duration": "for how long the clients train"}
@@ -181,13 +196,12 @@ def _check_numbers(config: Mapping[str, Any], where: str, *keys: str) -> None:
             raise ValueError(f"{where} key '{key}' must be {expected}, not {config[key]!r}")
 
 
-def check_evaluate_config(
-    config: Mapping[str, Any], where: str = "evaluate_config", also: Iterable[str] = ()
-) -> None:
+def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -> None:
     """Raise ValueError for an unknown key, or for missing or wrong keys of personalisation.
 
     `also` holds known keys in addition to the package's and Flower's own.
     """
+    where = "evaluate_config"
     check_config_keys(config, [*EVALUATE_KEYS, *FLOWER_KEYS, *also], where)
     kind = config.get("personalise")
     if kind is None:
@@ -199,6 +213,6 @@ def check_evaluate_config(
     if (part := config.get("personal-part", "head")) not in PARTS:
         raise ValueError(f"{where} key 'personal-part' must be one of {PARTS}, not {part!r}")
     _check_numbers({"personal-lr": None, **config}, where, *PERSONAL)
-    for key, kinds in PERSONAL.items():
+    for key, (_, kinds) in PERSONAL.items():
         if key in config and kind not in kinds:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")

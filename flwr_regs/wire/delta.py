@@ -17,6 +17,7 @@ from flwr_regs.wire.arrays import (
     in_code_order,
     tie,
 )
+from flwr_regs.wire.precision import widen
 from flwr_regs.wire.text import one_line
 
 WHOLE = "model"
@@ -30,13 +31,16 @@ class OutOfSync(Exception):
 def model_from(
     config: Mapping[str, Any], arrays: NDArrays, base: NDArrays | None
 ) -> tuple[NDArrays, NDArrays | None]:
-    """Return (the server's model, the last step) from a message that does not hold the whole.
+    """Return (the server's model in its own precision, the last step) from what a message holds.
 
     `base` is the model that this client kept, or None. Of a ``"coded"`` message, the model still lacks the
     coded steps, which only the method can decode: :func:`decoded_model`. The step is None if the message
     has none. Raises OutOfSync.
     """
-    kind = config[keys.DOWNLINK_KEY]
+    if keys.HALF_KEY in config:
+        arrays = widen(arrays, str(config[keys.HALF_KEY]))
+    if (kind := config.get(keys.DOWNLINK_KEY, WHOLE)) == WHOLE:
+        return arrays, None
     if base is None:
         raise OutOfSync
     if kind == "coded":

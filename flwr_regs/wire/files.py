@@ -50,9 +50,8 @@ def claim(path: Path) -> Callable[[], None]:
         if sys.platform == "win32":
             import msvcrt
 
-            os.lseek(
-                descriptor, 2**30, os.SEEK_SET
-            )  # beyond the text: nobody can read what is locked
+            # beyond the text: nobody can read what is locked
+            os.lseek(descriptor, 2**30, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         else:
             import fcntl

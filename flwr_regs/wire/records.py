@@ -11,9 +11,9 @@ import flwr
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
-from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY, ROUND_KEY
-from flwr_regs.wire.npy import Unreadable, read_array, read_header, write_array
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
+from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -21,20 +21,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-NUMBERS = "biuf"
-"""Kinds of dtypes that this package writes; the others are left to Flower."""
-
-
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
-    return record_of({k: to_array(np.asarray(a)) for k, a in arrays.items()})
-
-
-def record_of(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """Return a record that holds these arrays themselves; its constructor would make each anew."""
-    record = ArrayRecord()
+    record = ArrayRecord()  # its constructor would make each array anew
     for name, array in arrays.items():
-        record[name] = array
+        record[name] = to_array(np.asarray(array))
     return record
 
 
@@ -45,7 +36,7 @@ def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
 
 def to_array(array: np.ndarray) -> Array:
     """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
-    if array.dtype.kind not in NUMBERS:
+    if array.dtype.kind not in SIZES:  # left to Flower
         return Array(array)
     return Array(_label(array.dtype), array.shape, "numpy.ndarray", write_array(array))
 
@@ -67,26 +58,32 @@ def views_of(record: Mapping[str, Array]) -> NDArrays:
     arrays: NDArrays = {}
     for key, array in record.items():
         name = plain_name(key)
-        try:
-            if name in arrays:
-                raise Unreadable("it came twice, with and without what torch.compile adds to names")
-            if array.stype != "numpy.ndarray":
-                raise Unreadable(
-                    f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'"
-                )
-            head = read_header(array.data)  # before memory is spent
-            if array.dtype not in ("", _label(head.dtype)):
-                raise Unreadable(f"it is {head.dtype}, but is labelled {quoted(array.dtype, 40)}")
-            if tuple(array.shape) not in ((), head.shape):
-                raise Unreadable(
-                    f"it has shape {head.shape}, but is labelled {quoted(array.shape, 80)}"
-                )
-            arrays[name] = head.view(array.data)
-        except (Unreadable, TypeError) as error:
+        if name in arrays:
             raise ProtocolError(
-                f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
-            ) from error
+                f"array '{shown(name, LONGEST_NAME)}' cannot be read: it came twice, with and without what "
+                "torch.compile adds to names"
+            )
+        arrays[name] = view_of(name, array)
     return arrays
+
+
+def view_of(name: str, array: Array) -> np.ndarray:
+    """Return one array of :func:`views_of`."""
+    try:
+        if array.stype != "numpy.ndarray":
+            raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
+        head = read_header(array.data)  # before memory is spent
+        if array.dtype not in ("", _label(head.dtype)):
+            raise Unreadable(f"it is {head.dtype}, but is labelled {quoted(array.dtype, 40)}")
+        if tuple(array.shape) not in ((), head.shape):
+            raise Unreadable(
+                f"it has shape {head.shape}, but is labelled {quoted(array.shape, 80)}"
+            )
+        return head.view(array.data)
+    except (Unreadable, TypeError) as error:
+        raise ProtocolError(
+            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
+        ) from error
 
 
 @cache
@@ -105,13 +102,6 @@ def record_of_state(state: Any) -> ArrayRecord:
             f"initial_arrays must be an ArrayRecord or a state_dict, not a {type(state).__name__}{hint}"
         )
     return ArrayRecord(OrderedDict(state))
-
-
-def plainly_named(record: ArrayRecord) -> ArrayRecord:
-    """Return a record without what ``torch.compile`` adds to names; the record itself if there is none."""
-    if all(plain_name(k) == k for k in record):
-        return record
-    return record_of({plain_name(k): a for k, a in record.items()})
 
 
 class Writer:
@@ -148,7 +138,8 @@ def reply_of(parcel: Parcel) -> RecordDict:
     """Return a client's reply as a message's content."""
     records: dict[str, Any] = {name: to_record(arrays) for name, arrays in parcel.records.items()}
     records[METRICS] = MetricRecord({**(parcel.metrics or {})})
-    records[CONFIG] = ConfigRecord({**parcel.config})
+    if parcel.config:
+        records[CONFIG] = ConfigRecord({**parcel.config})
     return RecordDict(records)
 
 
@@ -172,26 +163,6 @@ def parcel_of(content: RecordDict) -> Parcel:
     return Parcel(records, config, metrics, size)
 
 
-def sorted_entries(
-    reply: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split a client's reply into (uploads as records, numbers, entries of a config).
-
-    Uploads are mappings, or packed. The number of the round is an entry.
-    """
-    records: dict[str, Any] = {}
-    numbers: dict[str, Any] = {}
-    texts: dict[str, Any] = {}
-    for key, value in reply.items():
-        if isinstance(value, bytes | Mapping) and key.endswith(".upload"):
-            records[key] = to_record(unpack(value) if isinstance(value, bytes) else value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key != ROUND_KEY:
-            numbers[key] = value
-        else:
-            texts[key] = value
-    return records, numbers, texts
-
-
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a node says of itself to the IDENTIFY query: its partition and its Flower."""
     entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__}
@@ -199,11 +170,6 @@ def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
         if key in node_config:
             entries[key] = int(node_config[key])
     return entries
-
-
-def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
-    """Return the reply to the IDENTIFY query."""
-    return RecordDict({CONFIG: ConfigRecord(identity(node_config))})
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
@@ -217,19 +183,3 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     return ArrayRecord(
         {n: Array((v.float() if str(v.dtype) in halves else v).numpy()) for n, v in state.items()}
     )
-
-
-def labelled(name: str, data: bytes) -> Array:
-    """Return the Array of a ``.npy``, with its dtype and shape.
-
-    It lies in C's order; a ``.npy`` that does so is not copied. Raises ProtocolError for other bytes.
-    """
-    try:
-        head = read_header(data)
-    except Unreadable as error:
-        raise ProtocolError(
-            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
-        ) from error
-    if head.fortran:
-        return Array(np.array(read_array(data), order="C"))
-    return Array(_label(head.dtype), head.shape, "numpy.ndarray", data)

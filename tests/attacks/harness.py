@@ -119,8 +119,8 @@ class LyingStack(StackedGrid):
         super().__init__(app, clients)
         self.lie, self.liars = lie, liars
 
-    def network(self, method: str, terms: Sequence[Any]) -> Any:
-        network: Any = super().network(method, terms)
+    def network(self) -> Any:
+        network: Any = super().network()
         honest = network.ask
 
         def ask(request: Request, timeout: float | None = None) -> Replies:

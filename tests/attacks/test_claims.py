@@ -18,7 +18,7 @@ from flwr_regs.server.aggregate.weights import (
     bounded_shares,
     update_weights,
 )
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext
 from tests.experiments.runs import strategy_of
 

@@ -46,9 +46,9 @@ class Watched:
         super().__init__(*args, **kwargs)
         self.replies: list[dict[int, Parcel]] = []
 
-    def network(self, method: str, terms: Any) -> Any:
+    def network(self) -> Any:
         """Note the replies of its exchanges."""
-        network = super().network(method, terms)  # type: ignore[misc]
+        network = super().network()  # type: ignore[misc]
         return None if network is None else Recorded(network, self.replies)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

@@ -59,8 +59,8 @@ def test_a_snapshot_holds_those_that_keep_something_and_goes_back() -> None:
     assert {n for n, state in first.items() if state} == keeping
     assert first.keys() == keeping | {1000, 1000 + CLIENTS - 1}
     before = {n: dict(s.items()) for n, s in first.items()}
-    for context in grid._contexts.values():
-        context.state["mine"] = ConfigRecord({"x": 1})
+    for node in grid.get_node_ids():
+        grid._contexts[node].state["mine"] = ConfigRecord({"x": 1})
     assert {n: dict(s.items()) for n, s in first.items()} == before  # not changed by later rounds
     assert len(grid.snapshot()) == CLIENTS
     grid.restore(first)

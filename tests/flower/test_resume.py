@@ -332,7 +332,7 @@ def test_privacy_that_was_spent_stays_spent(tmp_path: Path, log: Log) -> None:
     assert spent(again) == 5
     assert again.history[2]["epsilon"] > first.history[1]["epsilon"] * 1.2
     assert bits(again.arrays) not in released
-    assert again.training._privacy.cohort_seed != first.training._privacy.cohort_seed
+    assert again.training.privacy.cohort_seed != first.training.privacy.cohort_seed
     lived = private(checkpoint_dir=tmp_path)  # an accountant that lived on counts nothing twice
     lived.privacy.accountant.load_state_dict(again.privacy.accountant.state_dict())
     lived.start(case.grid(), resume_from=tmp_path, **start)

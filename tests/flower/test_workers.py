@@ -91,14 +91,14 @@ def pair() -> Iterator[tuple[InProcessGrid, InProcessGrid]]:
 
 def pool(grid: InProcessGrid) -> list[Any]:
     assert grid._workers is not None
-    return list(grid._workers.pool.running.values())
+    return list(grid._workers.running.values())
 
 
 def train(grid: InProcessGrid, method: str, rounds: int = 2, **settings: Any) -> Any:
     """Train with the clients' run config changed; return the result."""
     config = {"method": method, **settings.pop("clients", {})}
-    for context in grid._contexts.values():
-        context.run_config = config
+    for node in grid.get_node_ids():
+        grid._contexts[node].run_config = config
     resume_from = settings.pop("resume_from", None)
     settings |= {"lam": 0.1} if method == "RFedAvgPlus" else {}
     return getattr(fr, method)(seed=3, **settings).start(

@@ -105,7 +105,7 @@ def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
         return decode(term, data, like)
 
     monkeypatch.setattr(fr.SparseTernary, "decode", counted)
-    monkeypatch.setattr("flwr_regs.server.reply.SMALL", small)
+    monkeypatch.setattr("flwr_regs.server.exchange.replies.SMALL", small)
     terms = {"terms": [fr.SparseTernary]}
 
     def model() -> Any:
@@ -114,6 +114,7 @@ def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
 
     got = model()
     assert len(decoded) == len(set(decoded)) * times == 4 * 2 * times
-    monkeypatch.setattr("flwr_regs.server.reply.SMALL", 0)
-    monkeypatch.setattr("flwr_regs.server.reply.MOSTLY_ZERO", 1e9)  # every update is decoded twice
+    monkeypatch.setattr("flwr_regs.server.exchange.replies.SMALL", 0)
+    # every update is decoded twice
+    monkeypatch.setattr("flwr_regs.server.exchange.replies.MOSTLY_ZERO", 1e9)
     close(got, model(), 0.0)

@@ -18,8 +18,7 @@ from flwr_regs.server.divergence import DivergenceGuard, Diverges, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.failures import UnusableReplies
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.round import Reply, Round, RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, Slot, Term
 from flwr_regs.wire.parcel import Parcel, Record

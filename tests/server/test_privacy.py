@@ -19,11 +19,15 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
-from flwr_regs.server.privacy import PrivateRounds, private_mean
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.exchange.replies import Reader
+from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.options import Options
+from flwr_regs.server.privacy import private_mean
+from flwr_regs.server.round import Reply, Round
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
@@ -331,12 +335,16 @@ def test_what_would_get_no_noise_is_left_out() -> None:
         2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
         3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
     }
-    private = PrivateRounds(fr.CentralDP(1.0, 0.0), 1, None)
-    assert private.uncovered(replies, model, ["seen"]) == {
+    replies = {p: replace(r, buffers=frozenset({"seen"})) for p, r in replies.items()}
+    options = Options.of(chain([]), weighting="uniform", privacy=fr.CentralDP(1.0, 0.1))
+    this_round, open_round = Round(1), Round(1)
+    for one, of_round in ((options, this_round), (replace(options, privacy=None), open_round)):
+        Reader("FedAvg", one, GlobalModel(one.term, model)).compare(of_round, dict(replies))
+    assert this_round.failures == {
         1: "it changed ['seen'], which are not trained and would get no noise",
         2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
     }
-    assert PrivateRounds(None, 1, None).uncovered(replies, model, ["seen"]) == {}
+    assert (list(this_round.received), list(open_round.received)) == ([0, 3], [0, 1, 2, 3])
 
 
 # Flower's mods, and its wrappers

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays_of
 from flwr_regs.server.exchange.replies import read_uploads
 from flwr_regs.wire.arrays import ProtocolError, unpack
 from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
-from flwr_regs.wire.records import from_record, labelled, parcel_of, to_array, views_of
+from flwr_regs.wire.records import from_record, parcel_of, to_array, view_of, views_of
 from tests.server.exchange.damage import NOT_ARRAYS, npy
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
@@ -94,7 +94,7 @@ GOOD = [
 def test_an_array_is_labelled_as_its_bytes_are_and_a_sealed_one_is_not_copied(
     array: np.ndarray,
 ) -> None:
-    ours = labelled("w", to_array(array).data)
+    ours = to_array(view_of("w", Array("", (), "numpy.ndarray", to_array(array).data)))
     assert (ours.dtype, tuple(ours.shape)) == (str(array.dtype), array.shape)
     np.testing.assert_array_equal(views_of({"w": ours})["w"], array)
     data = write_array(array)

@@ -12,7 +12,7 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
 from tests.conftest import Batch, close, plain_fedavg

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from logging import WARNING
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from flwr.app import Error, Message
 from flwr.common import log
@@ -24,8 +24,13 @@ from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
-OURS = "flwr_regs.flower."
-"""The folder whose grids may answer for their clients."""
+OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
+
+
+def ours_alone(grid: Grid) -> bool:
+    """Whether a grid's messages pass through nothing that is not of this package, such as a subclass."""
+    ways = grid.push_messages, grid.pull_messages
+    return all(str(getattr(way, "__module__", "")).startswith("flwr_regs.flower.") for way in ways)
 
 
 class GridNetwork:
@@ -106,28 +111,23 @@ class GridNetwork:
             if ended:
                 break
             time.sleep(min(max(0.01, 0.1 * (time.monotonic() - began)), 1.0))
-        replies = Replies({}, {}, [])
-        for i in ended:
-            message, request, _ = self._waiting.pop(i)
-            (one,) = replies_to([request], [message], [came[i]] if i in came else [])
-            silent = [*replies.silent, *one.silent]
-            replies = Replies(
-                {**replies.came, **one.came}, {**replies.failures, **one.failures}, silent
-            )
+        messages, requests, _ = zip(*map(self._waiting.pop, ended), strict=True)
+        parcels = {pid: parcel for r in requests for pid, parcel in r.parcels.items()}
+        nodes = {pid: node for r in requests for pid, node in r.nodes.items()}
+        request = Request(requests[0].kind, parcels, nodes)
+        (replies,) = replies_to([request], messages, [came[i] for i in ended if i in came])
         return replies
 
     def _known(self, request: Request) -> Replies | None:
         """Return what nodes would say of their partitions, where the grid knows it; None elsewhere.
 
-        100,000 messages take some ten seconds. They are sent all the same if the grid's messages pass
-        through anything that is not of this package, such as a subclass.
+        100,000 messages take some ten seconds.
         """
-        ways = self._grid.push_messages, self._grid.pull_messages
-        if not all(str(getattr(way, "__module__", "")).startswith(OURS) for way in ways):
+        grid: Any = self._grid
+        if not ours_alone(grid):
             return None
-        find = getattr(self._grid, "identities", None)
         try:
-            said = None if find is None else find(request.nodes.values())
+            said = grid.identities(request.nodes.values())
         except Exception:  # such as a partition id that is no number: asked, its node says so
             said = None
         if said is None:
@@ -200,11 +200,7 @@ def _name_other_versions(replies: Replies) -> None:
         if version.split(".")[:2] != FLOWER.split(".")[:2]:
             others[version].append(node)
     for version, nodes in others.items():
-        log(
-            WARNING,
-            "nodes %s run Flower %s, and this server Flower %s: install one version on all machines",
-            *(nodes, one_line(version), FLOWER),
-        )
+        log(WARNING, OTHERS, nodes, one_line(version), FLOWER)
 
 
 def replies_to(

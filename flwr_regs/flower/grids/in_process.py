@@ -15,14 +15,14 @@ from flwr_regs.client.member import Identity
 from flwr_regs.cohort.cohort_network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
 from flwr_regs.flower.compat import Run, identify, numbered
-from flwr_regs.flower.grids.contexts import Contexts
-from flwr_regs.flower.grids.grid_network import OURS, GridNetwork
-from flwr_regs.flower.grids.local_clients import LocalClients
+from flwr_regs.flower.grids.grid_network import GridNetwork, ours_alone
+from flwr_regs.flower.grids.local_clients import Contexts, LocalClients
 from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import Term
+from flwr_regs.wire.records import identity
 
 FIRST = 1000
 """The node id of the first client."""
@@ -141,17 +141,15 @@ class InProcessGrid(Grid):
                 self._workers.close()
                 self._workers = Workers(self._app, self._number)
 
-    def network(self, method: str, terms: Sequence[type[Term]]) -> Network | None:
-        """Return a network without messages for a method's training; None where messages are needed."""
-        self.serve(method, terms)
+    def network(self) -> Network | None:
+        """Return a network without messages, of the method served; None where messages are needed."""
         if self._workers is not None or not isinstance(self._source, Clients) or self._wrapped():
             return None
         return CohortNetwork(self._clients(self._source))
 
     def _wrapped(self) -> bool:
         """Whether messages pass through anything that is not of this package, such as a subclass."""
-        ways = self.push_messages, self.pull_messages, self.send_and_receive
-        return not all(str(getattr(way, "__module__", "")).startswith(OURS) for way in ways)
+        return not ours_alone(self)
 
     def _clients(self, source: Clients | NumPyClientApp) -> LocalClients:
         if self._local is None:
@@ -191,7 +189,7 @@ class InProcessGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the clients' node ids."""
-        return list(self._contexts)
+        return list(self._contexts.nodes)
 
     def identities(self, nodes: Iterable[int]) -> dict[int, dict[str, Any]] | None:
         """Return what these nodes would reply if they were asked for their partitions.
@@ -200,7 +198,7 @@ class InProcessGrid(Grid):
         """
         if type(self._app) not in (NumPyClientApp, RegClientApp):
             return None
-        return self._contexts.identities(nodes)
+        return {node: identity(self._contexts.node_config(node)) for node in nodes}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""

@@ -95,9 +95,8 @@ class StackedGrid(InProcessGrid):
         """Why clients have trained by themselves -> how often, over all rounds."""
         return self._stacks.fallbacks
 
-    def network(self, method: str, terms: Sequence[type[Term]]) -> Network | None:
-        """Return a network without messages for a method's training; None where messages are needed."""
-        self.serve(method, terms)
+    def network(self) -> Network | None:
+        """Return a network without messages, of the method served; None where messages are needed."""
         if self._refusal() or not isinstance(self._source, Clients | NumPyClientApp):
             return None
         host = self._clients(self._source)

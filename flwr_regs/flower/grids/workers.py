@@ -34,7 +34,7 @@ def served(app: ClientApp, message: Message, context: Context) -> Message:
         return failure(message, error)
 
 
-class Workers:
+class Workers(WorkerPool):
     """Some processes, each with the app. They start with the first messages, and end with this object.
 
     Parameters
@@ -50,11 +50,7 @@ class Workers:
 
     def __init__(self, app: ClientApp, number: int) -> None:
         remedy = "give client_app a function that stands in a module, not a lambda or an inner one"
-        self.pool = WorkerPool(_work, app, number, "this app", remedy)
-
-    def close(self) -> None:
-        """End the processes; later messages start new ones."""
-        self.pool.close()
+        super().__init__(_work, app, number, "this app", remedy)
 
     def run(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message]:
         """Return the replies to the messages in their order; the contexts then hold the new states.
@@ -71,11 +67,10 @@ class Workers:
     def _run(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message]:
         replies: dict[int, Message] = {}
         waiting, at = list(range(len(messages))), dict[Connection, int]()
-        pool = self.pool
         while len(replies) < len(messages):
-            missing = min(pool.number, len(waiting) + len(at)) - len(pool.running)
-            pool.start(max(0, missing))
-            for worker in [w for w in pool.running if w not in at]:
+            missing = min(self.number, len(waiting) + len(at)) - len(self.running)
+            self.start(max(0, missing))
+            for worker in [w for w in self.running if w not in at]:
                 busy = {id(contexts[k]) for k in at.values()}
                 # two messages to one client: the second needs the state after the first
                 k = next((k for k in waiting if id(contexts[k]) not in busy), None)
@@ -92,7 +87,7 @@ class Workers:
                     replies[k], contexts[k].state = worker.recv()
                 except (EOFError, OSError):
                     client = contexts[k].node_config.get("partition-id", contexts[k].node_id)
-                    why = f"the process of client {client} {pool.buried(worker)}"
+                    why = f"the process of client {client} {self.buried(worker)}"
                     replies[k] = failure(messages[k], RuntimeError(why))
         return [replies[k] for k in range(len(messages))]
 

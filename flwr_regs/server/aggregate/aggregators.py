@@ -37,39 +37,31 @@ class TooFewVectors(Exception):
     """There are fewer vectors than an aggregator needs; the text names it and both numbers."""
 
 
+@dataclass(frozen=True, eq=False)
 class Vectors:
     """One vector for each client, in float64, read some coordinates at a time, never all together.
 
-    Parameters
+    Attributes
     ----------
     pids : sequence of int
-        The clients, by partition id; row i is that of ``pids[i]``.
+        The clients, by partition id; row i is that of ``pids[i]``. ``len(vectors)`` is n.
     sizes : mapping of str to int
         The parts of a vector, in their order, and how many coordinates each has.
     read : callable
         ``read(part, slice)`` returns some coordinates of all clients' part, ``(n, m)``, as a new array.
     dtype : dtype
         What results are rounded to: the model's own, in which they take a model's memory.
-
-    Attributes
-    ----------
-    pids, dtype
-        As given.
-    size : int
-        d, the coordinates of a vector. ``len(vectors)`` is n.
     """
 
-    def __init__(
-        self,
-        pids: Sequence[int],
-        sizes: Mapping[str, int],
-        read: Callable[[str, slice], np.ndarray],
-        dtype: Any = np.float64,
-    ) -> None:
-        self.pids = tuple(pids)
-        self.size = sum(sizes.values())
-        self.dtype = dtype
-        self._sizes, self._read = sizes, read
+    pids: Sequence[int]
+    sizes: Mapping[str, int]
+    read: Callable[[str, slice], np.ndarray]
+    dtype: Any = np.float64
+
+    @property
+    def size(self) -> int:
+        """d, the coordinates of a vector."""
+        return sum(self.sizes.values())
 
     def __len__(self) -> int:
         return len(self.pids)
@@ -77,14 +69,14 @@ class Vectors:
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last."""
         first = 0
-        for name, size in self._sizes.items():
+        for name, size in self.sizes.items():
             for part in pieces(size, max(1, READ // len(self))):
-                yield slice(first + part.start, first + part.stop), self._read(name, part)
+                yield slice(first + part.start, first + part.stop), self.read(name, part)
             first += size
 
     def matrix(self) -> np.ndarray:
         """Return all vectors, ``(n, d)``."""
-        values = [self._read(name, slice(0, size)) for name, size in self._sizes.items()]
+        values = [self.read(name, slice(0, size)) for name, size in self.sizes.items()]
         return np.concatenate(values, axis=1)
 
     def norms(self, centre: np.ndarray | None = None) -> np.ndarray:

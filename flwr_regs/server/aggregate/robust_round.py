@@ -30,13 +30,10 @@ from flwr_regs.server.aggregate.aggregators import (
     shrink,
 )
 from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, summed_dtype
-from flwr_regs.server.failures import UnusableReplies
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
-from flwr_regs.wire.arrays import all_finite
+from flwr_regs.wire.arrays import NDArrays, all_finite
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.text import named
 
 
 class AggregatorFailed(RoundFailed):
@@ -103,9 +100,8 @@ class RobustMeans:
             raise ValueError(f"other arrays than {shapes}, which another client sent")
 
         def read(key: str, part: slice) -> np.ndarray:
-            return np.stack([row[key].reshape(-1)[part] for row in rows.values()]).astype(
-                np.float64
-            )
+            of_each = [row[key].reshape(-1)[part] for row in rows.values()]
+            return np.stack(of_each).astype(np.float64)
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
@@ -181,16 +177,7 @@ class RobustMeans:
         return result
 
 
-def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:
-    """Raise UnusableReplies for clients that upload what the aggregator would not reach."""
-    reached = {t.name for t in chain.terms if chain.aggregates(t)}
-    beyond = {p: sorted(n for n, a in r.uploads.items() if a) for p, r in replies.items()}
-    why = "it sends uploads of {} beside its update, which a robust aggregator does not reach"
-    if wrong := {p: why.format(named(n)) for p, n in beyond.items() if not reached.issuperset(n)}:
-        raise UnusableReplies(wrong)
-
-
-def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> NDArrays:
     """Return the parts of a vector by name."""
     ends = np.cumsum(list(sizes.values()))[:-1]
     return dict(zip(sizes, np.split(vector, ends), strict=True)) if sizes else {}

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.server.reply import Reply
-from flwr_regs.wire.arrays import all_finite
+from flwr_regs.server.round import Reply
+from flwr_regs.wire.arrays import NDArrays, all_finite
 from flwr_regs.wire.pieces import pieces
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.rows import Row
@@ -36,6 +36,11 @@ class Moves:
         ``w_t``. An infinite constant in it (a mask) is the same everywhere, and does not move.
     replies : mapping of int to Reply
         By partition id, none of them coded. Who did not send the array did not move it.
+
+    Attributes
+    ----------
+    senders : list of int
+        Who sent the array.
     """
 
     def __init__(self, name: str, w: np.ndarray, replies: Mapping[int, Reply]) -> None:
@@ -46,6 +51,7 @@ class Moves:
             pid: r.delta[name].reshape(-1) for pid, r in replies.items() if name in r.delta
         }
         sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
+        self.senders = [p for p in replies if p in self._delta or p in sent]
         self._rows = {p: arrays for p, arrays in sent.items() if isinstance(arrays, Row)}
         self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
@@ -73,10 +79,6 @@ class Moves:
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
-
-    def came_from(self, pid: int) -> bool:
-        """Whether a client sent the array."""
-        return pid in self._rows or pid in self._sent or pid in self._delta
 
 
 def _as_sent(
@@ -115,13 +117,11 @@ class Updates:
         return [n for n in self.base if n not in self.fixed]
 
 
-MeanOfUpdates = Callable[[Updates], dict[str, np.ndarray]]
+MeanOfUpdates = Callable[[Updates], NDArrays]
 """Makes of updates what :func:`mean_delta` does, or another mean in its place."""
 
 
-def mean_delta(
-    updates: Updates, squares: dict[str, dict[int, float]] | None = None
-) -> dict[str, np.ndarray]:
+def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = None) -> NDArrays:
     """Return ``Σ ω_k (v_k − w_t)`` of trained arrays, and ``Σ p_k (v_k − w_t)`` of the others.
 
     Sums in float64 and in the order of the replies, so that the order of arrival does not matter and a
@@ -142,7 +142,7 @@ def mean_delta(
         for name, w in base.items():
             weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
-            senders = [pid for pid in group if moves.came_from(pid)]
+            senders = moves.senders
             for part in pieces(w.size):
                 total = np.zeros(w.reshape(-1)[part].size)
                 for first in range(0, len(senders), TOGETHER):
@@ -166,9 +166,7 @@ def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
     return w.dtype if w.dtype.kind == "f" else np.dtype(np.float64)
 
 
-def update_of(
-    reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> dict[str, np.ndarray]:
+def update_of(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> NDArrays:
     """Return ``v_k − w_t`` of each trained array of a client, in float64."""
     ((_, update),) = each_update({0: reply}, base, fixed)
     return update
@@ -176,7 +174,7 @@ def update_of(
 
 def each_update(
     replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[int, NDArrays]]:
     """Yield each client's id and its :func:`update_of`; those of small models are read together."""
     for group in _opened(base, replies):
         rows = {n: Moves(n, w, group).read([*group]) for n, w in base.items() if n not in fixed}

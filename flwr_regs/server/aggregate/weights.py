@@ -11,8 +11,8 @@ import numpy as np
 
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_of
-from flwr_regs.server.failures import UnusableReplies, without_culprits
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.failures import UnusableReplies, of_usable
+from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
@@ -167,14 +167,11 @@ def update_weights(
 
     why = f"weigh of '{weigher.name}' fails"
     try:
-        scaled, wrong = without_culprits(replies, weigh, why, (UnusableReplies,))
+        return of_usable(replies, weigh, why, (UnusableReplies,))
     except UnusableReplies:
         raise
     except Exception as error:
         raise ValueError(f"{why}: {described(error)}") from error
-    if wrong:
-        raise UnusableReplies(wrong)
-    return scaled
 
 
 def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:

@@ -13,13 +13,13 @@ keeps a second run out.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
     """Return the versions of the libraries that a run's bits depend on."""
     installed = {}
     for name in ("flwr-regs", "flwr", "torch", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
+        with suppress(PackageNotFoundError):
             installed[name] = version(name)
     return installed
 
@@ -187,26 +187,23 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], resumed: Checkpoint | None = None) -> None:
         self.path = Path(path)
         self._lines: list[str] = []  # of the history's finished entries
-        self._release: Callable[[], None] | None = None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._release = claim(self.path / ".lock")
-            for left in self.path.glob(".round-*.part"):  # of a crash
-                left.unlink()
-            self._set_aside(resumed)
+            with ExitStack() as on_error:
+                self.path.mkdir(parents=True, exist_ok=True)
+                on_error.callback(claim(self.path / ".lock"))
+                for left in self.path.glob(".round-*.part"):  # of a crash
+                    left.unlink()
+                self._set_aside(resumed)
+                self._lock = on_error.pop_all()
         except BlockingIOError as error:
             raise CheckpointError(
                 f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
                 "run a folder of its own"
             ) from None
         except OSError as error:
-            self.close()
             raise CheckpointError(
                 f"checkpoint_dir: {self.path} cannot be written ({error.strerror or error})"
             ) from error
-        except CheckpointError:
-            self.close()
-            raise
 
     def save(
         self, number: int, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
@@ -229,7 +226,7 @@ class Folder:
         place = self.path / f"round-{number:06d}"
         write_atomically(place, written(content, store))
         self._lines = lines[:-1]  # the last entry may still change
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed later
+        with suppress(OSError):  # what cannot be removed now is removed later
             checkpoints = rounds_in(self.path)
             for older in sorted(checkpoints)[:-KEPT]:
                 checkpoints[older].unlink()
@@ -237,9 +234,7 @@ class Folder:
 
     def close(self) -> None:
         """Let another run write into the folder."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        self._lock.close()
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:
         """Raise CheckpointError for checkpoints that this run does not go on from; rename damaged ones."""

@@ -15,11 +15,7 @@ from typing import Any
 
 import numpy as np
 
-NATIVE = frozenset(
-    map(np.dtype, ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"))
-)
-"""The dtypes that safetensors has; arrays of others are refused."""
-
+from flwr_regs.wire.npy import PLAIN
 
 Store = dict[str, np.ndarray]
 """The arrays and bytes of values, equal ones once: digest -> array."""
@@ -74,7 +70,7 @@ def from_json(value: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
-    if value.dtype not in NATIVE:
+    if value.dtype not in PLAIN:  # which safetensors has
         _refuse(value, where)
     if isinstance(value, np.generic):
         return {"$scalar": _stored(value, store)}

@@ -54,17 +54,5 @@ class Network(Protocol):
         ...
 
 
-class OpenEnded(Network, Protocol):
-    """A network that need not wait for all replies to a request."""
-
-    def send(self, request: Request) -> None:
-        """Send a request, and do not wait."""
-        ...
-
-    def receive(self, timeout: float | None = None) -> Replies:
-        """Wait for the next replies to what was sent; name clients that are silent for `timeout` s."""
-        ...
-
-
 Course = Generator[Sequence[Request], Sequence[Replies], T]
 """Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""

@@ -12,13 +12,13 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics
-from flwr_regs.server.failures import read_each, without_culprits
+from flwr_regs.server.failures import UnusableReplies, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.reply import Reply, held
-from flwr_regs.server.round import UNDECIDED, Round
+from flwr_regs.server.round import UNDECIDED, Reply, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -35,7 +35,12 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.rows import Row
-from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
+from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
+
+SMALL = 2**16
+"""The most entries of an update that is held once it is decoded."""
+MOSTLY_ZERO = 32
+"""One entry of an update in so many is not zero, at most, where only these are held."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,25 @@ class Reader:
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(term, active))
         model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
+        leave_out(self._uncovered(replies))
         this_round.received = replies
+
+    def _uncovered(self, replies: Mapping[int, Reply]) -> dict[int, str]:
+        """Return client -> why, for what neither noise nor a robust aggregator would reach."""
+        term, model, private = self.options.term, self.model, self.options.privacy is not None
+        if not private and isinstance(self.options.aggregator, Mean):
+            return {}
+        reached = {t.name for t in term.terms if term.aggregates(t) and not private}
+        fixed = {*(model.buffers or ())} - {*(model.tied or ())} if private else set[str]()
+        which = "get no noise" if private else "a robust aggregator does not reach"
+        wrong: dict[int, str] = {}
+        for pid, reply in replies.items():
+            sent = reply.arrays
+            if changed := [n for n in fixed & {*sent} if np.any(sent[n] != model.given[n])]:
+                wrong[pid] = f"it changed {changed}, which are not trained and would get no noise"
+            if beyond := {n for n, a in reply.uploads.items() if a} - reached:
+                wrong[pid] = f"it sends uploads of {named(beyond)} beside its update, which {which}"
+        return wrong
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
         """Return a client's checked reply; `config` is the round's.
@@ -160,9 +183,9 @@ class Reader:
             sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
             sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
             composed = {"+", "-"} & set(self.method)
-            named = "" if composed else f"flwr_regs.{self.method}Client, or "
+            own = "" if composed else f"flwr_regs.{self.method}Client, or "
             raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from {sender}; use {named}"
+                f"{what} does not come from a {self.method} client but from {sender}; use {own}"
                 "RegClient or ClientRound with the strategy's terms"
             )
         check_round(what, parcel, config)
@@ -222,12 +245,16 @@ def _steps(
 
 def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
     """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise."""
-    unlike, wrong = without_culprits(
-        uploads,
-        lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
-        "its upload cannot be compared with the others'",
-    )
-    return {**wrong, **{pid: shown(why) for pid, why in unlike.items()}}
+    try:
+        unlike = of_usable(
+            uploads,
+            lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
+            "its upload cannot be compared with the others'",
+        )
+    except UnusableReplies as error:
+        others = {p: slots for p, slots in uploads.items() if p not in error.why}
+        return error.why | disagreeing(term, others, probing)
+    return {pid: shown(why) for pid, why in unlike.items()}
 
 
 def agreed(said: Mapping[int, Hashable], known: Any) -> tuple[Any, list[int]]:
@@ -247,3 +274,27 @@ def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:
     if len(set(named.values())) > 1:
         return named
     return next(iter(named.values()), None)
+
+
+def held(
+    update: Mapping[str, np.ndarray], decode: Callable[[], Mapping[str, np.ndarray]]
+) -> Callable[[], Mapping[str, np.ndarray]]:
+    """Return what gives a decoded update again, but does not hold a large model's memory.
+
+    A small update is held as it is; of one that is mostly zero the other entries are. Any other is decoded
+    a second time.
+    """
+    if sum(a.size for a in update.values()) <= SMALL:
+        return lambda: update
+    filled = sum(int(np.count_nonzero(a)) for a in update.values())
+    if filled * MOSTLY_ZERO > sum(a.size for a in update.values()):
+        return decode
+    places = {n: np.flatnonzero(a).astype(np.min_scalar_type(a.size)) for n, a in update.items()}
+    entries = {n: (a.shape, places[n], a.reshape(-1)[places[n]]) for n, a in update.items()}
+    return lambda: {n: _dense(*of_array) for n, of_array in entries.items()}
+
+
+def _dense(shape: tuple[int, ...], places: np.ndarray, values: np.ndarray) -> np.ndarray:
+    array = np.zeros(shape, values.dtype)
+    array.reshape(-1)[places] = values
+    return array

@@ -6,8 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from flwr_regs.server.round import Round
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Round, Snapshots
 
 LOG = logging.getLogger("flwr")
 

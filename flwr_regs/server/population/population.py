@@ -17,7 +17,7 @@ from flwr_regs.server.population.cohorts import (
     further,
     uniform_cohort,
 )
-from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.server.round import Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
 from flwr_regs.wire.parcel import Parcel
@@ -280,9 +280,7 @@ class Population(Snapshots):
             self.refused.pop(node, None)
             if total is not None:
                 self.totals[node] = total
-        moved = set(
-            placed.values()
-        )  # a node that comes back as another partition leaves the old one
+        moved = {*placed.values()}  # one that comes back as another partition leaves the old one
         self.nodes = {p: n for p, n in self.nodes.items() if n not in moved} | placed
         if self._given is None and self.totals:  # one node's word does not count
             said = Counter(self.totals.get(n, 0) for n in self.nodes.values())

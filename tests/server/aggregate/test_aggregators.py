@@ -25,7 +25,7 @@ from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
 from tests.conftest import Log
 from tests.oracles import aggregators as oracle
-from tests.server.network import NumpyNetwork, run
+from tests.server.network import ECHOED, NumpyNetwork, run
 
 Rows = list[list[float]]
 CASES: list[tuple[Any, Callable[[Rows], list[float]]]] = [
@@ -166,16 +166,10 @@ def network(
             return Parcel(config={"partition-id": k, "num-partitions": n})
         arrays = reply_arrays(k, seed, 1e6 if k == hostile else 1.0)
         extra = {f"{name}.upload": Record(slot) for name, slot in uploads(k).items()}
-        method = parcel.config[keys.METHOD_KEY]
+        said = {keys.NOT_TRAINED_KEY: sorted(STATISTICS), keys.MEMORY_KEY: [keys.KEEPS_STATE]}
         return Parcel(
             {keys.ARRAYS: Record(arrays), **extra},
-            {
-                keys.METHOD_KEY: method,
-                keys.START_KEY: parcel.config[keys.START_KEY],
-                keys.ROUND_KEY: parcel.config[keys.ROUND_KEY],
-                keys.NOT_TRAINED_KEY: sorted(STATISTICS),
-                keys.MEMORY_KEY: [keys.KEEPS_STATE],
-            },
+            {key: parcel.config[key] for key in ECHOED} | said,
             {"num-examples": k + 1, "local-steps": min(k + 1, 4), "planned-steps": 4},
         )
 

@@ -15,7 +15,7 @@ from flwr_regs.server.aggregate import updates
 from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import Updates, mean_delta
 from flwr_regs.server.global_model import GlobalModel, as_step
-from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST, ProtocolError, add, check_finite
 from flwr_regs.wire.pieces import PIECE

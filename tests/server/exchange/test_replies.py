@@ -128,6 +128,8 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "weights of 3e38": (with_arrays(lambda a: 0 * a + 3e38), "'0.weight' holds values beyond ±1e+"),
     "wrong names": (renamed, r"missing ['0.weight'], unexpected ['other\\x1b']"),
     "wrong shapes": (with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)"),
+    "turned round": (with_arrays(lambda a: a.T), "has shape (4, 6), expected (6, 4)"),
+    "integers": (with_arrays(lambda a: a.astype("i8")), "dtype int64, expected float64"),
     "wrong dtypes": (with_arrays(lambda a: a.astype("f4")), "dtype float32, expected float64"),
     "wrong labels": (
         with_entry("arrays", "0.weight", LABELLED),
@@ -150,6 +152,7 @@ REPLIES: dict[str, tuple[Change, str]] = {
             *(["0.bias=2.bias"], ["0.bias=other"], ["0.bias=0.bias"], ["0.bias=2.bias", "2.bias"]),
         )
     },
+    "round -1": (with_config("server-round", -1), "belongs to round -1, not to "),
     "another round": (with_config("server-round", 7), "belongs to round 7, not to "),
     "no round": (with_config("server-round"), "belongs to round None, not to "),
     "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
@@ -161,7 +164,7 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "a code": (with_config("regs.steps", [b"STC"]), "the method has no code for updates"),
     **{
         f"n = {n}": (with_metric("num-examples", n), "'num-examples' must be a number from 1e-15")
-        for n in (0, float("nan"), 2e15, [1, 2], None)
+        for n in (0, -0.0, -1.0, 5e-324, 2e15, float("nan"), float("inf"), [1, 2], None)
     },
 }
 

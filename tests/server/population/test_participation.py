@@ -1,8 +1,7 @@
 """Who takes part in a round, and which round of the schedule it is."""
 
 from flwr_regs.server.population.participation import Participation
-from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round
+from flwr_regs.server.round import Reply, Round
 
 REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
 
