@@ -208,7 +208,7 @@ class RegStrategy(Strategy):
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         if isinstance(grid, InProcessGrid):
-            grid.check(self.options.fraction_evaluate > 0, plainly_named(initial_arrays))
+            grid.check(self.options.fraction_evaluate > 0, views_of(initial_arrays))
         result = TrainingResult()
         with Checkpoints(self.options, grid, result, resume_from).guarded() as saved:
             if saved.resumed is not None and not self._seeded:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -22,6 +22,7 @@ from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import Term
+from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import identity
 
 FIRST = 1000
@@ -123,10 +124,10 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
-    def check(self, evaluates: bool, initial_arrays: ArrayRecord) -> None:
+    def check(self, evaluates: bool, initial_arrays: NDArrays) -> None:
         """Raise ValueError for `Clients` that would fail in round 1; a strategy's `start` calls it."""
         if isinstance(self._source, Clients):
-            self._source.check(evaluates, {n: tuple(a.shape) for n, a in initial_arrays.items()})
+            self._source.check(evaluates, {n: a.shape for n, a in initial_arrays.items()})
 
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
         """Let `Clients` be of a method from now on; a strategy calls it with its own."""
