@@ -36,11 +36,12 @@ from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.config import Spelled
 from flwr_regs.wire.pieces import square_sum
 
 
 @dataclass(frozen=True)
-class CentralDP:
+class CentralDP(Spelled):
     """Central differential privacy for the clients, as the `privacy` of any strategy.
 
     Parameters

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flwr_regs.wire.config import Spelled
+
 LOG = logging.getLogger("flwr")
 SOURCES = ("server_metrics", "evaluate_metrics", "train_metrics")
 """Where a metric is looked up in a round's entry, best first: on the server, on clients, in training."""
@@ -15,7 +17,7 @@ History = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(Spelled):
     """Stop once a metric reaches a value.
 
     Parameters
@@ -53,7 +55,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Patience:
+class Patience(Spelled):
     """Stop once a metric has not improved for some rounds.
 
     Parameters

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
+from flwr_regs.wire.config import Spelled
 from flwr_regs.wire.pieces import pieces
 
 READ = 1 << 17
@@ -136,7 +137,7 @@ class Aggregator(Protocol):
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _Checked(Spelled):
     """Refuses numbers out of range by their names."""
 
     ranges: ClassVar[Mapping[str, Range]] = {}
