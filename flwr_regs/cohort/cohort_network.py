@@ -137,7 +137,8 @@ class CohortNetwork:
             except OutOfSync:  # the server then sends the model
                 came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
-                failures[pid] = _failure(error)
+                LOG.debug("the traceback of a client that failed", exc_info=error)
+                failures[pid] = described(error)
 
         def begun(pid: int) -> Parcel | None:
             parcel = parcels[pid]
@@ -251,9 +252,3 @@ def _same(model: NDArrays, seen: dict[Any, Any]) -> NDArrays:
     if id(model) not in seen:
         seen[id(model)] = model, seen.setdefault(digest(model), model)  # so that it keeps its id
     return seen[id(model)][1]  # type: ignore[no-any-return]
-
-
-def _failure(error: Exception) -> str:
-    """Return why a client failed, and log its traceback."""
-    LOG.debug("the traceback of a client that failed", exc_info=error)
-    return described(error)

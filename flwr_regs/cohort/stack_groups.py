@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
-from flwr_regs.client.loading import Layout, check_custody, load, tied_names
+from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.member import (
     Identity,
     broadcast_of,
@@ -180,7 +180,9 @@ class Group:
         shared = [n for n in trained if n not in private]
         if not shared:
             raise CannotStack("it trains no parameter that is shared")
-        self._first_names = tied_names(model, ()) | _other_names(model)
+        first_of: dict[int, str] = {}
+        places = model.state_dict(keep_vars=True).items()
+        self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -305,7 +307,7 @@ class Group:
         """Return the clients' models at the end, stacked; what is not trained is the first's."""
         number, start, state = len(self.members), self.shared.start, dict[str, Tensor]()
         for n in [*self.recipe.arrays, *self.layout.private]:
-            value = result.state.get(self._first_names.get(n, n))
+            value = result.state.get(self._first_names[n])
             state[n] = start[n].expand(number, *start[n].shape) if value is None else value
         return state
 
@@ -406,11 +408,3 @@ def _form_of(slots: Slot) -> Hashable:
         (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
         for t, slot in sorted(slots.items())
     )
-
-
-def _other_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of a model's buffers -> the first, as for a layer that is there twice."""
-    first: dict[int, str] = {}
-    named = model.named_buffers(remove_duplicate=False)
-    pairs = {n: first.setdefault(id(b), n) for n, b in named}
-    return {n: f for n, f in pairs.items() if n != f}

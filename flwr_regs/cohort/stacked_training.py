@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
@@ -160,8 +161,9 @@ class Stack:
                 if name not in alike
             },
         }
-        if (counts := self._label_counts()) is not None:
-            told["counts"] = counts.to(shared.device)
+        counts = [m.label_counts for m in members if m.label_counts is not None]
+        if counts:  # all members have them, or none
+            told["counts"] = pad_sequence(counts, batch_first=True).to(shared.device)
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
         self._own = {"held": held, "told": told, "at_start": at_start}
         products = shared.precision is None and shared.randomness == "different"
@@ -199,8 +201,9 @@ class Stack:
         made = shared.make(list(of_one.values()), lr=shared.lr)
         if not all(map(torch.equal, before, random_state(shared.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
-        if not is_elementwise(made):
-            raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
+        kind = type(made)
+        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         if any(id(p) not in place for group in made.param_groups for p in group["params"]):
@@ -212,7 +215,7 @@ class Stack:
         made.state.clear()
         for p, entries in state.items():
             made.state[place[id(p)]] = {
-                key: v.expand(k, *v.shape).clone() if _one_each(key, v, p) else v
+                key: v.expand(k, *v.shape).clone() if key != "step" and _is_like(v, p) else v
                 for key, v in entries.items()
             }
         return made, leaves
@@ -267,14 +270,6 @@ class Stack:
         rows = self._rows - first
         self._left.insert(0, {k: v[first:] if v.ndim else v.expand(rows) for k, v in state.items()})
 
-    def _label_counts(self) -> Tensor | None:
-        """Return the members' label counts, with an entry for each class of any of them."""
-        counts = [m.label_counts for m in self._members if m.label_counts is not None]
-        if len(counts) < len(self._members):
-            return None
-        classes = max(len(c) for c in counts)
-        return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
-
     # a step
 
     def _leave(self, active: int) -> None:
@@ -286,7 +281,7 @@ class Stack:
         for n, p in self._leaves.items():
             state = self._optimizer.state.get(p, {})
             for key, v in state.items():
-                if isinstance(v, Tensor) and v.shape == p.shape:
+                if _is_like(v, p):
                     state[key] = v[:active]
             p.grad = None
             p.data = self._values[n][:active]
@@ -404,12 +399,6 @@ class Stack:
         return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimiser is known to do for a stack of clients what it does for one."""
-    kind = type(optimizer)
-    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
-
-
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy of a parameter with its attributes, which a factory may read."""
     made = nn.Parameter(parameter.detach().clone())
@@ -417,9 +406,9 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _one_each(key: str, value: Any, p: Tensor) -> bool:
+def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
-    return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
+    return isinstance(value, Tensor) and value.shape == p.shape
 
 
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:

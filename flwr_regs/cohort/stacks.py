@@ -90,17 +90,12 @@ class Stacks:
 
     def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
         """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
-        kept = [one for one in asked if not self._breaks(one.client)]
+        refused = {build for (build, *_), kind in self._kinds.items() if kind.refused}
         try:
-            return evaluate(kept)
+            return evaluate([a for a in asked if self._builds.get(a.client) not in refused])
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
-
-    def _breaks(self, client: Client) -> bool:
-        """Whether clients like this one are known to break the contract."""
-        build = self._builds.get(client)
-        return any(k.refused for key, k in self._kinds.items() if key[0] == build)
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once: see also `tell`."""
