@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from flwr_regs.abilities import Personalises
 from flwr_regs.client import memory as memories
 from flwr_regs.client.measure.accuracy import classifies
 from flwr_regs.client.member import evaluated, reply_entries
@@ -32,7 +31,7 @@ def evaluate(asked: Sequence[Asked]) -> dict[int, Parcel]:
     plain test data in order. The others wait.
     """
     groups: dict[Any, list[tuple[Asked, Plan]]] = {}
-    loaded: dict[Any, bool] = {}
+    together: dict[Any, bool] = {}
     for one in asked:
         client, message = one.client, one.message
         if client.eval_data is None or "personalise" in message.config or client.identity.private:
@@ -42,19 +41,17 @@ def evaluate(asked: Sequence[Asked]) -> dict[int, Parcel]:
         if order is None or order.shuffle or not order.sizes:
             continue
         plan = draw(pairs, 0, len(order.sizes), order)
-        key = id(client.model), id(client.task), id(message.records[keys.ARRAYS]), order.kind
-        groups.setdefault((*key, plan.sizes), []).append((one, plan))
+        of_all = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
+        groups.setdefault((of_all, order.kind, plan.sizes), []).append((one, plan))
     replies: dict[int, Parcel] = {}
-    for key, group in groups.items():
+    for (of_all, *_), group in groups.items():
         first = group[0][0]
         model = uncompiled(first.client.model)
-        if len(group) > 1 and key[:3] not in loaded:
+        if len(group) > 1 and of_all not in together:
             term, *_ = evaluated(first.message, first.memory, model, first.client.identity)
-            personal = (
-                any(isinstance(t, Personalises) for t in term.terms) or term.tuner is not None
-            )
-            loaded = {key[:3]: not personal and not term.private(list(model.state_dict()))}
-        if not loaded.get(key[:3]):
+            own_models = term.personalising or term.private(list(model.state_dict()))
+            together = {of_all: not own_models}
+        if not together.get(of_all):
             continue
         size = sum(t.nbytes for t in tensors(group[0][1].batch(0)))
         most = max(DATA // max(size, 1), 1)

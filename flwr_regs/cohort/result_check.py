@@ -76,13 +76,12 @@ class Drawn:
 
     def __iter__(self) -> Iterator[Any]:
         with torch._C.DisableTorchFunction():
-            batches = iter(self.source)
+            batches, end = iter(self.source), object()
         while True:
             with torch._C.DisableTorchFunction():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+                batch = next(batches, end)
+            if batch is end:
+                return
             yield _in(self.precision, batch)
 
 

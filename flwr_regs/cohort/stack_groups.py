@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -120,11 +119,6 @@ class Recipe:
     came: NDArrays
     arrays: NDArrays
     step: NDArrays | None
-
-    @cached_property
-    def withholds(self) -> bool:
-        """Whether clients have private entries."""
-        return any(isinstance(t, Withholds) for t in self.term.terms)
 
     @property
     def probes(self) -> bool:
@@ -262,12 +256,16 @@ class Group:
             if slot
         }
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        state: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}  # at the end; what is not trained is the first's
         coder = None
         if not recipe.probes:
             coder = recipe.term.coder("finish")
             common |= model_entries(recipe.config, was, self.layout, result.output_layer)
-            state = self._state(result)
+            for n in [*was, *self.layout.private]:
+                if (value := result.state.get(self._first_names[n])) is None:
+                    first = self.shared.start[n]
+                    value = first.expand(len(self.members), *first.shape)
+                state[n] = value
         private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in state.items()}
         code: NDArrays = {}
@@ -302,14 +300,6 @@ class Group:
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
             served[c.asked.pid] = Served(reply, held, was)
         return served
-
-    def _state(self, result: StackedResult) -> dict[str, Tensor]:
-        """Return the clients' models at the end, stacked; what is not trained is the first's."""
-        number, start, state = len(self.members), self.shared.start, dict[str, Tensor]()
-        for n in [*self.recipe.arrays, *self.layout.private]:
-            value = result.state.get(self._first_names[n])
-            state[n] = start[n].expand(number, *start[n].shape) if value is None else value
-        return state
 
 
 def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
@@ -353,7 +343,8 @@ def member_of(
     pairs, seed = client.task.pairs(client.train_data), config[keys.SEED_KEY]
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
-    begun = memories.begin(asked.memory, term, config, recipe.withholds)
+    withholds = bool(term.able(Withholds))
+    begun = memories.begin(asked.memory, term, config, withholds)
     order = order_of(pairs)
     planned = recipe.steps(pairs, order)
     budget = None if recipe.probes else client.step_budget
@@ -368,7 +359,7 @@ def member_of(
             broadcast[t.name] = {
                 k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
             }
-    private = _private(client.model, term, begun) if recipe.withholds else {}
+    private = _private(client.model, term, begun) if withholds else {}
     counts = None
     if any("label_counts" in t.needs for t in term.terms):
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them

@@ -44,7 +44,7 @@ class StackedResult:
     state : Arrays
         Trained parameters and buffers at the end.
     delta, upload, client : Arrays, Slot, Slot
-        As in :class:`.result.LocalResult`.
+        As in :class:`.local_training.LocalResult`.
     losses : sequence of float
     examples : sequence of int
     output_layer : str or None

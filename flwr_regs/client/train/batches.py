@@ -103,11 +103,6 @@ class Pairs:
         return candidates[0]
 
 
-def as_pairs(data: Batches, target_key: str | None = None, keywords: bool = False) -> Pairs:
-    """Return `data` as pairs; data that already are pairs stay as they are."""
-    return data if isinstance(data, Pairs) else Pairs(data, target_key, keywords)
-
-
 def check_batches(data: Any, name: str) -> None:
     """Raise TypeError unless `data`, the argument `name`, can hold batches and be iterated again and again.
 

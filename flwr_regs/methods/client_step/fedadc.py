@@ -27,7 +27,7 @@ gradient unchanged.
 ``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
 ``p̂_y = 1 − Σ_{i≠y} p̂_i``. The paper states neither T² nor T. T² and the default T = 4 come from the
 implementation that it names (CS-KD). The formula is in client/train/distillation.py, because
-personalisation (Sec. IV-D, client/calibration.py) uses it too.
+personalisation (Sec. IV-D, client/personal.py) uses it too.
 
 **SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
 
