@@ -30,7 +30,6 @@ from flwr_regs.client.train.optimizer import (
     clip,
     momentum_of,
 )
-from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
@@ -178,7 +177,7 @@ class LocalTraining:
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
         whole_gradients = any(t.acts("correct") and not t.elementwise for t in terms)
-        self._replay = Replay(
+        self._replay = data.Replay(
             pairs,
             self.device,
             batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`

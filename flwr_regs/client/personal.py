@@ -43,10 +43,9 @@ from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.member import plain, seeded
 from flwr_regs.client.memory import Folder, Root, to_numpy
-from flwr_regs.client.train.batches import Batches, to_device
+from flwr_regs.client.train.batches import Batches, Replay, to_device
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import OptimizerFn
-from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire import keys

@@ -165,12 +165,8 @@ class Gradient:
     def _perturbed(self, values: Arrays, row: dict[str, Any]) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""
         view, values = self._view, {n: p.detach() for n, p in values.items()}
-
-        def point(values: Arrays, told: dict[str, Any]) -> Arrays:
-            return view.shared.term.point(values, view.context(told))
-
-        with torch.no_grad():
-            moved = view.vmapped(point)({n: values[n] for n in view.start}, row["told"])
+        params = {n: values[n] for n in view.start}
+        moved = view.of_all(view.shared.term.point, row["told"], params)
         # clones: leaves of their own, also where a term moves nothing
         return {n: v.clone().requires_grad_() for n, v in {**values, **moved}.items()}
 

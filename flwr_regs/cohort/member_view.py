@@ -185,6 +185,11 @@ class View:
         """Return a function of one member as a function of all."""
         return vmap(one, randomness=self.shared.randomness)
 
+    def of_all(self, hook: Callable[..., Any], told: dict[str, Any], *given: Arrays) -> Any:
+        """Return what a hook makes of each member's arrays and context."""
+        with torch.no_grad():
+            return self.vmapped(lambda told, *own: hook(*own, self.context(told)))(told, *given)
+
     def call(self, inputs: Any, targets: Any, values: Arrays) -> Any:
         """Return the logits of one member; `values` then hold what the forward pass has made of them."""
         shared, given = self.shared, {**self.rest, **values}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,26 +235,16 @@ class Stack:
         view, term = self._view, self._shared.term
         view.momentum = momentum_of(self._optimizer)
         if any(t.acts("start") for t in term.terms):
-
-            def begin(told: dict[str, Any]) -> Arrays:
-                return term.start(view.start, view.context(told))
-
-            with torch.no_grad():
-                for n, p in view.vmapped(begin)(self._own["told"]).items():
-                    self._values[n].copy_(p)
+            begin = view.of_all(partial(term.start, view.start), self._own["told"])
+            for n, p in begin.items():
+                self._values[n].copy_(p)
         view.batch_size = self._members[0].plan.sizes[0]
         if self._carries:
             self._carry()
 
     def _carry(self) -> None:
         """Give the optimiser the state with which the terms let it begin."""
-        view, term = self._view, self._shared.term
-
-        def begin(told: dict[str, Any]) -> Arrays:
-            return term.optimizer_start(view.context(told))
-
-        with torch.no_grad():
-            state = view.vmapped(begin)(self._own["told"])
+        state = self._view.of_all(self._shared.term.optimizer_start, self._own["told"])
         for key, value in state.items():
             entry, _, name = key.partition(".")
             scalar = entry == "step" or entry.endswith("#")

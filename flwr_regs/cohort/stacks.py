@@ -1,4 +1,7 @@
-"""The clients of a round in stacks: who goes with whom, and what trains one by one instead. Plain torch."""
+"""The clients of a round in stacks: who goes with whom, and what trains one by one instead. Plain torch.
+
+And the global model on the test sets of many clients at once.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
+from flwr_regs.client import memory as memories
+from flwr_regs.client.measure.accuracy import classifies
+from flwr_regs.client.member import evaluated, reply_entries
 from flwr_regs.client.serving import Client
-from flwr_regs.client.train.batches import resolve_device
-from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.evaluation_of_stack import evaluate
+from flwr_regs.client.train.batches import resolve_device, tensors
+from flwr_regs.client.train.task import uncompiled
+from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
@@ -40,6 +47,8 @@ from flwr_regs.wire.parcel import Parcel
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
 DIFFERS = "between a stack and a client alone"
+DATA = 2**26
+"""Bytes of the clients' test batches that go through the model at once."""
 
 
 class Stacks:
@@ -92,7 +101,7 @@ class Stacks:
         """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
         refused = {build for (build, *_), kind in self._kinds.items() if kind.refused}
         try:
-            return evaluate([a for a in asked if self._builds.get(a.client) not in refused])
+            return _evaluated([a for a in asked if self._builds.get(a.client) not in refused])
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
@@ -226,3 +235,78 @@ class Build(pickle.Pickler):
 def _convolves(layer: nn.Module) -> bool:
     """Whether a layer is a convolution; of a stack it is a grouped one, which a CPU runs slowly."""
     return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
+
+
+# evaluation
+
+
+def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
+    """Return the replies, by partition id, of those clients that can evaluate at once.
+
+    They share the model as an object, as `Clients` do, evaluate the global model alone, and go through
+    plain test data in order. The others wait.
+    """
+    groups: dict[Any, list[tuple[Asked, Plan]]] = {}
+    together: dict[Any, bool] = {}
+    for one in asked:
+        client, message = one.client, one.message
+        if client.eval_data is None or "personalise" in message.config or client.identity.private:
+            continue
+        pairs = client.task.pairs(client.eval_data)
+        order = order_of(pairs)
+        if order is None or order.shuffle or not order.sizes:
+            continue
+        plan = draw(pairs, 0, len(order.sizes), order)
+        of_all = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
+        groups.setdefault((of_all, order.kind, plan.sizes), []).append((one, plan))
+    replies: dict[int, Parcel] = {}
+    for (of_all, *_), group in groups.items():
+        first = group[0][0]
+        model = uncompiled(first.client.model)
+        if len(group) > 1 and of_all not in together:
+            term, *_ = evaluated(first.message, first.memory, model, first.client.identity)
+            own_models = term.personalising or term.private(list(model.state_dict()))
+            together = {of_all: not own_models}
+        if not together.get(of_all):
+            continue
+        size = sum(t.nbytes for t in tensors(group[0][1].batch(0)))
+        most = max(DATA // max(size, 1), 1)
+        for at in range(0, len(group), most):
+            some = group[at : at + most]
+            scores = _scores(first.client, model, [plan for _, plan in some])
+            for (one, plan), (loss, right) in zip(some, scores, strict=True):
+                metrics = {"num-examples": sum(plan.sizes), "loss": loss}
+                if right is not None:
+                    metrics["accuracy"] = right / sum(plan.sizes)
+                lost = memories.latest(one.memory, one.message.config).lost
+                entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
+                replies[one.pid] = Parcel({}, entries, metrics)
+    return replies
+
+
+@torch.no_grad()
+def _scores(
+    client: Client, model: nn.Module, plans: Sequence[Plan]
+) -> list[tuple[float, int | None]]:
+    """Return each client's mean loss, and how many outputs are right; None if these are no classes."""
+    device, task, sorts = resolve_device(client.device), client.task, True
+    model.to(device).eval()
+    batches = Batches(plans, device)
+    loss = torch.zeros(len(plans), dtype=torch.float64, device=device)
+    right = torch.zeros(len(plans), dtype=torch.int64, device=device)
+    for step, size in enumerate(plans[0].sizes):
+        batch = batches.of(step, range(len(plans)))
+
+        def one(leaves: list[Tensor], batch: Any = batch) -> tuple[Tensor, Tensor]:
+            nonlocal sorts
+            inputs, targets = batch.rebuilt(leaves)
+            output = task.output(model, inputs, targets)
+            sorts &= classifies(output, targets)
+            hits = (output.argmax(dim=1) == targets).sum() if sorts else torch.zeros(())
+            return task.loss(output, targets), hits
+
+        losses, hits = vmap(one)(batch.leaves)
+        loss += losses.double() * size
+        right += hits.long()
+    each = (loss / sum(plans[0].sizes)).tolist()
+    return list(zip(each, right.tolist() if sorts else [None] * len(plans), strict=True))
