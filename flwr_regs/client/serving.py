@@ -37,12 +37,10 @@ class Client(Protocol):
     @property
     def task(self) -> Task:
         """Its loss, and how its batches are read."""
-        ...
 
     @property
     def identity(self) -> Identity:
         """Who it is, whatever round it takes part in."""
-        ...
 
 
 Answer = tuple[Parcel, Memory, NDArrays | None]

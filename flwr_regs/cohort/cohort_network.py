@@ -59,31 +59,24 @@ class Host(Protocol):
 
     def node_ids(self) -> Collection[int]:
         """Return the nodes' ids."""
-        ...
 
     def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
         """Return what these nodes say of themselves."""
-        ...
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
         """Return the client of a partition; None if messages alone reach it. Raises what it raises."""
-        ...
 
     def node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""
-        ...
 
     def prepare(self, client: serving.Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
-        ...
 
     def lent(self) -> AbstractContextManager[None]:
         """Let clients train in a model that they share; it is as before afterwards."""
-        ...
 
     def by_messages(self, request: Request) -> Replies:
         """Return the replies of clients that messages alone reach."""
-        ...
 
 
 class CohortNetwork:

@@ -131,12 +131,10 @@ class Gradient:
             return losses.sum(), others
 
         def step(*given: Tensor) -> Any:
-            rest, parts = list(given), []
-            for some in names:
-                parts.append(dict(zip(some, rest, strict=False)))
-                rest = rest[len(some) :]
-            (values, held), rate = parts, rest.pop()
-            grads, (_, aux) = grad_and_value(total, has_aux=True)(values, held, rest)
+            values = dict(zip(names[0], given, strict=False))
+            held = dict(zip(names[1], given[len(values) :], strict=False))
+            *leaves, rate = given[len(values) + len(held) :]
+            grads, (_, aux) = grad_and_value(total, has_aux=True)(values, held, leaves)
             losses, buffers, _ = aux
             moved = [v - rate * grads[n] if lr else grads[n] for n, v in values.items()]
             return *moved, losses, *buffers.values()

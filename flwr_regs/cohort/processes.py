@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -250,13 +251,10 @@ def _send(connection: Connection, value: Any) -> None:
 def _read(connection: Connection) -> Any:
     """Return a value that was sent; its arrays are views of the shared memory."""
     data, sizes, path = connection.recv()
-    if not path:
-        return pickle.loads(data, buffers=[b"" for _ in sizes])
-    with open(path, "r+b") as file:
-        whole = memoryview(mmap.mmap(file.fileno(), 0))
-    os.unlink(path)
-    buffers, first = [], 0
-    for size in sizes:
-        buffers.append(whole[first : first + size])
-        first += size
-    return pickle.loads(data, buffers=buffers)
+    whole = memoryview(b"")
+    if path:
+        with open(path, "r+b") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0))
+        os.unlink(path)
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return pickle.loads(data, buffers=[whole[end - size : end] for size, end in ends])

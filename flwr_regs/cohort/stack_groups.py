@@ -172,8 +172,6 @@ class Group:
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
         shared = [n for n in trained if n not in private]
-        if not shared:
-            raise CannotStack("it trains no parameter that is shared")
         first_of: dict[int, str] = {}
         places = model.state_dict(keep_vars=True).items()
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
@@ -322,8 +320,6 @@ def recipe_of(recipes: list[Recipe], who: Identity, message: Parcel, model: nn.M
             return known
     term = method_of(who, config)
     term.restrict(config)
-    if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
-        raise CannotStack("a first exchange with label counts goes one by one")
     keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
     if keeping and any(t.acts("client_optimizer") for t in term.terms):
         raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
@@ -365,8 +361,8 @@ def member_of(
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = label_counts(pairs)
     form: list[Hashable] = [_form_of(slots) for slots in (broadcast, begun.slots) if slots]
-    # a term's `start` sees no more classes than the client has
-    reads = counts is not None and any(t.acts("start") for t in term.terms)
+    # before the first forward pass, a term sees no more classes than the client has
+    reads = counts is not None and (recipe.probes or any(t.acts("start") for t in term.terms))
     return Member(
         draw(pairs, seed, most, order),
         planned,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
@@ -152,9 +153,10 @@ class Stack:
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
+        each = [{"client": m.client, "broadcast": m.broadcast} for m in members]
+        slots = tree_map(lambda *of: torch.stack(of), *each)
         told: dict[str, Any] = {
-            "client": _stacked([m.client for m in members], shared.device),
-            "broadcast": _stacked([m.broadcast for m in members], shared.device),
+            **to_device(slots, shared.device),
             "id": torch.tensor([m.client_id for m in members], device=shared.device),
             **{
                 name: torch.tensor(of, dtype=kind, device=shared.device)
@@ -400,12 +402,3 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
 def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape
-
-
-def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
-    """Return the members' slots as one, with a first axis over them."""
-    out: Slot = {}
-    for t, first in slots[0].items():
-        each = [slot[t] for slot in slots]
-        out[t] = {k: torch.stack([s[k] for s in each]) for k in first}
-    return to_device(out, device)  # type: ignore[no-any-return]

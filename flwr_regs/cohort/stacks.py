@@ -11,12 +11,11 @@ import math
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -83,11 +82,18 @@ class Stacks:
         served: dict[int, Served] = {}
         for one in asked:
             try:
-                key, group = self._admit(one, recipes, groups, common)
+                recipe = recipe_of(recipes, one.client.identity, one.message, one.client.model)
+                kind = self._kind_of(one.client, recipe)
+                member = member_of(one, recipe, common)
+                plan = member.plan
+                key = id(recipe), kind, plan.kind, plan.forms[0], member.form
+                if (group := groups.get(key)) is None:
+                    group = groups[key] = Group(member, recipe, common, self._settings, kind)
+                group.add(member)
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
-            number[group.kind] += 1
+            number[kind] += 1
             if group.is_full(self._settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
@@ -129,28 +135,14 @@ class Stacks:
 
     # who goes with whom
 
-    def _admit(
-        self,
-        asked: Asked,
-        recipes: list[Recipe],
-        groups: dict[Hashable, Group],
-        common: Mapping[str, Mapping[str, np.ndarray]],
-    ) -> tuple[Hashable, Group]:
-        """Put a client into its group; return that. Raises CannotStack if it has none."""
-        client = asked.client
-        recipe = recipe_of(recipes, client.identity, asked.message, client.model)
+    def _kind_of(self, client: Client, recipe: Recipe) -> Kind:
+        """Return what is known of clients like this one; raise CannotStack if they train one by one."""
         if (build := self._builds.get(client)) is None:
             build = self._builds[client] = self._build(client)
         kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind(build[1:]))
         if kind.refused:
             raise CannotStack(kind.refused)
-        member = member_of(asked, recipe, common)
-        plan = member.plan
-        key = id(recipe), kind, plan.kind, plan.forms[0], member.form
-        if (group := groups.get(key)) is None:
-            group = groups[key] = Group(member, recipe, common, self._settings, kind)
-        group.add(member)
-        return key, group
+        return kind
 
     def _build(self, client: Client) -> tuple[Any, ...]:
         """Return what clients share that go together: terms, model, loss, optimiser, device."""
