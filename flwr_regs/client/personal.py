@@ -37,15 +37,15 @@ from torch import nn
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client.local_training import LocalResult, local_round
-from flwr_regs.client.measure.accuracy import score
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.member import plain, seeded
 from flwr_regs.client.memory import Folder, Root, to_numpy
-from flwr_regs.client.train.batches import Batches, Replay, to_device
+from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire import keys
@@ -140,7 +140,7 @@ def evaluate(
     slots: Slot,
     **how: Any,
 ) -> tuple[float, int, dict[str, Any]]:
-    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`.evaluation.score`.
+    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`score`.
 
     Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
     ``"personal-loss"`` and ``"personal-accuracy"``.
@@ -160,6 +160,43 @@ def evaluate(
     metrics["personal-loss"] = own_loss
     metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
     return loss, count, metrics
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, data: Batches, task: Task, device: torch.device
+) -> tuple[float, int, dict[str, float]]:
+    """Return (mean loss, examples, metrics) of a model on `data`; ValueError if that holds no batch.
+
+    The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification:
+    outputs ``(n, classes)``, integer targets ``(n,)``.
+    """
+    model.to(device).eval()
+    loss, correct, count, sorts = 0.0, 0, 0, True
+    for inputs, targets in task.pairs(data):
+        targets = to_device(targets, device)
+        output = task.output(model, to_device(inputs, device), targets)
+        size = batch_size(targets)
+        loss += float(task.loss(output, targets)) * size
+        count += size
+        sorts &= classifies(output, targets)
+        if sorts:
+            correct += int((output.argmax(dim=1) == targets).sum())
+    if count == 0:
+        raise ValueError("the client has no evaluation data: eval_data holds no batch")
+    return loss / count, count, {"accuracy": correct / count} if sorts else {}
+
+
+def classifies(output: Any, targets: Any) -> bool:
+    """Whether a batch's output and targets are those of a classification."""
+    return (
+        isinstance(output, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and output.ndim == 2
+        and output.shape[1] > 1
+        and targets.ndim == 1
+        and not targets.is_floating_point()
+    )
 
 
 # training further

@@ -18,7 +18,6 @@ from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.processes import StackProcesses
-from flwr_regs.cohort.stack_groups import Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
@@ -184,11 +183,11 @@ class CohortNetwork:
             more.silent,
         )
 
-    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, Served]:
+    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, serving.Answer]:
         """Return what came of the clients that train in stacks, in this process or in others."""
         if self._processes is None or len(asked) < FEW:
             return stacks.train(asked)
-        served: dict[int, Served] = {}
+        served: dict[int, serving.Answer] = {}
         for part, fallbacks in self._processes.train(asked):
             served |= part
             for why, clients in fallbacks.items():
@@ -198,17 +197,16 @@ class CohortNetwork:
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""
         if kind not in TRAINING:
-            return serving.evaluate(asked.client, asked.message, asked.memory)[0]
+            return serving.evaluate(asked.client, asked.message, asked.memory).reply
         reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
         half = asked.message.config.get(keys.HALF_KEY)
         if half and keys.ARRAYS in reply.records:
             halved = narrow(dict(reply.records[keys.ARRAYS]), half)
             reply = replace(reply, records={**reply.records, keys.ARRAYS: halved})
-        given: Any = asked.message.records[keys.ARRAYS]
-        model = given if rebuilt is None else rebuilt
-        return self._ended(asked, Served(reply, memory, model))
+        model: Any = asked.message.records[keys.ARRAYS] if rebuilt is None else rebuilt
+        return self._ended(asked, serving.Answer(reply, memory, model))
 
-    def _ended(self, asked: Asked, served: Served) -> Parcel:
+    def _ended(self, asked: Asked, served: serving.Answer) -> Parcel:
         """Keep what a client leaves for the next round; return its reply."""
         config = asked.message.config
         node = self._host.node(asked.pid, config)

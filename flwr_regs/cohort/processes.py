@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.client.member import Identity
+from flwr_regs.client.serving import Answer
 from flwr_regs.cohort.client_sets import ClientSets, OneClient
 from flwr_regs.cohort.member_view import Asked
-from flwr_regs.cohort.stack_groups import Served, Settings
+from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
 
@@ -155,7 +156,7 @@ def _serve(connection: Connection, work: Work, threads: int, level: int) -> None
     work(connection, given)
 
 
-Part = tuple[dict[int, Served], dict[str, int]]
+Part = tuple[dict[int, Answer], dict[str, int]]
 """What one process made of its clients: what came of them, and why others train by themselves."""
 
 

@@ -25,7 +25,8 @@ from flwr_regs.client.member import (
     seeded,
     with_steps,
 )
-from flwr_regs.client.memory import Begun, Memory, to_numpy
+from flwr_regs.client.memory import Begun, to_numpy
+from flwr_regs.client.serving import Answer
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
@@ -50,15 +51,6 @@ OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What came of it: the reply, what the client remembers from now on, the global model as it got it."""
-
-    reply: Parcel
-    memory: Memory
-    model: NDArrays
 
 
 @dataclass(eq=False)
@@ -245,7 +237,7 @@ class Group:
 
     # replies
 
-    def replies(self, result: StackedResult) -> dict[int, Served]:
+    def replies(self, result: StackedResult) -> dict[int, Answer]:
         """Return what came of the clients: their replies are rows of the result."""
         recipe, was = self.recipe, self.recipe.arrays
         tables = {
@@ -271,7 +263,7 @@ class Group:
             code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
             sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
         table = Table(sent if coder else narrow(sent, recipe.config.get(keys.HALF_KEY)))
-        served: dict[int, Served] = {}
+        served: dict[int, Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
             slots, entries = mapped((result.client, private), itemgetter(row))
@@ -296,7 +288,7 @@ class Group:
                 }
             reply = Parcel(records, config, metrics, decoded=decoded)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            served[c.asked.pid] = Served(reply, held, was)
+            served[c.asked.pid] = Answer(reply, held, was)
         return served
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from flwr_regs.client import memory as memories
-from flwr_regs.client.measure.accuracy import classifies
 from flwr_regs.client.member import evaluated, reply_entries
-from flwr_regs.client.serving import Client
+from flwr_regs.client.personal import classifies
+from flwr_regs.client.serving import Answer, Client
 from flwr_regs.client.train.batches import resolve_device, tensors
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
@@ -33,7 +33,6 @@ from flwr_regs.cohort.stack_groups import (
     Group,
     Kind,
     Recipe,
-    Served,
     Settings,
     common_of,
     member_of,
@@ -73,13 +72,13 @@ class Stacks:
         self.fallbacks: dict[str, int] = {}
         self._untold: list[str] = []
 
-    def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
+    def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
         common = common_of([one.message.records for one in asked])
         recipes: list[Recipe] = []
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
-        served: dict[int, Served] = {}
+        served: dict[int, Answer] = {}
         for one in asked:
             try:
                 recipe = recipe_of(recipes, one.client.identity, one.message, one.client.model)
@@ -163,7 +162,7 @@ class Stacks:
 
     # training
 
-    def _train(self, group: Group) -> dict[int, Served]:
+    def _train(self, group: Group) -> dict[int, Answer]:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
             self._check_result(group)
@@ -248,7 +247,7 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
         order = order_of(pairs)
         if order is None or order.shuffle or not order.sizes:
             continue
-        plan = draw(pairs, 0, len(order.sizes), order)
+        plan = draw(pairs, 0, None, order)
         of_all = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
         groups.setdefault((of_all, order.kind, plan.sizes), []).append((one, plan))
     replies: dict[int, Parcel] = {}
@@ -266,10 +265,8 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
         for at in range(0, len(group), most):
             some = group[at : at + most]
             scores = _scores(first.client, model, [plan for _, plan in some])
-            for (one, plan), (loss, right) in zip(some, scores, strict=True):
-                metrics = {"num-examples": sum(plan.sizes), "loss": loss}
-                if right is not None:
-                    metrics["accuracy"] = right / sum(plan.sizes)
+            for (one, plan), score in zip(some, scores, strict=True):
+                metrics = {"num-examples": sum(plan.sizes), **score}
                 lost = memories.latest(one.memory, one.message.config).lost
                 entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
                 replies[one.pid] = Parcel({}, entries, metrics)
@@ -277,10 +274,8 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
 
 
 @torch.no_grad()
-def _scores(
-    client: Client, model: nn.Module, plans: Sequence[Plan]
-) -> list[tuple[float, int | None]]:
-    """Return each client's mean loss, and how many outputs are right; None if these are no classes."""
+def _scores(client: Client, model: nn.Module, plans: Sequence[Plan]) -> list[dict[str, float]]:
+    """Return each client's mean loss and, of a classification, its accuracy; plans of equal sizes."""
     device, task, sorts = resolve_device(client.device), client.task, True
     model.to(device).eval()
     batches = Batches(plans, device)
@@ -300,5 +295,6 @@ def _scores(
         losses, hits = vmap(one)(batch.leaves)
         loss += losses.double() * size
         right += hits.long()
-    each = (loss / sum(plans[0].sizes)).tolist()
-    return list(zip(each, right.tolist() if sorts else [None] * len(plans), strict=True))
+    count = sum(plans[0].sizes)
+    each = zip((loss / count).tolist(), right.tolist(), strict=True)
+    return [{"loss": mean, **({"accuracy": n / count} if sorts else {})} for mean, n in each]

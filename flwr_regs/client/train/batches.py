@@ -298,10 +298,8 @@ class Replay:
         sampler = getattr(loader, "sampler", None)
         sampler = getattr(sampler, "sampler", sampler)  # that shuffles, inside a batch sampler
         of_loader = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
-        self._generators = [torch.default_generator]
-        for generator in of_loader:
-            if isinstance(generator, Generator) and generator not in self._generators:
-                self._generators.append(generator)
+        own = [g for g in of_loader if isinstance(g, Generator)]
+        self._generators = [*dict.fromkeys([torch.default_generator, *own])]
         self._before: list[State] = []  # the generators before each batch
         self._at_forward: tuple[State, Tensor | None] | None = None
 
@@ -334,28 +332,25 @@ class Replay:
         """Draw as the forward pass of the present step did (dropout); then go on as if nothing had been."""
         with self._restored():
             if self._at_forward is not None:
-                states, cuda = self._at_forward
-                self._set(states)
-                if cuda is not None:
-                    torch.cuda.set_rng_state(cuda, self._device)
+                self._set(*self._at_forward)
             yield
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        states, cuda = self._states(), self._cuda_state()
+        before = self._states(), self._cuda_state()
         try:
             yield
         finally:
-            self._set(states)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda, self._device)
+            self._set(*before)
 
     def _states(self) -> State:
         return [g.get_state() for g in self._generators]
 
-    def _set(self, states: State) -> None:
+    def _set(self, states: State, cuda: Tensor | None = None) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
 
     def _cuda_state(self) -> Tensor | None:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
