@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from weakref import proxy
@@ -23,14 +24,12 @@ from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
-from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import (
     ClientOptimizer,
     OptimizerFn,
     clip,
     momentum_of,
 )
-from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
@@ -41,6 +40,38 @@ STILL = (
     "the parameters?"
 )
 """Said where a step of plain SGD would have moved the model."""
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The result of a client's round; tensors are on the CPU.
+
+    Attributes
+    ----------
+    state : dict[str, Tensor]
+        The model's ``state_dict`` at the end, parameters and buffers.
+    delta, upload, client : dict
+        ``v_k − w_t`` as the term sends it, the term's upload slot and its client slot.
+    num_examples, examples_processed : int
+        ``n_k``, the size of the local data set; the examples processed, with repeats.
+    num_steps, planned_steps : int
+        Local steps taken, ``s_k``, and planned, ``E``; without a budget they are equal.
+    loss : float
+        Mean training loss per example over the round, without the term's share.
+    output_layer : str, optional
+        The name of the output layer, if the method reads features.
+    """
+
+    state: dict[str, Tensor]
+    delta: dict[str, Tensor]
+    upload: Slot
+    client: Slot
+    num_examples: int
+    num_steps: int
+    planned_steps: int
+    examples_processed: int
+    loss: float
+    output_layer: str | None = None
 
 
 class LocalTraining:
@@ -146,7 +177,7 @@ class LocalTraining:
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
         whole_gradients = any(t.acts("correct") and not t.elementwise for t in terms)
-        self._replay = Replay(
+        self._replay = data.Replay(
             pairs,
             self.device,
             batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
@@ -385,8 +416,7 @@ class LocalTraining:
         counts = self._ctx.label_counts
         if counts is None or not isinstance(output, Tensor) or output.ndim != 2:
             return self._ctx
-        if (more := output.shape[1] - len(counts)) <= 0:
-            return self._ctx
+        more = max(output.shape[1] - len(counts), 0)
         return changed(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
 
     def _gradient_at(self, params: Arrays) -> Arrays:

@@ -19,6 +19,7 @@ from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory
 from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_names
+from flwr_regs.client.local_training import LocalResult
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
 from flwr_regs.client.train.batches import (
@@ -28,7 +29,6 @@ from flwr_regs.client.train.batches import (
     to_device,
 )
 from flwr_regs.client.train.batches import label_counts as count_labels
-from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import KeptOptimizer
 from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term

@@ -272,7 +272,7 @@ class Folder:
     def with_newest(self, memory: Memory) -> Memory:
         """Return the node's memory, with the last round's snapshot if only the disk has it."""
         try:
-            newest = max(_rounds(self._folder), default="")
+            newest = max(_snapshots(self._folder), default="")
         except OSError as error:
             LOG.warning("this client's saved state is lost: %s", described(error))
             return memory
@@ -288,7 +288,7 @@ class Folder:
         try:
             for left in self._folder.glob(".*.part"):  # of a crash
                 left.unlink()
-            present = {p.stem: p for p in _snapshots(self._folder)}
+            present = _snapshots(self._folder, ("round-", "probe-"))
             for key, path in present.items():
                 if key == new or key[5:] > new[5:]:
                     path.unlink()
@@ -347,15 +347,10 @@ def _checked(path: Path, method: str | None = None) -> bytes:
     return data
 
 
-def _snapshots(folder: Path) -> list[Path]:
-    """Return a training's snapshots, those of first exchanges too; raise OSError."""
+def _snapshots(folder: Path, kinds: tuple[str, ...] = ("round-",)) -> dict[str, Path]:
+    """Return a training's snapshots by label, those of rounds by default; raise OSError."""
     files = folder.iterdir() if folder.is_dir() else ()
-    return [p for p in files if p.suffix == ".safetensors" and p.stem[:6] in ("round-", "probe-")]
-
-
-def _rounds(folder: Path) -> dict[str, Path]:
-    """Return the snapshots of a training's rounds, by label."""
-    return {p.stem: p for p in _snapshots(folder) if p.stem.startswith("round-")}
+    return {p.stem: p for p in files if p.suffix == ".safetensors" and p.stem.startswith(kinds)}
 
 
 def load_private(
@@ -399,7 +394,7 @@ def load_private(
 
 def _newest(folder: Path) -> list[Path]:
     """Return a training's last round, and the client's own model; what was written last comes first."""
-    rounds, personal = _rounds(folder), folder / f"{PERSONAL}.safetensors"
+    rounds, personal = _snapshots(folder), folder / f"{PERSONAL}.safetensors"
     paths = [personal] if personal.is_file() else []
     paths += [rounds[max(rounds)]] if rounds else []
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)

@@ -6,28 +6,48 @@ It is one of these, the first that applies:
   that `FineTunes`;
 - what a term that `Personalises` makes of the global model and the client's slot;
 - the evaluated model itself, if the method keeps entries of the model on the clients.
+
+Training further is an evaluation mode of every client. It starts from the global model, and trains a part
+of it for E local epochs: with the plain loss, a proximal term, self-confidence distillation, or both. It
+reports the accuracy of both models on its own test data. The global model does not change, and the client
+sends only metrics.
+
+Any strategy runs this with an `evaluate_config` of
+``{"personalise": "plain" | "proximal" | "distil" | "both", "personal-lr": 0.05}``. ``"personal-part"``
+says what is trained: ``"head"``, the classifier alone (the default: calibration), ``"body"``, all but the
+classifier, or ``"all"``. FedBABU's evaluation is this with its own defaults.
+
+While the classifier trains alone, the rest of the model runs in eval mode, so batch norm keeps its
+statistics. Other parts train as in a round.
+
+Sources: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. IV-D (E = 2); Oh, Kim, Yun, "FedBABU" (2022),
+Sec. 4 (the three parts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from flwr_regs.abilities import Personalises
-from flwr_regs.chain import Chain
-from flwr_regs.client.calibration import calibrate
-from flwr_regs.client.measure.accuracy import score
+from flwr_regs.chain import Chain, chain
+from flwr_regs.client.local_training import LocalResult, local_round
+from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.member import plain, seeded
 from flwr_regs.client.memory import Folder, Root, to_numpy
-from flwr_regs.client.train.batches import Batches, to_device
-from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
+from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.term import Slot
+from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 
@@ -49,29 +69,18 @@ def own_model(
     model = measures.model
     made: nn.Module | None = None
     with seeded(config.get(keys.SEED_KEY, 0), measures.device):
-        if (how := _fine_tuning(term, config)) is not None:
-            made, head = model, set[str]()
-            if term.tuner is not None and "personalise" not in config:
-                head = term.tuner.head(list(model.state_dict()))
-            if how["personal-lr"]:
-                made = calibrate(measures, how, optimizer, head)
+        if "personalise" in config:
+            made = calibrate(measures, config, optimizer)
+        elif term.tuner is not None:
+            how = {"personal-lr": config[keys.PREVIOUS_LR_KEY], **term.tuner.fine_tuning()}
+            head = term.tuner.head(list(model.state_dict()))
+            # the rate is 0 if no round has been trained, and nothing else says it
+            made = calibrate(measures, how, optimizer, head) if how["personal-lr"] else model
         elif term.able(Personalises):
             made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
         Folder(folder, config).write_personal(entries_of(made, model))
     return made
-
-
-def _fine_tuning(term: Chain, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return how the global model is trained further in an evaluation; None if it is not.
-
-    The learning rate is 0 if no round has been trained, and nothing else says it.
-    """
-    if "personalise" in config:
-        return config
-    if term.tuner is None:
-        return None
-    return {"personal-lr": config[keys.PREVIOUS_LR_KEY], **term.tuner.fine_tuning()}
 
 
 def personalised(
@@ -131,7 +140,7 @@ def evaluate(
     slots: Slot,
     **how: Any,
 ) -> tuple[float, int, dict[str, Any]]:
-    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`.evaluation.score`.
+    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`score`.
 
     Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
     ``"personal-loss"`` and ``"personal-accuracy"``.
@@ -151,3 +160,136 @@ def evaluate(
     metrics["personal-loss"] = own_loss
     metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
     return loss, count, metrics
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, data: Batches, task: Task, device: torch.device
+) -> tuple[float, int, dict[str, float]]:
+    """Return (mean loss, examples, metrics) of a model on `data`; ValueError if that holds no batch.
+
+    The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification:
+    outputs ``(n, classes)``, integer targets ``(n,)``.
+    """
+    model.to(device).eval()
+    loss, correct, count, sorts = 0.0, 0, 0, True
+    for inputs, targets in task.pairs(data):
+        targets = to_device(targets, device)
+        output = task.output(model, to_device(inputs, device), targets)
+        size = batch_size(targets)
+        loss += float(task.loss(output, targets)) * size
+        count += size
+        sorts &= classifies(output, targets)
+        if sorts:
+            correct += int((output.argmax(dim=1) == targets).sum())
+    if count == 0:
+        raise ValueError("the client has no evaluation data: eval_data holds no batch")
+    return loss / count, count, {"accuracy": correct / count} if sorts else {}
+
+
+def classifies(output: Any, targets: Any) -> bool:
+    """Whether a batch's output and targets are those of a classification."""
+    return (
+        isinstance(output, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and output.ndim == 2
+        and output.shape[1] > 1
+        and targets.ndim == 1
+        and not targets.is_floating_point()
+    )
+
+
+# training further
+
+
+@dataclass(frozen=True)
+class _Distil(Term):
+    name: ClassVar[str] = "distil"
+    needs: ClassVar[Collection[str]] = ("start_output", "label_counts")
+    lam: float
+    temperature: float
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
+
+
+@dataclass(frozen=True)
+class _Pull(Term):
+    name: ClassVar[str] = "pull"
+    mu: float
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        return {n: g + self.mu * (params[n] - ctx.start[n]) for n, g in grads.items()}
+
+
+def calibrate(
+    measures: Measures,
+    config: Mapping[str, Any],
+    optimizer: OptimizerFn | None,
+    head: Collection[str] = (),
+) -> nn.Module:
+    """Return a copy of a client's model of which a part has been trained on its data.
+
+    Parameters
+    ----------
+    measures : Measures
+        Of the model and the data.
+    config : mapping
+        ``"personalise"`` and ``"personal-lr"``; optionally ``"personal-part"`` ("head"),
+        ``"personal-epochs"`` (2), ``"personal-mu"`` (0.1), ``"personal-lam"`` (0.35) and
+        ``"personal-temperature"`` (4).
+    head : collection of str
+        The ``state_dict`` names of the output layer, if they are known already.
+
+    Raises ValueError if the layer does not make the model's logits, or shares parameters with another; and
+    if nothing in the part can be trained.
+    """
+    tuned = copy.deepcopy(measures.model).to(measures.device).eval()
+    part = config.get("personal-part", "head")
+    wanted = {id(p) for p in tuned.parameters() if p.requires_grad}
+    if part != "all":
+        every = tuned.named_parameters(remove_duplicate=False)
+        layer = {id(p) for n, p in every if n in head} if head else _classifier(tuned, measures)
+        wanted = wanted & layer if part == "head" else wanted - layer
+    if not wanted:
+        raise ValueError(f"personal-part = '{part}': nothing there has requires_grad=True")
+    for p in tuned.parameters():
+        p.requires_grad_(id(p) in wanted)
+    kind = config["personalise"]
+    terms: list[Term] = []
+    if kind in ("distil", "both"):
+        lam, temperature = config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0)
+        terms.append(_Distil(lam, temperature))
+    if kind in ("proximal", "both"):
+        terms.append(_Pull(config.get("personal-mu", 0.1)))
+    local_round(
+        tuned,
+        chain(terms),
+        measures.data,
+        lr=config["personal-lr"],
+        epochs=config.get("personal-epochs", 2),
+        optimizer=optimizer,
+        device=measures.device,
+        train_mode=part != "head",
+        **vars(measures.task),
+    )
+    return tuned
+
+
+def _classifier(model: nn.Module, measures: Measures) -> set[int]:
+    """Return the ids of the output layer's parameters."""
+    name, task = find_classifier(model, measures.classifier), measures.task
+    layer = model.get_submodule(name)
+    layer_ids = {id(p) for p in layer.parameters() if p.requires_grad}
+    inside = set(layer.modules())
+    for key, module in model.named_modules():
+        if module not in inside and any(id(p) in layer_ids for p in module._parameters.values()):
+            raise ValueError(
+                f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
+                "would change both"
+            )
+    # before anything is held still: the tap looks at the trained parameters behind the layer
+    with FeatureTap(model, measures.classifier) as tap:
+        for inputs, targets in Replay(measures.data, measures.device).again(1):
+            tap.check(task.output(model, inputs, targets))
+    return layer_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,16 +37,18 @@ class Client(Protocol):
     @property
     def task(self) -> Task:
         """Its loss, and how its batches are read."""
-        ...
 
     @property
     def identity(self) -> Identity:
         """Who it is, whatever round it takes part in."""
-        ...
 
 
-Answer = tuple[Parcel, Memory, NDArrays | None]
-"""A reply, what the client remembers from now on, and the model if it came in the method's code."""
+class Answer(NamedTuple):
+    """A client's reply, what it remembers from now on, and the global model; None: as in the message."""
+
+    reply: Parcel
+    memory: Memory
+    model: NDArrays | None = None
 
 
 def train(client: Client, message: Parcel, held: Memory) -> Answer:
@@ -75,7 +77,7 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
             )
             own_model = partial(personal.trained_model, member.term, measures(client), result)
             reply, held = end(member, result, own_model)
-    return reply, held, member.rebuilt
+    return Answer(reply, held, member.rebuilt)
 
 
 def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
@@ -95,7 +97,7 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     )
     if "personalise" in message.config and message.config.get("personal-part") != "all":
         config[keys.LAYER_KEY] = find_classifier(uncompiled(client.model), client.classifier)
-    return Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held, None
+    return Answer(Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held)
 
 
 def measures(client: Client) -> Measures:

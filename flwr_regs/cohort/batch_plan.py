@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,14 +126,7 @@ class Plan:
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
-        if self.order is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self.after)
-                return plan_of(self.data, self.seed, tuple(self.data), self.after)
-        generator = torch.Generator()
-        generator.set_state(self.after)
-        rows, sizes = self.order.draw(generator, len(self.order.sizes))
-        return replace(self, rows=rows, sizes=sizes, forms=sizes)
+        return draw(self.data, self.seed, None, self.order, self.after)
 
     @property
     def examples(self) -> int:
@@ -154,19 +147,23 @@ def plan_of(data: Pairs, seed: int, batches: tuple[tuple[Any, Any], ...], after:
     return Plan(data, seed, after, sizes, tuple(map(_form, batches)), batches=batches)
 
 
-def draw(data: Pairs, seed: int, steps: int, order: Order | None) -> Plan:
+def draw(
+    data: Pairs, seed: int, steps: int | None, order: Order | None, state: Tensor | None = None
+) -> Plan:
     """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
 
-    The process's random state does not change.
+    Or with it in a `state`. None: one pass over the data. The process's random state does not change.
     """
+    generator = torch.Generator().manual_seed(seed)
+    if state is not None:
+        generator.set_state(state)
     if order is not None:
-        generator = torch.Generator().manual_seed(seed)
-        rows, sizes = order.draw(generator, steps)
+        rows, sizes = order.draw(generator, len(order.sizes) if steps is None else steps)
         return Plan(data, seed, generator.get_state(), sizes, sizes, order, rows)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        batches = tuple(itertools.islice(cycle(data), steps))
-        return plan_of(data, seed, batches, torch.default_generator.get_state())
+        torch.set_rng_state(generator.get_state())
+        batches = tuple(data if steps is None else itertools.islice(cycle(data), steps))
+        return plan_of(data, seed, batches, torch.get_rng_state())
 
 
 @dataclass(frozen=True)

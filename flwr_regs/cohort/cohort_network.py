@@ -18,7 +18,6 @@ from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.processes import StackProcesses
-from flwr_regs.cohort.stack_groups import Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
@@ -59,27 +58,21 @@ class Host(Protocol):
 
     def node_ids(self) -> Collection[int]:
         """Return the nodes' ids."""
-        ...
 
     def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
         """Return the client of a partition; None if messages alone reach it. Raises what it raises."""
-        ...
 
     def node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""
-        ...
 
     def prepare(self, client: serving.Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
-        ...
 
     def lent(self) -> AbstractContextManager[None]:
         """Let clients train in a model that they share; it is as before afterwards."""
-        ...
 
     def by_messages(self, request: Request) -> Replies:
         """Return the replies of clients that messages alone reach."""
-        ...
 
 
 class CohortNetwork:
@@ -132,7 +125,8 @@ class CohortNetwork:
             except OutOfSync:  # the server then sends the model
                 came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
-                failures[pid] = _failure(error)
+                LOG.debug("the traceback of a client that failed", exc_info=error)
+                failures[pid] = described(error)
 
         def begun(pid: int) -> Parcel | None:
             parcel = parcels[pid]
@@ -185,11 +179,11 @@ class CohortNetwork:
             more.silent,
         )
 
-    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, Served]:
+    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, serving.Answer]:
         """Return what came of the clients that train in stacks, in this process or in others."""
         if self._processes is None or len(asked) < FEW:
             return stacks.train(asked)
-        served: dict[int, Served] = {}
+        served: dict[int, serving.Answer] = {}
         for part, fallbacks in self._processes.train(asked):
             served |= part
             for why, clients in fallbacks.items():
@@ -199,17 +193,16 @@ class CohortNetwork:
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""
         if kind not in TRAINING:
-            return serving.evaluate(asked.client, asked.message, asked.memory)[0]
+            return serving.evaluate(asked.client, asked.message, asked.memory).reply
         reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
         half = asked.message.config.get(keys.HALF_KEY)
         if half and keys.ARRAYS in reply.records:
             halved = narrow(dict(reply.records[keys.ARRAYS]), half)
             reply = replace(reply, records={**reply.records, keys.ARRAYS: halved})
-        given: Any = asked.message.records[keys.ARRAYS]
-        model = given if rebuilt is None else rebuilt
-        return self._ended(asked, Served(reply, memory, model))
+        model: Any = asked.message.records[keys.ARRAYS] if rebuilt is None else rebuilt
+        return self._ended(asked, serving.Answer(reply, memory, model))
 
-    def _ended(self, asked: Asked, served: Served) -> Parcel:
+    def _ended(self, asked: Asked, served: serving.Answer) -> Parcel:
         """Keep what a client leaves for the next round; return its reply."""
         config = asked.message.config
         node = self._host.node(asked.pid, config)
@@ -242,9 +235,3 @@ def _same(model: NDArrays, seen: dict[Any, Any]) -> NDArrays:
     if id(model) not in seen:
         seen[id(model)] = model, seen.setdefault(digest(model), model)  # so that it keeps its id
     return seen[id(model)][1]  # type: ignore[no-any-return]
-
-
-def _failure(error: Exception) -> str:
-    """Return why a client failed, and log its traceback."""
-    LOG.debug("the traceback of a client that failed", exc_info=error)
-    return described(error)

@@ -1,21 +1,31 @@
-"""The gradients of one step of a stack of clients, under ``torch.func.vmap`` if need be. Plain torch."""
+"""The gradients of one step of a stack of clients, under ``torch.func.vmap`` if need be. Plain torch.
+
+Or as one compiled graph: forward, backward, and plain SGD's update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch
-from flwr_regs.cohort.compiled import compiled_step
 from flwr_regs.cohort.member_view import View, random_state, set_random_state
 from flwr_regs.term import Arrays, Slot
+
+LOG = logging.getLogger("flwr")
+KEPT = 20
+"""Compiled steps that are kept."""
+_STEPS: dict[Hashable, Callable[..., Any] | None] = {}
 
 
 class Gradient:
@@ -76,7 +86,7 @@ class Gradient:
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
         key = None if self._reads or self._perturbs or not whole else view.shared.compiled
-        quick = compiled_step(key, view, values, row["held"], batch, self._lr) if key else None
+        quick = self._compiled(key, values, row["held"], batch) if key else None
         self.moved = bool(quick and self._lr)
         if quick:
             grads, base, buffers = quick
@@ -97,15 +107,64 @@ class Gradient:
                 corrected, slots = self._corrected(given, at, batch, row, shown, before)
         return grads | corrected, base, buffers, slots
 
+    def _compiled(
+        self, key: Hashable, values: Arrays, held: Arrays, batch: Batch
+    ) -> tuple[dict[str, Any], Tensor, Arrays] | None:
+        """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
+
+        The graph is made once for a `key` and the shapes of what goes in; `key` says what else the step
+        depends on. With a learning rate that is not 0, the parameters after a step of plain SGD come in
+        place of the gradients. Where the step cannot be traced or there is no compiler, a sentence in the
+        log says so.
+        """
+        view, lr, size = self._view, self._lr, len(batch.leaves[0])
+        values = {n: v.detach() for n, v in values.items()}
+        held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
+        names = [*values], [*held]
+        given = [*values.values(), *held.values(), *batch.leaves]
+        given.append(torch.tensor(lr, dtype=torch.float64, device=given[0].device))
+        shapes = tuple((tuple(t.shape), t.dtype) for t in given)
+        key = key, shapes, names[0][0], bool(lr)
+
+        def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
+            losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
+            return losses.sum(), others
+
+        def step(*given: Tensor) -> Any:
+            values = dict(zip(names[0], given, strict=False))
+            held = dict(zip(names[1], given[len(values) :], strict=False))
+            *leaves, rate = given[len(values) + len(held) :]
+            grads, (_, aux) = grad_and_value(total, has_aux=True)(values, held, leaves)
+            losses, buffers, _ = aux
+            moved = [v - rate * grads[n] if lr else grads[n] for n, v in values.items()]
+            return *moved, losses, *buffers.values()
+
+        try:
+            if key not in _STEPS:
+                if len(_STEPS) == KEPT:
+                    del _STEPS[next(iter(_STEPS))]
+                _STEPS[key] = None
+                before = random_state(given[0].device)
+                copies = [t.clone() for t in given]  # it is run, and may write to buffers
+                _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
+                set_random_state(given[0].device, before)
+            if (compiled := _STEPS[key]) is None:
+                return None
+            out = compiled(*given)
+        except Exception as error:  # whatever torch or a compiler raises
+            _STEPS[key] = None
+            why = str(error).strip().partition("\n")[0]
+            LOG.warning("StackedGrid: the step is not compiled: %s", why)
+            return None
+        last = len(values)
+        stepped = dict(zip(names[0], out[:last], strict=True))
+        return stepped, out[last], dict(zip(view.buffers, out[last + 1 :], strict=True))
+
     def _perturbed(self, values: Arrays, row: dict[str, Any]) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""
         view, values = self._view, {n: p.detach() for n, p in values.items()}
-
-        def point(values: Arrays, told: dict[str, Any]) -> Arrays:
-            return view.shared.term.point(values, view.context(told))
-
-        with torch.no_grad():
-            moved = view.vmapped(point)({n: values[n] for n in view.start}, row["told"])
+        params = {n: values[n] for n in view.start}
+        moved = view.of_all(view.shared.term.point, row["told"], params)
         # clones: leaves of their own, also where a term moves nothing
         return {n: v.clone().requires_grad_() for n, v in {**values, **moved}.items()}
 

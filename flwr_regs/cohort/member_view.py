@@ -185,6 +185,11 @@ class View:
         """Return a function of one member as a function of all."""
         return vmap(one, randomness=self.shared.randomness)
 
+    def of_all(self, hook: Callable[..., Any], told: dict[str, Any], *given: Arrays) -> Any:
+        """Return what a hook makes of each member's arrays and context."""
+        with torch.no_grad():
+            return self.vmapped(lambda told, *own: hook(*own, self.context(told)))(told, *given)
+
     def call(self, inputs: Any, targets: Any, values: Arrays) -> Any:
         """Return the logits of one member; `values` then hold what the forward pass has made of them."""
         shared, given = self.shared, {**self.rest, **values}
@@ -385,18 +390,10 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
     """Return a cross-entropy; the usual one in fewer operations than torch's under vmap."""
     if not targets.is_floating_point() and targets.dtype not in (torch.int64, torch.uint8):
         raise CannotStack(f"its labels are {targets.dtype}, which torch refuses outside of vmap")
-    usual = {k for k, v in how.items() if v is not None} <= {
-        "ignore_index",
-        "reduction",
-        "label_smoothing",
-    }
-    usual = usual and how.get("reduction", "mean") == "mean" and not how.get("label_smoothing")
-    if (
-        not (quick and usual)
-        or logits.ndim != 2
-        or targets.ndim != 1
-        or targets.is_floating_point()
-    ):
+    by_class = logits.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+    plain = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": how.get("ignore_index")}
+    usual = all(value in (None, plain.get(name)) for name, value in how.items())
+    if not (quick and usual and by_class):
         return nn.functional.cross_entropy(logits, targets, **how)
     counts = targets != how.get("ignore_index", -100)
     chosen = torch.where(counts, targets, 0).unsqueeze(0)

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -25,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.client.member import Identity
+from flwr_regs.client.serving import Answer
 from flwr_regs.cohort.client_sets import ClientSets, OneClient
 from flwr_regs.cohort.member_view import Asked
-from flwr_regs.cohort.stack_groups import Served, Settings
+from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
 
@@ -154,7 +156,7 @@ def _serve(connection: Connection, work: Work, threads: int, level: int) -> None
     work(connection, given)
 
 
-Part = tuple[dict[int, Served], dict[str, int]]
+Part = tuple[dict[int, Answer], dict[str, int]]
 """What one process made of its clients: what came of them, and why others train by themselves."""
 
 
@@ -250,13 +252,10 @@ def _send(connection: Connection, value: Any) -> None:
 def _read(connection: Connection) -> Any:
     """Return a value that was sent; its arrays are views of the shared memory."""
     data, sizes, path = connection.recv()
-    if not path:
-        return pickle.loads(data, buffers=[b"" for _ in sizes])
-    with open(path, "r+b") as file:
-        whole = memoryview(mmap.mmap(file.fileno(), 0))
-    os.unlink(path)
-    buffers, first = [], 0
-    for size in sizes:
-        buffers.append(whole[first : first + size])
-        first += size
-    return pickle.loads(data, buffers=buffers)
+    whole = memoryview(b"")
+    if path:
+        with open(path, "r+b") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0))
+        os.unlink(path)
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return pickle.loads(data, buffers=[whole[end - size : end] for size, end in ends])

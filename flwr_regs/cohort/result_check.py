@@ -76,13 +76,12 @@ class Drawn:
 
     def __iter__(self) -> Iterator[Any]:
         with torch._C.DisableTorchFunction():
-            batches = iter(self.source)
+            batches, end = iter(self.source), object()
         while True:
             with torch._C.DisableTorchFunction():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+                batch = next(batches, end)
+            if batch is end:
+                return
             yield _in(self.precision, batch)
 
 
@@ -139,7 +138,7 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
         plan=plan_of(data, plan.seed, batches, plan.after),
         private=_in(precision, member.private),
         broadcast=_in(precision, member.broadcast),
-        client=_in(precision, _plain(member.client)),
+        client=_in(precision, member.client),
     )
 
 
@@ -152,7 +151,7 @@ def _alone(
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
     given: dict[str, Any] = {
         "lr": shared.lr,
-        "client": _in(precision, _plain(c.client)),
+        "client": _in(precision, c.client),
         "client_id": c.client_id,
         "config": shared.config,
     }
@@ -186,10 +185,6 @@ def _alone(
 def _in(precision: torch.dtype | None, tree: Any) -> Any:
     """Return nested values with all floating tensors in a precision; None: as they are."""
     return mapped(tree, lambda t: t.to(precision) if precision and t.is_floating_point() else t)
-
-
-def _plain(slots: Slot) -> Slot:
-    return {t: dict(slot) for t, slot in slots.items()}
 
 
 def _entries(state: Mapping[str, Tensor], *slots: Slot) -> dict[str, Tensor]:

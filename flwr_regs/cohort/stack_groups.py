@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
-from flwr_regs.client.loading import Layout, check_custody, load, tied_names
+from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.member import (
     Identity,
     broadcast_of,
@@ -26,7 +25,8 @@ from flwr_regs.client.member import (
     seeded,
     with_steps,
 )
-from flwr_regs.client.memory import Begun, Memory, to_numpy
+from flwr_regs.client.memory import Begun, to_numpy
+from flwr_regs.client.serving import Answer
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
@@ -51,15 +51,6 @@ OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What came of it: the reply, what the client remembers from now on, the global model as it got it."""
-
-    reply: Parcel
-    memory: Memory
-    model: NDArrays
 
 
 @dataclass(eq=False)
@@ -121,11 +112,6 @@ class Recipe:
     arrays: NDArrays
     step: NDArrays | None
 
-    @cached_property
-    def withholds(self) -> bool:
-        """Whether clients have private entries."""
-        return any(isinstance(t, Withholds) for t in self.term.terms)
-
     @property
     def probes(self) -> bool:
         """Whether this is a round's first exchange, without training."""
@@ -178,9 +164,9 @@ class Group:
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
         shared = [n for n in trained if n not in private]
-        if not shared:
-            raise CannotStack("it trains no parameter that is shared")
-        self._first_names = tied_names(model, ()) | _other_names(model)
+        first_of: dict[int, str] = {}
+        places = model.state_dict(keep_vars=True).items()
+        self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -251,7 +237,7 @@ class Group:
 
     # replies
 
-    def replies(self, result: StackedResult) -> dict[int, Served]:
+    def replies(self, result: StackedResult) -> dict[int, Answer]:
         """Return what came of the clients: their replies are rows of the result."""
         recipe, was = self.recipe, self.recipe.arrays
         tables = {
@@ -260,12 +246,16 @@ class Group:
             if slot
         }
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        state: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}  # at the end; what is not trained is the first's
         coder = None
         if not recipe.probes:
             coder = recipe.term.coder("finish")
             common |= model_entries(recipe.config, was, self.layout, result.output_layer)
-            state = self._state(result)
+            for n in [*was, *self.layout.private]:
+                if (value := result.state.get(self._first_names[n])) is None:
+                    first = self.shared.start[n]
+                    value = first.expand(len(self.members), *first.shape)
+                state[n] = value
         private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in state.items()}
         code: NDArrays = {}
@@ -273,7 +263,7 @@ class Group:
             code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
             sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
         table = Table(sent if coder else narrow(sent, recipe.config.get(keys.HALF_KEY)))
-        served: dict[int, Served] = {}
+        served: dict[int, Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
             slots, entries = mapped((result.client, private), itemgetter(row))
@@ -298,16 +288,8 @@ class Group:
                 }
             reply = Parcel(records, config, metrics, decoded=decoded)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            served[c.asked.pid] = Served(reply, held, was)
+            served[c.asked.pid] = Answer(reply, held, was)
         return served
-
-    def _state(self, result: StackedResult) -> dict[str, Tensor]:
-        """Return the clients' models at the end, stacked; what is not trained is the first's."""
-        number, start, state = len(self.members), self.shared.start, dict[str, Tensor]()
-        for n in [*self.recipe.arrays, *self.layout.private]:
-            value = result.state.get(self._first_names.get(n, n))
-            state[n] = start[n].expand(number, *start[n].shape) if value is None else value
-        return state
 
 
 def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
@@ -330,8 +312,6 @@ def recipe_of(recipes: list[Recipe], who: Identity, message: Parcel, model: nn.M
             return known
     term = method_of(who, config)
     term.restrict(config)
-    if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
-        raise CannotStack("a first exchange with label counts goes one by one")
     keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
     if keeping and any(t.acts("client_optimizer") for t in term.terms):
         raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
@@ -351,7 +331,8 @@ def member_of(
     pairs, seed = client.task.pairs(client.train_data), config[keys.SEED_KEY]
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
-    begun = memories.begin(asked.memory, term, config, recipe.withholds)
+    withholds = bool(term.able(Withholds))
+    begun = memories.begin(asked.memory, term, config, withholds)
     order = order_of(pairs)
     planned = recipe.steps(pairs, order)
     budget = None if recipe.probes else client.step_budget
@@ -366,14 +347,14 @@ def member_of(
             broadcast[t.name] = {
                 k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
             }
-    private = _private(client.model, term, begun) if recipe.withholds else {}
+    private = _private(client.model, term, begun) if withholds else {}
     counts = None
     if any("label_counts" in t.needs for t in term.terms):
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = label_counts(pairs)
     form: list[Hashable] = [_form_of(slots) for slots in (broadcast, begun.slots) if slots]
-    # a term's `start` sees no more classes than the client has
-    reads = counts is not None and any(t.acts("start") for t in term.terms)
+    # before the first forward pass, a term sees no more classes than the client has
+    reads = counts is not None and (recipe.probes or any(t.acts("start") for t in term.terms))
     return Member(
         draw(pairs, seed, most, order),
         planned,
@@ -406,11 +387,3 @@ def _form_of(slots: Slot) -> Hashable:
         (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
         for t, slot in sorted(slots.items())
     )
-
-
-def _other_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of a model's buffers -> the first, as for a layer that is there twice."""
-    first: dict[int, str] = {}
-    named = model.named_buffers(remove_duplicate=False)
-    pairs = {n: first.setdefault(id(b), n) for n, b in named}
-    return {n: f for n, f in pairs.items() if n != f}

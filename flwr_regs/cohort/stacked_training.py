@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
@@ -43,7 +46,7 @@ class StackedResult:
     state : Arrays
         Trained parameters and buffers at the end.
     delta, upload, client : Arrays, Slot, Slot
-        As in :class:`.result.LocalResult`.
+        As in :class:`.local_training.LocalResult`.
     losses : sequence of float
     examples : sequence of int
     output_layer : str or None
@@ -150,9 +153,10 @@ class Stack:
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
+        each = [{"client": m.client, "broadcast": m.broadcast} for m in members]
+        slots = tree_map(lambda *of: torch.stack(of), *each)
         told: dict[str, Any] = {
-            "client": _stacked([m.client for m in members], shared.device),
-            "broadcast": _stacked([m.broadcast for m in members], shared.device),
+            **to_device(slots, shared.device),
             "id": torch.tensor([m.client_id for m in members], device=shared.device),
             **{
                 name: torch.tensor(of, dtype=kind, device=shared.device)
@@ -160,8 +164,9 @@ class Stack:
                 if name not in alike
             },
         }
-        if (counts := self._label_counts()) is not None:
-            told["counts"] = counts.to(shared.device)
+        counts = [m.label_counts for m in members if m.label_counts is not None]
+        if counts:  # all members have them, or none
+            told["counts"] = pad_sequence(counts, batch_first=True).to(shared.device)
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
         self._own = {"held": held, "told": told, "at_start": at_start}
         products = shared.precision is None and shared.randomness == "different"
@@ -199,8 +204,9 @@ class Stack:
         made = shared.make(list(of_one.values()), lr=shared.lr)
         if not all(map(torch.equal, before, random_state(shared.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
-        if not is_elementwise(made):
-            raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
+        kind = type(made)
+        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         if any(id(p) not in place for group in made.param_groups for p in group["params"]):
@@ -212,7 +218,7 @@ class Stack:
         made.state.clear()
         for p, entries in state.items():
             made.state[place[id(p)]] = {
-                key: v.expand(k, *v.shape).clone() if _one_each(key, v, p) else v
+                key: v.expand(k, *v.shape).clone() if key != "step" and _is_like(v, p) else v
                 for key, v in entries.items()
             }
         return made, leaves
@@ -231,26 +237,16 @@ class Stack:
         view, term = self._view, self._shared.term
         view.momentum = momentum_of(self._optimizer)
         if any(t.acts("start") for t in term.terms):
-
-            def begin(told: dict[str, Any]) -> Arrays:
-                return term.start(view.start, view.context(told))
-
-            with torch.no_grad():
-                for n, p in view.vmapped(begin)(self._own["told"]).items():
-                    self._values[n].copy_(p)
+            begin = view.of_all(partial(term.start, view.start), self._own["told"])
+            for n, p in begin.items():
+                self._values[n].copy_(p)
         view.batch_size = self._members[0].plan.sizes[0]
         if self._carries:
             self._carry()
 
     def _carry(self) -> None:
         """Give the optimiser the state with which the terms let it begin."""
-        view, term = self._view, self._shared.term
-
-        def begin(told: dict[str, Any]) -> Arrays:
-            return term.optimizer_start(view.context(told))
-
-        with torch.no_grad():
-            state = view.vmapped(begin)(self._own["told"])
+        state = self._view.of_all(self._shared.term.optimizer_start, self._own["told"])
         for key, value in state.items():
             entry, _, name = key.partition(".")
             scalar = entry == "step" or entry.endswith("#")
@@ -267,14 +263,6 @@ class Stack:
         rows = self._rows - first
         self._left.insert(0, {k: v[first:] if v.ndim else v.expand(rows) for k, v in state.items()})
 
-    def _label_counts(self) -> Tensor | None:
-        """Return the members' label counts, with an entry for each class of any of them."""
-        counts = [m.label_counts for m in self._members if m.label_counts is not None]
-        if len(counts) < len(self._members):
-            return None
-        classes = max(len(c) for c in counts)
-        return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
-
     # a step
 
     def _leave(self, active: int) -> None:
@@ -286,7 +274,7 @@ class Stack:
         for n, p in self._leaves.items():
             state = self._optimizer.state.get(p, {})
             for key, v in state.items():
-                if isinstance(v, Tensor) and v.shape == p.shape:
+                if _is_like(v, p):
                     state[key] = v[:active]
             p.grad = None
             p.data = self._values[n][:active]
@@ -404,12 +392,6 @@ class Stack:
         return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimiser is known to do for a stack of clients what it does for one."""
-    kind = type(optimizer)
-    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
-
-
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy of a parameter with its attributes, which a factory may read."""
     made = nn.Parameter(parameter.detach().clone())
@@ -417,15 +399,6 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _one_each(key: str, value: Any, p: Tensor) -> bool:
+def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
-    return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
-
-
-def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
-    """Return the members' slots as one, with a first axis over them."""
-    out: Slot = {}
-    for t, first in slots[0].items():
-        each = [slot[t] for slot in slots]
-        out[t] = {k: torch.stack([s[k] for s in each]) for k in first}
-    return to_device(out, device)  # type: ignore[no-any-return]
+    return isinstance(value, Tensor) and value.shape == p.shape

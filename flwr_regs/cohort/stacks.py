@@ -1,4 +1,7 @@
-"""The clients of a round in stacks: who goes with whom, and what trains one by one instead. Plain torch."""
+"""The clients of a round in stacks: who goes with whom, and what trains one by one instead. Plain torch.
+
+And the global model on the test sets of many clients at once.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,28 @@ import math
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
-from flwr_regs.client.serving import Client
-from flwr_regs.client.train.batches import resolve_device
-from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.evaluation_of_stack import evaluate
+from flwr_regs.client import memory as memories
+from flwr_regs.client.member import evaluated, reply_entries
+from flwr_regs.client.personal import classifies
+from flwr_regs.client.serving import Answer, Client
+from flwr_regs.client.train.batches import resolve_device, tensors
+from flwr_regs.client.train.task import uncompiled
+from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
     Group,
     Kind,
     Recipe,
-    Served,
     Settings,
     common_of,
     member_of,
@@ -40,6 +45,8 @@ from flwr_regs.wire.parcel import Parcel
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
 DIFFERS = "between a stack and a client alone"
+DATA = 2**26
+"""Bytes of the clients' test batches that go through the model at once."""
 
 
 class Stacks:
@@ -65,20 +72,27 @@ class Stacks:
         self.fallbacks: dict[str, int] = {}
         self._untold: list[str] = []
 
-    def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
+    def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
         common = common_of([one.message.records for one in asked])
         recipes: list[Recipe] = []
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
-        served: dict[int, Served] = {}
+        served: dict[int, Answer] = {}
         for one in asked:
             try:
-                key, group = self._admit(one, recipes, groups, common)
+                recipe = recipe_of(recipes, one.client.identity, one.message, one.client.model)
+                kind = self._kind_of(one.client, recipe)
+                member = member_of(one, recipe, common)
+                plan = member.plan
+                key = id(recipe), kind, plan.kind, plan.forms[0], member.form
+                if (group := groups.get(key)) is None:
+                    group = groups[key] = Group(member, recipe, common, self._settings, kind)
+                group.add(member)
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
-            number[group.kind] += 1
+            number[kind] += 1
             if group.is_full(self._settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
@@ -90,17 +104,12 @@ class Stacks:
 
     def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
         """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
-        kept = [one for one in asked if not self._breaks(one.client)]
+        refused = {build for (build, *_), kind in self._kinds.items() if kind.refused}
         try:
-            return evaluate(kept)
+            return _evaluated([a for a in asked if self._builds.get(a.client) not in refused])
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
-
-    def _breaks(self, client: Client) -> bool:
-        """Whether clients like this one are known to break the contract."""
-        build = self._builds.get(client)
-        return any(k.refused for key, k in self._kinds.items() if key[0] == build)
 
     def note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once: see also `tell`."""
@@ -125,28 +134,14 @@ class Stacks:
 
     # who goes with whom
 
-    def _admit(
-        self,
-        asked: Asked,
-        recipes: list[Recipe],
-        groups: dict[Hashable, Group],
-        common: Mapping[str, Mapping[str, np.ndarray]],
-    ) -> tuple[Hashable, Group]:
-        """Put a client into its group; return that. Raises CannotStack if it has none."""
-        client = asked.client
-        recipe = recipe_of(recipes, client.identity, asked.message, client.model)
+    def _kind_of(self, client: Client, recipe: Recipe) -> Kind:
+        """Return what is known of clients like this one; raise CannotStack if they train one by one."""
         if (build := self._builds.get(client)) is None:
             build = self._builds[client] = self._build(client)
         kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind(build[1:]))
         if kind.refused:
             raise CannotStack(kind.refused)
-        member = member_of(asked, recipe, common)
-        plan = member.plan
-        key = id(recipe), kind, plan.kind, plan.forms[0], member.form
-        if (group := groups.get(key)) is None:
-            group = groups[key] = Group(member, recipe, common, self._settings, kind)
-        group.add(member)
-        return key, group
+        return kind
 
     def _build(self, client: Client) -> tuple[Any, ...]:
         """Return what clients share that go together: terms, model, loss, optimiser, device."""
@@ -167,7 +162,7 @@ class Stacks:
 
     # training
 
-    def _train(self, group: Group) -> dict[int, Served]:
+    def _train(self, group: Group) -> dict[int, Answer]:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
             self._check_result(group)
@@ -231,3 +226,75 @@ class Build(pickle.Pickler):
 def _convolves(layer: nn.Module) -> bool:
     """Whether a layer is a convolution; of a stack it is a grouped one, which a CPU runs slowly."""
     return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
+
+
+# evaluation
+
+
+def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
+    """Return the replies, by partition id, of those clients that can evaluate at once.
+
+    They share the model as an object, as `Clients` do, evaluate the global model alone, and go through
+    plain test data in order. The others wait.
+    """
+    groups: dict[Any, list[tuple[Asked, Plan]]] = {}
+    together: dict[Any, bool] = {}
+    for one in asked:
+        client, message = one.client, one.message
+        if client.eval_data is None or "personalise" in message.config or client.identity.private:
+            continue
+        pairs = client.task.pairs(client.eval_data)
+        order = order_of(pairs)
+        if order is None or order.shuffle or not order.sizes:
+            continue
+        plan = draw(pairs, 0, None, order)
+        of_all = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
+        groups.setdefault((of_all, order.kind, plan.sizes), []).append((one, plan))
+    replies: dict[int, Parcel] = {}
+    for (of_all, *_), group in groups.items():
+        first = group[0][0]
+        model = uncompiled(first.client.model)
+        if len(group) > 1 and of_all not in together:
+            term, *_ = evaluated(first.message, first.memory, model, first.client.identity)
+            own_models = term.personalising or term.private(list(model.state_dict()))
+            together = {of_all: not own_models}
+        if not together.get(of_all):
+            continue
+        size = sum(t.nbytes for t in tensors(group[0][1].batch(0)))
+        most = max(DATA // max(size, 1), 1)
+        for at in range(0, len(group), most):
+            some = group[at : at + most]
+            scores = _scores(first.client, model, [plan for _, plan in some])
+            for (one, plan), score in zip(some, scores, strict=True):
+                metrics = {"num-examples": sum(plan.sizes), **score}
+                lost = memories.latest(one.memory, one.message.config).lost
+                entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
+                replies[one.pid] = Parcel({}, entries, metrics)
+    return replies
+
+
+@torch.no_grad()
+def _scores(client: Client, model: nn.Module, plans: Sequence[Plan]) -> list[dict[str, float]]:
+    """Return each client's mean loss and, of a classification, its accuracy; plans of equal sizes."""
+    device, task, sorts = resolve_device(client.device), client.task, True
+    model.to(device).eval()
+    batches = Batches(plans, device)
+    loss = torch.zeros(len(plans), dtype=torch.float64, device=device)
+    right = torch.zeros(len(plans), dtype=torch.int64, device=device)
+    for step, size in enumerate(plans[0].sizes):
+        batch = batches.of(step, range(len(plans)))
+
+        def one(leaves: list[Tensor], batch: Any = batch) -> tuple[Tensor, Tensor]:
+            nonlocal sorts
+            inputs, targets = batch.rebuilt(leaves)
+            output = task.output(model, inputs, targets)
+            sorts &= classifies(output, targets)
+            hits = (output.argmax(dim=1) == targets).sum() if sorts else torch.zeros(())
+            return task.loss(output, targets), hits
+
+        losses, hits = vmap(one)(batch.leaves)
+        loss += losses.double() * size
+        right += hits.long()
+    count = sum(plans[0].sizes)
+    each = zip((loss / count).tolist(), right.tolist(), strict=True)
+    return [{"loss": mean, **({"accuracy": n / count} if sorts else {})} for mean, n in each]

@@ -226,7 +226,7 @@ class RegClient(Spelled, NumPyClient):
         """Return the reply to a message, "train" or "evaluate", in plain values; what is kept, as bytes."""
         serve = serving.train if kind == "train" else serving.evaluate
         reply, held, model = serve(self, message, held)
-        return reply, written(held), model
+        return serving.Answer(reply, written(held), model)
 
     def overrides(self, *names: str) -> list[str]:
         """Return which of these methods of RegClient are this client's own."""

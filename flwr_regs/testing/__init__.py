@@ -7,7 +7,6 @@ Offers ``check_method``, ``Exempt``, ``Method``, ``LAWS`` and ``LawBroken``.
 """
 
 from flwr_regs.testing.check import LAWS, Report, check_method
-from flwr_regs.testing.law import Law
-from flwr_regs.testing.method import Exempt, LawBroken, Method
+from flwr_regs.testing.method import Exempt, Law, LawBroken, Method
 
 __all__ = ["LAWS", "Exempt", "Law", "LawBroken", "Method", "Report", "check_method"]

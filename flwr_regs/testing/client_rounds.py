@@ -11,16 +11,14 @@ from flwr.clientapp import ClientApp
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
-from flwr_regs.client.local_training import local_round
-from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.stacked_grid import StackedGrid
 from flwr_regs.term import Slot
 from flwr_regs.testing import problem, spies
-from flwr_regs.testing.law import law
-from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
+from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round, law
 from flwr_regs.testing.problem import make_clients, make_model, train
 
 

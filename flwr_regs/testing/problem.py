@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.func import functional_call
 
+from flwr_regs.client.member import seeded
 from flwr_regs.client.train.task import LossFn
 from flwr_regs.flower.app import client_app
 from flwr_regs.flower.compat import recorddict_from_proto, recorddict_to_proto
@@ -23,12 +24,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 NDArrays = dict[str, np.ndarray]
 
 
-@contextmanager
-def drawn(seed: int = 0) -> Iterator[None]:
+def drawn(seed: int = 0) -> AbstractContextManager[None]:
     """Draw on the CPU as after ``torch.manual_seed(seed)``; afterwards, draws go on as before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # without a traceback for each absent accelerator
-        yield
+    return seeded(seed, torch.device("cpu"))
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -99,11 +97,8 @@ def half_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
 
 def quadratic_clients(curvatures: Sequence[float], centres: Sequence[float]) -> list[list[Batch]]:
     """Return the data of :class:`Point`: client k has k + 1 equal examples, of curvature a and centre c."""
-    clients = []
-    for k, (a, c) in enumerate(zip(curvatures, centres, strict=True)):
-        root = torch.full((k + 1, 1), a**0.5, dtype=torch.float64)
-        clients.append([(root, root * c)])
-    return clients
+    roots = [torch.full((k + 1, 1), a**0.5, dtype=torch.float64) for k, a in enumerate(curvatures)]
+    return [[(root, root * c)] for root, c in zip(roots, centres, strict=True)]
 
 
 def sgd_pull(curvature: float, lr: float, steps: int) -> float:

@@ -16,8 +16,7 @@ import torch
 from flwr_regs.abilities import ABILITIES
 from flwr_regs.chain import HOOKS
 from flwr_regs.client import serving
-from flwr_regs.client.local_training import local_round
-from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.term import Term
 
 CHECKED = (
@@ -83,8 +82,10 @@ def impurities(faults: list[str]) -> Spy:
 
     def spy(term: Term, hook: str, original: Hook, args: tuple[Any, ...]) -> Any:
         who = f"'{term.name}' in `{hook}`"
-        inputs = dict(_inputs(hook, args))
-        before = {path: _copied(a) for path, a in inputs.items()}
+        named = zip(ARGUMENTS[hook], args, strict=True)
+        leaves = [leaf for name, value in named for leaf in _leaves(value, name)]
+        inputs = {path: a for path, a in leaves if isinstance(a, np.ndarray | torch.Tensor)}
+        before = {path: _as_numpy(a).copy() for path, a in inputs.items()}
         again = (copy.deepcopy(args[0]), *args[1:]) if hook == "fold" else args
         out = original(term, *args)
         unchanging = {p: a for p, a in inputs.items() if not (hook == "fold" and _within(p, "acc"))}
@@ -110,13 +111,6 @@ def impurities(faults: list[str]) -> Spy:
     return spy
 
 
-def _inputs(hook: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    for name, value in zip(ARGUMENTS[hook], args, strict=True):
-        for path, leaf in _leaves(value, name):
-            if isinstance(leaf, np.ndarray | torch.Tensor):
-                yield path, leaf
-
-
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what nested containers hold, with its place; functions are left out."""
     if isinstance(value, Mapping):
@@ -140,10 +134,6 @@ def _within(path: str, name: str) -> bool:
 
 def _as_numpy(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-def _copied(value: Any) -> Any:
-    return _as_numpy(value).copy()
 
 
 def _equal(a: Any, b: Any) -> bool:

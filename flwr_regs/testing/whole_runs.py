@@ -15,8 +15,7 @@ from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.methods.server_step.fedavg import FedAvg, FedAvgClient
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem
-from flwr_regs.testing.law import law
-from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
+from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round, law
 from flwr_regs.testing.problem import make_clients, train
 
 EPOCHS, STEPS = {"local-epochs": 2}, {"local-steps": 7}

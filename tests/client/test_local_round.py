@@ -20,7 +20,7 @@ from torch.utils.data import (
 from flwr_regs import MOON, Ditto, FedSAM, FixedHead
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.train.batches import as_pairs, count_examples
+from flwr_regs.client.train.batches import Pairs, count_examples
 from tests.conftest import descend, make_clients, make_model
 
 FEDAVG = chain([])
@@ -106,7 +106,7 @@ class Blocks:
 @pytest.mark.parametrize("data", [TensorDataset(torch.zeros(10, 4), torch.zeros(10)), Labelled()])
 def test_the_examples_are_those_of_the_data_set_whatever_a_loader_drops(data: Any) -> None:
     def count(**settings: Any) -> int:
-        return count_examples(as_pairs(DataLoader(data, **settings)))
+        return count_examples(Pairs(DataLoader(data, **settings)))
 
     assert count(batch_size=4) == 10
     assert count(batch_size=4, drop_last=True) == 10

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.train.batches import as_pairs
+from flwr_regs.client.train.batches import Pairs
 from flwr_regs.client.train.task import Task
 from tests.conftest import make_clients, make_model
 from tests.methods.test_kinds import Halves, as_dicts
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 )
 def test_a_mapping_without_clear_targets_is_refused(batch: Any, key: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        next(iter(as_pairs([batch], key)))
+        next(iter(Pairs([batch], key)))
 
 
 def test_a_dict_within_a_pair_is_one_argument() -> None:
@@ -34,7 +34,7 @@ def test_a_dict_within_a_pair_is_one_argument() -> None:
         def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
             return inputs["a"]  # type: ignore[no-any-return]
 
-    inputs, targets = next(iter(as_pairs([({"a": torch.ones(2, 3)}, torch.zeros(2))])))
+    inputs, targets = next(iter(Pairs([({"a": torch.ones(2, 3)}, torch.zeros(2))])))
     assert torch.equal(Task().output(Takes(), inputs, targets), torch.ones(2, 3))
 
 

@@ -75,11 +75,18 @@ class Round:
         """Return the batch of each of client k's steps: its own in order, and around."""
         return [self.clients[k][step % len(self.clients[k])] for step in range(self.steps[k])]
 
-    def descend(self, k: int, v: Params) -> Params:
-        """Return v after a step ``v -= eta grad f_k(v)`` on each of client k's batches."""
+    def descend(self, k: int, v: Params, slope: Slope | None = None) -> Params:
+        """Return v after a step ``v -= eta slope(v)`` (default: grad f_k) on each of client k's batches."""
+        slope = self.slope if slope is None else slope
         for x, y in self.batches(k):
-            v = plus(v, -self.eta, self.slope(v, x, y))
+            v = plus(v, -self.eta, slope(v, x, y))
         return v
+
+    def forget(self, *kept: dict[int, Any]) -> None:
+        """Take out what clients have lost."""
+        for k in self.lost:
+            for own in kept:
+                own.pop(k, None)
 
     def mean(self, parts: Mapping[int, Params]) -> Params:
         """Return sum_k p_k parts_k over the clients that are used."""

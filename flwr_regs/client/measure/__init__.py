@@ -1,1 +1,1 @@
-"""What is measured over a client's data: features, Fisher information, accuracy. Plain torch."""
+"""What is measured over a client's data: features, Fisher information, means. Plain torch."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.batches import Batches, batch_size, to_device
-from flwr_regs.client.train.replay import Replay
+from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
 from flwr_regs.client.train.task import Task, gradients
 from flwr_regs.term import Arrays, ClientContext
 

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from flwr_regs.client.measure.classifier import announce, find_classifier, makes, named_layer
 
 
 class Tap:
-    """Hooks on layers of a model; until `close`, modules that are compiled in place run uncompiled."""
+    """A hook on a layer of a model; until `close`, modules that are compiled in place run uncompiled."""
 
-    def __init__(self, model: nn.Module, handles: Iterable[RemovableHandle]) -> None:
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
         self._model = model
-        self._handles = tuple(handles)
+        self._input: Any = None
+        self._output: Any = None
+        self._handle = layer.register_forward_hook(self._keep)
         # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
         self._compiled = {m: m._compiled_call_impl for m in model.modules()}
         for module in self._compiled:
             module._compiled_call_impl = None
 
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._input, self._output = inputs[0], output
+
     @property
     def value(self) -> Any:
-        """What the hooks saw in the last forward pass, ``(batch, d)``."""
+        """What the hook saw in the last forward pass, ``(batch, d)``."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Remove the hooks, and let compiled modules run compiled again; a second time does nothing.
+        """Remove the hook, and let compiled modules run compiled again; a second time does nothing.
 
         Several taps on one model are closed last first.
         """
         for module, impl in self._compiled.items():
             module._compiled_call_impl = impl
         self._compiled = {}
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
+        self._input = self._output = None
 
     def __enter__(self) -> Self:
         return self
@@ -58,11 +62,7 @@ class OutputTap(Tap):
 
     def __init__(self, model: nn.Module, layer: str) -> None:
         self._layer = layer
-        self._output: Any = None
-        super().__init__(model, [named_layer(model, layer).register_forward_hook(self._keep)])
-
-    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._output = output
+        super().__init__(model, named_layer(model, layer))
 
     @property
     def value(self) -> Any:
@@ -74,10 +74,6 @@ class OutputTap(Tap):
                 "name another layer, or call the model itself if it is torch.compile(model)"
             )
         return self._output.flatten(1)
-
-    def close(self) -> None:
-        super().close()
-        self._output = None
 
 
 class FeatureTap(Tap):
@@ -92,20 +88,9 @@ class FeatureTap(Tap):
 
     def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
         self.layer, self._named = find_classifier(model, classifier), classifier is not None
-        self._input: Any = None
-        self._output: Any = None
-        layer = model.get_submodule(self.layer)
-        before = layer.register_forward_pre_hook(self._keep)
-        self._after = layer.register_forward_hook(self._keep_output)
-        super().__init__(model, (before, self._after))
+        super().__init__(model, model.get_submodule(self.layer))
         if classifier is None:
             announce(type(model).__name__, self.layer)
-
-    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._input = inputs[0].flatten(1)
-
-    def _keep_output(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._output = output
 
     @property
     def value(self) -> Any:
@@ -116,7 +101,7 @@ class FeatureTap(Tap):
                 f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier=, or "
                 "call the model itself if it is torch.compile(model)"
             )
-        return self._input
+        return self._input.flatten(1)
 
     @property
     def _why(self) -> str:
@@ -133,12 +118,6 @@ class FeatureTap(Tap):
                 f"the output of {type(self._model).__name__} is not that of its output layer "
                 f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier="
             )
-        self._output = None
-        self._after.remove()
-
-    def close(self) -> None:
-        super().close()
-        self._input = self._output = None
 
 
 @contextmanager

@@ -1,15 +1,19 @@
-"""A client's data: its batches as pairs, their number and size, and the device. Plain torch."""
+"""A client's data: its batches as pairs, their number and size, and the device. Plain torch.
+
+`Replay` draws the batches of a client's steps a second time in the same order.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 Batches = Iterable[Any]
 """Batches, such as a DataLoader: pairs of (inputs, targets), or mappings with an entry for the targets."""
@@ -101,11 +105,6 @@ class Pairs:
                 + "; name the one to use with target_key="
             )
         return candidates[0]
-
-
-def as_pairs(data: Batches, target_key: str | None = None, keywords: bool = False) -> Pairs:
-    """Return `data` as pairs; data that already are pairs stay as they are."""
-    return data if isinstance(data, Pairs) else Pairs(data, target_key, keywords)
 
 
 def check_batches(data: Any, name: str) -> None:
@@ -271,3 +270,87 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         parts = [mapped(v, change) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+State = list[Tensor]
+
+
+class Replay:
+    """The batches of one round.
+
+    What a loader draws (shuffling, augmentation) depends on the state of torch's random generators before
+    each batch. So these states are kept instead of the batches: some 5 kB a step that draws anything.
+
+    Parameters
+    ----------
+    data : Pairs
+    device : torch.device
+    batches, forwards : bool
+        Whether the batches may be drawn again, and whether a step's forward pass may be run again.
+    """
+
+    def __init__(
+        self, data: Pairs, device: torch.device, batches: bool = False, forwards: bool = False
+    ) -> None:
+        self._data, self._device = data, device
+        self._batches, self.forwards = batches, forwards
+        loader = data.source
+        sampler = getattr(loader, "sampler", None)
+        sampler = getattr(sampler, "sampler", sampler)  # that shuffles, inside a batch sampler
+        of_loader = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
+        own = [g for g in of_loader if isinstance(g, Generator)]
+        self._generators = [*dict.fromkeys([torch.default_generator, *own])]
+        self._before: list[State] = []  # the generators before each batch
+        self._at_forward: tuple[State, Tensor | None] | None = None
+
+    def draw(self, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yield `steps` batches on the device."""
+        drawn = cycle(self._data)
+        for _ in range(steps):
+            if self._batches:
+                states = self._states()
+                same = self._before and all(map(torch.equal, states, self._before[-1]))
+                self._before.append(self._before[-1] if same else states)
+            inputs, targets = next(drawn)
+            batch = to_device(inputs, self._device), to_device(targets, self._device)
+            if self.forwards:
+                self._at_forward = self._states(), self._cuda_state()
+            yield batch
+
+    def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yield `steps` batches, those of :meth:`draw` first; the generators end where they were."""
+        with self._restored():
+            drawn = cycle(self._data)
+            for i in range(steps):
+                if i < len(self._before):
+                    self._set(self._before[i])
+                inputs, targets = next(drawn)
+                yield to_device(inputs, self._device), to_device(targets, self._device)
+
+    @contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Draw as the forward pass of the present step did (dropout); then go on as if nothing had been."""
+        with self._restored():
+            if self._at_forward is not None:
+                self._set(*self._at_forward)
+            yield
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        before = self._states(), self._cuda_state()
+        try:
+            yield
+        finally:
+            self._set(*before)
+
+    def _states(self) -> State:
+        return [g.get_state() for g in self._generators]
+
+    def _set(self, states: State, cuda: Tensor | None = None) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+
+    def _cuda_state(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

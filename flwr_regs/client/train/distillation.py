@@ -26,7 +26,7 @@ def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature:
     wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
     log_p = F.log_softmax(ctx.output.to(wide) / temperature, dim=-1)
     teacher = F.softmax(ctx.start_output.to(wide) / temperature, dim=-1)
-    counts = every_count(ctx).to(torch.float64)
+    counts = ctx.label_counts.to(torch.float64)
     confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
     true = one_hot(ctx)
     others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
@@ -58,12 +58,6 @@ def check_classes(ctx: ClientContext, who: str) -> None:
             f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
             f"{ctx.output.shape[-1]} outputs"
         )
-
-
-def every_count(ctx: ClientContext) -> Tensor:
-    """Return the client's label counts with an entry for each logit, ``(classes,)``."""
-    counts: Tensor = ctx.label_counts
-    return F.pad(counts, (0, ctx.output.shape[-1] - counts.shape[-1]))
 
 
 def one_hot(ctx: ClientContext) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flwr_regs.client.train.batches import Batches, Keywords, Pairs, as_pairs
+from flwr_regs.client.train.batches import Batches, Keywords, Pairs
 
 LossFn = Callable[[Any, Any], Tensor]
 OutputFn = Callable[[Any], Any]
@@ -70,8 +70,10 @@ class Task:
             )
 
     def pairs(self, data: Batches) -> Pairs:
-        """Return `data` as pairs of (inputs, targets)."""
-        return as_pairs(data, self.target_key, keywords=self.loss_fn is None)
+        """Return `data` as pairs of (inputs, targets); data that already are pairs stay as they are."""
+        if isinstance(data, Pairs):
+            return data
+        return Pairs(data, self.target_key, keywords=self.loss_fn is None)
 
     def output(
         self,

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flwr_regs.client.train.distillation import check_classes, every_count, one_hot
+from flwr_regs.client.train.distillation import check_classes, one_hot
 from flwr_regs.client.train.task import returns_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
@@ -58,8 +58,7 @@ class _ChangedLogits(Term):
                 f"{self.who} needs the loss of changed logits, but the client has loss_fn=None, and its "
                 "model computes the loss itself: pass loss_fn="
             )
-        counts = every_count(ctx)
-        counts = torch.where(counts > 0, counts, one_hot(ctx).sum(0))
+        counts = torch.where(ctx.label_counts > 0, ctx.label_counts, one_hot(ctx).sum(0))
         wide = torch.promote_types(ctx.output.dtype, torch.float32)
         changed = self.changed(ctx.output.to(wide), counts)
         return base + ctx.loss_fn(changed, ctx.targets) - ctx.loss_fn(ctx.output, ctx.targets)

@@ -27,7 +27,7 @@ gradient unchanged.
 ``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
 ``p̂_y = 1 − Σ_{i≠y} p̂_i``. The paper states neither T² nor T. T² and the default T = 4 come from the
 implementation that it names (CS-KD). The formula is in client/train/distillation.py, because
-personalisation (Sec. IV-D, client/calibration.py) uses it too.
+personalisation (Sec. IV-D, client/personal.py) uses it too.
 
 **SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
 
@@ -213,25 +213,15 @@ class SlowMomentum(Term, Steps):
         return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # line 16
 
 
-def _momentum(
-    beta: float,
-    beta_local: float | None,
-    beta_global: float | None,
-    alpha: float,
-    variant: str,
-    local_momentum: float | None,
-) -> EmbeddedMomentum:
+def _betas(
+    beta: float, local: float | None, total: float | None, local_momentum: float | None
+) -> tuple[float, float]:
+    """Return β_l and β_g, where `beta` stands for those that are not given."""
     # the term has other names for it
     (DECAY if local_momentum is None else SHARE).check("FedADC", "beta", beta)
-    if local_momentum is not None and beta_global is None:  # Alg. 4 has one beta
-        beta_global = beta_local
-    return EmbeddedMomentum(
-        beta if beta_local is None else beta_local,
-        beta if beta_global is None else beta_global,
-        alpha,
-        variant,
-        local_momentum,
-    )
+    if local_momentum is not None and total is None:  # Alg. 4 has one beta
+        total = local
+    return beta if local is None else local, beta if total is None else total
 
 
 class FedADC(RegStrategy):
@@ -272,7 +262,8 @@ class FedADC(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        betas = _betas(beta, beta_local, beta_global, local_momentum)
+        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
         super().__init__([term], downlink=downlink, weighting=weighting, **kwargs)
 
 
@@ -306,7 +297,8 @@ class FedADCPlus(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        betas = _betas(beta, beta_local, beta_global, local_momentum)
+        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
         terms = [SelfDistillation(lam, temperature), term]
         super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
 

@@ -34,7 +34,7 @@ import numpy as np
 from flwr_regs.abilities import Folds, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sent import as_sent
+from flwr_regs.methods.parts.uploads import as_sent
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]

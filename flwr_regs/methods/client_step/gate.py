@@ -42,8 +42,8 @@ import numpy as np
 from flwr_regs.abilities import Addresses, Restricts, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sent import as_sent
 from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
+from flwr_regs.methods.parts.uploads import as_sent
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys
 

@@ -1,13 +1,15 @@
-"""The arrays that a client uploads: checked, and added up."""
+"""What a client sends: its update as the server gets it, and its uploads, checked and added up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from flwr_regs.abilities import Folds
-from flwr_regs.term import Arrays, ServerContext, Slot
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
+from flwr_regs.wire import keys
 
 
 class Sums(Folds):
@@ -38,3 +40,20 @@ def check_arrays(upload: Slot, expected: Mapping[str, tuple[str, tuple[int, ...]
 def check_like(params: Arrays, upload: Slot) -> None:
     """Raise ValueError unless `upload` has an array of floats for each parameter, of its shape."""
     check_arrays(upload, {n: ("floats", p.shape) for n, p in params.items()})
+
+
+def as_sent(delta: Arrays, ctx: ClientContext) -> Arrays:
+    """Return an update in at least float32, rounded as ``v_k`` is that travels in half precision.
+
+    So client and server count with the same update, and rounding errors do not add up between them. What
+    a later term makes of the update is not in it: compression sends what it leaves out another time.
+    """
+    wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in delta.items()}
+    half = ctx.config.get(keys.HALF_KEY)
+    if half is None or not ctx.delta_is_sent:
+        return wide
+    kind = getattr(torch, half)
+    return {
+        n: (ctx.start[n] + d).to(kind).to(d.dtype) - ctx.start[n] if d.dtype == torch.float32 else d
+        for n, d in wide.items()
+    }

@@ -67,19 +67,14 @@ class FixedHead(Term, Freezes, FineTunes):
     def head(self, names: Collection[str]) -> set[str]:
         if self.layer is not None:
             return matching(split_patterns(self.layer, "layer"), names)
-        layers: dict[str, set[str]] = {}
-        for n in names:
-            layers.setdefault(n.rpartition(".")[0], set()).add(n.rpartition(".")[2])
-        weighted = [
-            k
-            for k, entries in layers.items()
-            if "weight" in entries and "running_mean" not in entries
-        ]
+        layers = [n.removesuffix("weight") for n in names if n.rpartition(".")[2] == "weight"]
+        statistics = {n for n in names if n.rpartition(".")[2] == "running_mean"}
+        weighted = [layer for layer in layers if f"{layer}running_mean" not in statistics]
         if not weighted:
             raise ValueError(
                 "FedBABU found no layer with a weight to hold still: name the output layer with layer="
             )
-        return {n for n in names if n.rpartition(".")[0] == weighted[-1]}
+        return {n for n in names if n.rpartition(".")[0] == weighted[-1].removesuffix(".")}
 
     def frozen(self, names: Collection[str]) -> set[str]:
         return self.head(names)

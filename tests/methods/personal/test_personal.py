@@ -14,9 +14,9 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.client import memory
-from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.personal import calibrate
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method

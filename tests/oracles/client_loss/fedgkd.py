@@ -40,12 +40,9 @@ def fedgkd(
         teacher, last = zeros(w), models[-buffer:]
         for model in last:
             teacher = plus(teacher, 1.0 / len(last), model)
-        ends = {}
-        for k in r.used:
-            v = models[-1]
-            for x, y in r.batches(k):
-                g = distillation(v, teacher, x, temperature)
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), gamma / 2.0, g))
-            ends[k] = v
-        models.append(r.mean(ends))
+
+        def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+            return plus(r.slope(v, x, y), gamma / 2.0, distillation(v, teacher, x, temperature))
+
+        models.append(r.mean({k: r.descend(k, models[-1], slope) for k in r.used}))
     return models[1:]

@@ -40,13 +40,10 @@ def fedntd(w: Params, *run: Any, beta: float = 1.0, tau: float = 1.0, **how: Any
     """Return the global model after each round."""
     models = []
     for r in rounds_of(*run, **how):
-        ends = {}
-        for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                g = distillation(v, w, x, y, tau)
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), beta, g))
-            ends[k] = v
-        w = r.mean(ends)
+
+        def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+            return plus(r.slope(v, x, y), beta, distillation(v, w, x, y, tau))
+
+        w = r.mean({k: r.descend(k, w, slope) for k in r.used})
         models.append(w)
     return models

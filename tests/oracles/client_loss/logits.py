@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.oracles.model import Client, Params, dlogits_backprop
 from tests.oracles.model import logits as outputs
-from tests.oracles.rounds import plus, rounds_of
+from tests.oracles.rounds import rounds_of
 
 Slope = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(logits (B, c), labels (B,)) to the gradient of the mean loss for the logits."""
@@ -77,10 +77,10 @@ def trained(
     for r in rounds_of(*run, **how):
         ends = {}
         for k in r.used:
-            v, slope = w, slope_of(counted(r.clients[k], len(w["2.bias"])))
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, dlogits_backprop(v, x, slope(outputs(v, x), y)))
-            ends[k] = v
+            slope = slope_of(counted(r.clients[k], len(w["2.bias"])))
+            ends[k] = r.descend(
+                k, w, lambda v, x, y: dlogits_backprop(v, x, slope(outputs(v, x), y))
+            )
         w = r.mean(ends)
         models.append(w)
     return models

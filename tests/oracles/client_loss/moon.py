@@ -66,14 +66,14 @@ def moon(
     last: dict[int, Params] = {}
     models = []
     for r in rounds_of(*run, **how):
-        for k in r.lost:
-            last.pop(k, None)
+        r.forget(last)
         for k in r.trained:
-            v = w
-            for x, y in r.batches(k):
+
+            def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
                 g = contrast(v, w, last[k], x, tau, projection) if k in last else {}
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), mu, g))
-            last[k] = v
+                return plus(r.slope(v, x, y), mu, g)
+
+            last[k] = r.descend(k, w, slope)
         w = r.mean(last)
         models.append(w)
     return models

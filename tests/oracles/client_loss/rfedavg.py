@@ -70,14 +70,13 @@ def rfedavg_plus(w: Params, *run: Any, lam: float, **how: Any) -> list[Params]:
         for k in r.used:  # line 5
             # lines 17, 18 and 4: 1/(N-1) sum_{j != k} delta^j over the cohort
             others = [deltas[j] for j in r.cohort if j != k]
-            v = w  # line 6
-            for x, y in r.batches(k):  # lines 7, 9
-                grad = r.slope(v, x, y)
-                if others:
-                    # Eq. 3 and Sec. IV-C: + lam ||phi_bar - mean of the others||^2
-                    grad = plus(grad, lam, distance_gradient(v, x, np.mean(others, axis=0)))
-                v = plus(v, -r.eta, grad)  # line 10
-            ends[k] = v  # line 11
+
+            def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+                # Eq. 3 and Sec. IV-C: + lam ||phi_bar - mean of the others||^2
+                pull = distance_gradient(v, x, np.mean(others, axis=0)) if others else {}
+                return plus(r.slope(v, x, y), lam, pull)
+
+            ends[k] = r.descend(k, w, slope)  # lines 6-11
         w = r.mean(ends)  # line 12
         models.append(w)
     return models

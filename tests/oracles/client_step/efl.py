@@ -102,8 +102,7 @@ def efl(
     models = []
     for r in rounds_of(*run, **how):  # Alg. 1: for each round
         delta, u_sum, v_sum = zeros(w), zeros(w), zeros(w)
-        for k in r.lost:
-            residuals.pop(k, None)
+        r.forget(residuals)
         for k in r.trained:  # Alg. 1, ClientUpdate
             v = w
             for x, y in r.batches(k):  # for j = 0, ..., s_k - 1

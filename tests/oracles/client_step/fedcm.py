@@ -22,12 +22,8 @@ def fedcm(
         ends = {}
         share = 1.0 if r.t == 1 else alpha
         for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                g = r.slope(v, x, y)
-                mixed = {n: share * g[n] + (1.0 - share) * step[n] / r.steps[k] for n in v}
-                v = plus(v, -r.eta, mixed)
-            ends[k] = v
+            rest = {n: (1.0 - share) * d / r.steps[k] for n, d in step.items()}
+            ends[k] = r.descend(k, w, lambda *at: plus(rest, share, r.slope(*at)))
         w_next = r.mean(ends)
         step = {n: a / r.eta for n, a in minus(w, w_next).items()}
         w = w_next

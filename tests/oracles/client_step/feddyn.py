@@ -25,11 +25,9 @@ def feddyn(
         own = {k: zeros(w) if k in r.lost or r.t == 1 else own[k] for k in range(len(r.clients))}
         ends = {}
         for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                g = plus(minus(r.slope(v, x, y), own[k]), alpha, minus(v, w))
-                v = plus(v, -r.eta, g)
-            ends[k] = v
+            ends[k] = v = r.descend(
+                k, w, lambda v, *at: plus(minus(r.slope(v, *at), own[k]), alpha, minus(v, w))
+            )
             own[k] = plus(own[k], -alpha, minus(v, w))  # h_k <- h_k - alpha (v_k - w_t)
             h = plus(h, -alpha / len(r.clients), minus(v, w))  # h <- h - (alpha/N) sum_S D_k
         w = plus(r.mean(ends), -1.0 / alpha, h)  # mean v_k - h/alpha

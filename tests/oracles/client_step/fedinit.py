@@ -16,8 +16,7 @@ def fedinit(
     last: dict[int, Params] = {}  # client -> v_k
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            last.pop(k, None)
+        r.forget(last)
         for k in r.trained:
             last[k] = r.descend(k, plus(w, beta, minus(w, last.get(k, w))))
         w = r.mean(last)

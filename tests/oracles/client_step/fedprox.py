@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from tests.oracles.model import Params
 from tests.oracles.rounds import minus, plus, rounds_of
 
@@ -13,14 +15,12 @@ def fedprox(w: Params, *run: Any, mu: float, implicit: bool = False, **how: Any)
     """
     models = []
     for r in rounds_of(*run, **how):
-        ends = {}
-        for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                # f_k(v) + mu/2 |v - w_t|^2, so grad += mu (v - w_t)
-                grad = plus(r.slope(v, x, y), mu, minus(v, w))
-                v = plus(v, -r.eta / (1.0 + r.eta * mu if implicit else 1.0), grad)
-            ends[k] = v
-        w = r.mean(ends)
+        by = 1.0 + r.eta * mu if implicit else 1.0
+
+        def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+            # f_k(v) + mu/2 |v - w_t|^2, so grad += mu (v - w_t)
+            return {n: g / by for n, g in plus(r.slope(v, x, y), mu, minus(v, w)).items()}
+
+        w = r.mean({k: r.descend(k, w, slope) for k in r.used})
         models.append(w)
     return models

@@ -36,18 +36,18 @@ def fedspeed(
     h, own = zeros(w), dict[int, Params]()
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            own.pop(k, None)
+        r.forget(own)
         ends = {}
         for k in r.used:
-            v, h_k = w, own.get(k, zeros(w))
-            for x, y in r.batches(k):
-                plain = r.slope(v, x, y)
-                further = r.slope(plus(v, 1.0, scaled(plain, rho)), x, y)
+            h_k = own.get(k, zeros(w))
+
+            def slope(v: Params, *at: Any) -> Params:
+                plain = r.slope(v, *at)
+                further = r.slope(plus(v, 1.0, scaled(plain, rho)), *at)
                 pull = plus(minus(v, w), 1.0, h_k)
-                step = {n: (1 - alpha) * plain[n] + alpha * further[n] + lam * pull[n] for n in v}
-                v = plus(v, -r.eta, step)
-            ends[k] = v
+                return {n: (1 - alpha) * plain[n] + alpha * further[n] + lam * pull[n] for n in v}
+
+            ends[k] = v = r.descend(k, w, slope)
             own[k] = plus(h_k, 1.0, minus(v, w))
             h = plus(h, 1.0 / len(r.clients), minus(v, w))
         w = plus(r.mean(ends), 1.0, h)
@@ -68,8 +68,7 @@ def fedsmoo(
     own: dict[int, tuple[Params, Params]] = {}  # h_k, mu_k
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            own.pop(k, None)
+        r.forget(own)
         ends, duals = {}, {}
         for k in r.used:
             v = w

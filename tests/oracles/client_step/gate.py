@@ -23,10 +23,7 @@ def fedgate(
         own = {k: zeros(w) if k in r.lost or r.t == 1 else own[k] for k in range(len(r.clients))}
         ends = {}
         for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, minus(r.slope(v, x, y), own[k]))
-            ends[k] = v
+            ends[k] = r.descend(k, w, lambda *at: minus(r.slope(*at), own[k]))
         mean = r.mean(ends)  # the next model, before the server's step size
         for k in r.used:  # d_k += (mean - v_k) / (K_k eta)
             own[k] = plus(own[k], 1.0 / (r.steps[k] * r.eta), minus(mean, ends[k]))

@@ -7,6 +7,8 @@ The server's statistics are the momentum m, which starts at 0 and stays as it is
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tests.oracles.model import Params
 from tests.oracles.rounds import mean_gradient, minus, plus, rounds_of, weights_of, zeros
 
@@ -27,16 +29,14 @@ def mime(
         c = zeros(w)  # sum_k p_k of the full gradients at the server's model
         for k, share in weights_of(r.clients, asked, weighting).items():
             c = plus(c, share, mean_gradient(w, r.clients[k], r.slope))
-        ends = {}
-        for k in r.used:
-            v = w
-            for x, y in r.batches(k):
-                g = r.slope(v, x, y)
-                if not lite:  # SVRG's correction: - grad f(w_t; zeta) + c
-                    g = plus(minus(g, r.slope(w, x, y)), 1.0, c)
-                v = plus(v, -r.eta, {n: (1.0 - beta) * g[n] + beta * m[n] for n in v})
-            ends[k] = v
-        w = r.mean(ends)
+
+        def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+            g = r.slope(v, x, y)
+            if not lite:  # SVRG's correction: - grad f(w_t; zeta) + c
+                g = plus(minus(g, r.slope(w, x, y)), 1.0, c)
+            return {n: (1.0 - beta) * g[n] + beta * m[n] for n in v}
+
+        w = r.mean({k: r.descend(k, w, slope) for k in r.used})
         m = {n: beta * m[n] + (1.0 - beta) * c[n] for n in m}
         models.append(w)
     return models

@@ -31,14 +31,11 @@ def fedlesam(
     last: dict[int, Params] = {}  # client -> w_old
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            last.pop(k, None)
+        r.forget(last)
         ends = {}
         for k in r.used:
-            v, d = w, minus(last.get(k, w), w)
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, r.slope(ahead(v, rho, d), x, y))
-            ends[k] = v
+            d = minus(last.get(k, w), w)
+            ends[k] = r.descend(k, w, lambda v, *at: r.slope(ahead(v, rho, d), *at))
         last |= dict.fromkeys(r.trained, w)
         w = r.mean(ends)
         models.append(w)
@@ -85,15 +82,12 @@ def fedlesam_s(
     own: dict[int, Params] = {}  # c_k
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            last.pop(k, None)
-            own.pop(k, None)
+        r.forget(last, own)
         ends, risen = {}, c
         for k in r.used:
-            v, d, c_k = w, minus(last.get(k, w), w), own.get(k, zeros(w))
-            for x, y in r.batches(k):
-                g = r.slope(ahead(v, rho, d), x, y)
-                v = plus(v, -r.eta, plus(minus(g, c_k), 1.0, c))
+            d, c_k = minus(last.get(k, w), w), own.get(k, zeros(w))
+            pull = minus(c, c_k)
+            v = r.descend(k, w, lambda v, *at: plus(r.slope(ahead(v, rho, d), *at), 1.0, pull))
             ends[k] = v
             own[k] = plus(minus(c_k, c), 1.0 / (r.steps[k] * r.eta), minus(w, v))
             risen = plus(risen, 1.0 / len(r.clients), minus(own[k], c_k))
@@ -114,16 +108,15 @@ def fedlesam_d(
     own: dict[int, Params] = {}  # h_k
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
-        for k in r.lost:
-            last.pop(k, None)
-            own.pop(k, None)
+        r.forget(last, own)
         ends = {}
         for k in r.used:
-            v, d, h_k = w, minus(last.get(k, w), w), own.get(k, zeros(w))
-            for x, y in r.batches(k):
-                g = r.slope(ahead(v, rho, d), x, y)
-                v = plus(v, -r.eta, plus(minus(g, h_k), alpha, minus(v, w)))
-            ends[k] = v
+            d, h_k = minus(last.get(k, w), w), own.get(k, zeros(w))
+
+            def slope(v: Params, *at: Any) -> Params:
+                return plus(minus(r.slope(ahead(v, rho, d), *at), h_k), alpha, minus(v, w))
+
+            ends[k] = v = r.descend(k, w, slope)
             own[k] = plus(h_k, -alpha, minus(v, w))
             h = plus(h, -alpha / len(r.clients), minus(v, w))
         last |= dict.fromkeys(r.trained, w)

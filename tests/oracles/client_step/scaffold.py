@@ -25,9 +25,8 @@ def scaffold(
         own = {k: zeros(w) if k in r.lost or r.t == 1 else own[k] for k in range(len(r.clients))}
         ends, risen = {}, c
         for k in r.used:
-            v = w  # line 8
-            for x, y in r.batches(k):  # lines 9-11
-                v = plus(v, -r.eta, plus(minus(r.slope(v, x, y), own[k]), 1.0, c))
+            # lines 8-11
+            v = r.descend(k, w, lambda *at: plus(minus(r.slope(*at), own[k]), 1.0, c))
             # c_k+, line 13: the gradient of the client's whole loss at w_t, or of its mean step
             if option == 1:
                 new = mean_gradient(w, r.clients[k], r.slope)

@@ -50,8 +50,7 @@ def apfl(
     own: dict[int, tuple[Params, float]] = {}
     models = []
     for r in rounds_of(*run, **how):
-        for k in r.lost:
-            own.pop(k, None)
+        r.forget(own)
         ends = {}
         for k in r.trained:
             v = w

@@ -27,8 +27,7 @@ def ditto(
     own: dict[int, Params] = {}
     models = []
     for r in rounds_of(*run, **how):
-        for k in r.lost:
-            own.pop(k, None)
+        r.forget(own)
         for k in r.trained:
             u = own.get(k, w)
             for x, y in r.batches(k):  # u -= eta (grad F_k(u) + lam (u - w)), w held still

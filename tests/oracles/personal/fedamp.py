@@ -46,10 +46,10 @@ def fedamp(
     models = []
     for r in rounds_of(*run, **how):
         for k in r.trained:
-            v = u = u_next.get(k, w)
-            for x, y in r.batches(k):
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), lam / alpha, minus(v, u)))
-            made[k] = v
+            u = u_next.get(k, w)
+            made[k] = r.descend(
+                k, u, lambda v, *at: plus(r.slope(v, *at), lam / alpha, minus(v, u))
+            )
         w = r.mean(made)
         models.append(w)
         seen |= {k: made[k] for k in r.used}

@@ -23,13 +23,11 @@ def fedacg(
     sent = []
     for r in rounds_of(*run, weighting=weighting, **how):
         z = plus(w, lam, m)
-        ends = {}
-        for k in r.used:
-            v = z
-            for x, y in r.batches(k):  # f_k(v) + mu/2 |v - z|^2
-                v = plus(v, -r.eta, plus(r.slope(v, x, y), mu, minus(v, z)))
-            ends[k] = v
-        w = r.mean(ends)
+
+        def slope(v: Params, *at: Any) -> Params:  # of f_k(v) + mu/2 |v - z|^2
+            return plus(r.slope(v, *at), mu, minus(v, z))
+
+        w = r.mean({k: r.descend(k, z, slope) for k in r.used})
         m = plus(minus(w, z), lam, m)  # m <- lam m + mean (v_k - z)
         sent.append(plus(w, lam, m))
         if iterates is not None:
