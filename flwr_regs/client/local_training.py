@@ -40,6 +40,15 @@ STILL = (
     "the parameters?"
 )
 """Said where a step of plain SGD would have moved the model."""
+ROSE = 10.0
+
+
+def has_risen(loss: float, first: float) -> bool:
+    """Whether a round's mean loss is over `ROSE` times its first step's, and over `ROSE`.
+
+    Losses of single batches below 1 differ by as much where a model has learned.
+    """
+    return loss > ROSE * max(first, 1.0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class LocalResult:
         Local steps taken, ``s_k``, and planned, ``E``; without a budget they are equal.
     loss : float
         Mean training loss per example over the round, without the term's share.
+    rose : bool
+        Whether that is far above the first step's: see :func:`has_risen`.
     output_layer : str, optional
         The name of the output layer, if the method reads features.
     """
@@ -71,6 +82,7 @@ class LocalResult:
     planned_steps: int
     examples_processed: int
     loss: float
+    rose: bool
     output_layer: str | None = None
 
 
@@ -481,6 +493,7 @@ class LocalTraining:
             planned_steps=self.planned_steps,
             examples_processed=self._processed,
             loss=loss,
+            rose=has_risen(loss, float(losses[0])),
             output_layer=None if self._tap is None else self._tap.layer,
         )
 

@@ -211,11 +211,11 @@ def end(
         config[keys.STEPS_KEY] = [coder.encode(in_code_order(sent, sent))]
         buffers = [n for n in given if n not in layout.trained and n not in layout.tied]
         new = {n: new[n] for n in buffers if not np.array_equal(new[n], given[n])}
-    held, words = member.memory, list[str]()
+    held, words = member.memory, [keys.LOSS_ROSE] * result.rose
     if result.num_steps:  # a client that took none is as it was
         private = {n: result.state[n] for n in layout.private}
         held = memory.end(held, member.config, result.client, private, member.who.method)
-        words = [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
+        words += [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
     if member.who.folder is not None:
         own_arrays = own_model(lr=member.config["lr"], config=plain(member.config))
         folder = Folder(member.who.folder, member.config)
@@ -243,7 +243,7 @@ def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
 def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str, Any]:
     """Write what the client remembers from now on; return the entries that each reply has.
 
-    `words` are what it says of its memory, beside losses.
+    `words` are what it says, beside what it has lost.
     """
     said = [*(f"lost {what}" for what in member.begun.lost), *words]
     folder = None if member.who.folder is None else Folder(member.who.folder, member.config)
@@ -268,7 +268,7 @@ def model_entries(
 
 
 def reply_entries(config: Mapping[str, Any], said: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of any reply: the training and round of its message, what is `said` of memory."""
+    """Return the entries of any reply: the training and round of its message, what is `said` beside."""
     entries = {n: config[n] for n in (keys.START_KEY, keys.ROUND_KEY) if n in config}
     return {**entries, **({keys.MEMORY_KEY: list(said)} if said else {})}
 

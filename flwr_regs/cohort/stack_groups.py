@@ -269,6 +269,7 @@ class Group:
             slots, entries = mapped((result.client, private), itemgetter(row))
             kept = [] if recipe.probes else memories.kinds(message, slots, entries)
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
+            said += [keys.LOSS_ROSE] * result.rose[row]
             config |= reply_entries(message, said)
             records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}

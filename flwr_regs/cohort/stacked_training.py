@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
+from flwr_regs.client.local_training import has_risen
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
 from flwr_regs.client.train.batches import mapped, to_device
@@ -48,6 +49,8 @@ class StackedResult:
     delta, upload, client : Arrays, Slot, Slot
         As in :class:`.local_training.LocalResult`.
     losses : sequence of float
+    rose : sequence of bool
+        As in :class:`.local_training.LocalResult`.
     examples : sequence of int
     output_layer : str or None
     """
@@ -57,6 +60,7 @@ class StackedResult:
     upload: Slot
     client: Slot
     losses: Sequence[float]
+    rose: Sequence[bool]
     examples: Sequence[int]
     output_layer: str | None = None
 
@@ -81,7 +85,7 @@ class Stack:
         self._members = members
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
-        self._losses = torch.zeros(self._rows, device=shared.device)
+        self._losses, self._first = torch.zeros(2, self._rows, device=shared.device)
         self._examples = [sum(m.plan.sizes) for m in self._members]
         self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
@@ -119,7 +123,7 @@ class Stack:
 
             passes = [m.plan for m in self._members]
             upload, kept = to_device(over_data(view, passes, self._ended(), one), "cpu")
-            return StackedResult({}, {}, upload, kept, (), ())
+            return StackedResult({}, {}, upload, kept, (), [False] * self._rows, ())
 
     # before the steps
 
@@ -323,6 +327,8 @@ class Stack:
         batch = self._batches.of(step, rows)
         grads, losses, new, slots = self._gradient.of(values, batch, own, whole)
         self._losses[where] += losses * plan.sizes[step]
+        if not step:
+            self._first[where] = losses
         self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held[n].shape[1:] or b.dtype != held[n].dtype:
@@ -386,10 +392,11 @@ class Stack:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
+        rose = [*map(has_risen, losses, self._first.tolist())]
         layer = None if view.tap is None else view.tap.layer
         state, sent = self._ended()["held"], sent if changes else delta
         state, sent, uploads, slots = to_device((state, sent, uploads, slots), "cpu")
-        return StackedResult(state, sent, uploads, slots, losses, self._examples, layer)
+        return StackedResult(state, sent, uploads, slots, losses, rose, self._examples, layer)
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

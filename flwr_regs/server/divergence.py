@@ -19,10 +19,12 @@ Before the model moves, the guard looks for a client whose reply does not belong
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
 model or a server slot. If the mean or the step is as long whoever is left out, the training itself
 diverges: the round fails, and all is as before it; with fewer than five steps before, that is only warned
-of, since nobody knows yet how long a step is. Two signs are always only warned of:
+of, since nobody knows yet how long a step is. Three signs are always only warned of:
 
 - the global step is over 10 times the median of the last five, for the second time among six steps; or over
   1,000 times where that is no reason to refuse it;
+- in the first round, over half of the clients say that their loss rose over 10 times above that of their
+  first step;
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
@@ -56,6 +58,7 @@ from flwr_regs.server.failures import UnusableReplies, culprits
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
+from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.pieces import square_sum
 
@@ -253,8 +256,15 @@ class DivergenceGuard(Snapshots):
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
         self.limit(this_round, STEP, square, this_round.used)
-        loss = None if self._options.privacy is not None else _usual_loss(this_round)
+        begins, private = not self.count, self._options.privacy is not None
+        loss = None if private else _usual_loss(this_round)
         sign = self.look(math.sqrt(square), this_round.lr, loss)
+        rose = [p for p, r in this_round.came.items() if r.says(keys.LOSS_ROSE)]
+        if begins and not private and 2 * len(rose) > len(this_round.came):
+            sign = sign or (
+                f"the loss of {len(rose)} of {len(this_round.came)} clients rose to over {STEPS:g} times "
+                "that of their first step"
+            )
         self.lengths = {**self.lengths} | {
             what: noted(self.lengths.get(what, ()), last) for what, last in self.usual.items()
         }

@@ -55,7 +55,8 @@ NAMES_KEY = "regs.names"
 KEEPS_STATE, KEEPS_PRIVATE = "keeps state", "keeps private"
 LOST_STATE, LOST_PRIVATE, LOST_MODEL = "lost state", "lost private", "lost model"
 NOT_SAVED = "not saved"
-"""What a client says of its memory, in ``regs.memory``."""
+LOSS_ROSE = "loss rose"
+"""What a client says of its memory, and of its local steps, in ``regs.memory``."""
 
 
 def is_start(value: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -17,9 +18,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+import flwr_regs as fr
 from flwr_regs import MOON, Ditto, FedSAM, FixedHead
 from flwr_regs.chain import chain
-from flwr_regs.client.local_training import LocalTraining, local_round
+from flwr_regs.client.local_training import LocalTraining, has_risen, local_round
 from flwr_regs.client.train.batches import Pairs, count_examples
 from tests.conftest import descend, make_clients, make_model
 
@@ -207,3 +209,20 @@ def test_what_a_round_held_is_freed_at_its_end(terms: Any) -> None:
         assert result.num_steps == 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("grid", [fr.StackedGrid, fr.InProcessGrid])
+def test_a_first_round_whose_loss_rises_is_a_sign_of_divergence(grid: Any) -> None:
+    """Not one that falls; and not a rise from almost nothing to little, as of a model that has learned."""
+    for lr, signs in ((0.1, 0), (1e4, 1)):
+        x, y = make_clients()[0][0]
+        clients = fr.Clients(make_model, [(x, y)] * 3, batch_size=2, device="cpu")
+        strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+        config = ConfigRecord({"lr": lr, "local-steps": 4})
+        strategy.start(grid(clients), make_model().state_dict(), 2, train_config=config)
+        said = [entry["divergence"] for entry in strategy.history if "divergence" in entry]
+        assert len(said) == signs
+        assert all("the loss of 3 of 3 clients rose" in text for text in said)
+    assert not has_risen(5.0, 1e-3)
+    assert has_risen(11.0, 0.9)
+    assert not has_risen(11.0, 1.2)
