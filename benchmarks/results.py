@@ -425,7 +425,10 @@ def _gaps(claim: dict[str, str]) -> Any:
                     run.seed: metrics.mean_and_spread(claim["metric"], [run], first)[0]
                     for run in runs
                 }
-                pair.append(pd.Series(each, dtype=float))
+                of_all = pd.Series(each, dtype=float)
+                if claim["metric"] == "rounds-to":  # the least that it can be
+                    of_all = of_all.fillna(1 + max(run.job["rounds"] for run in runs or first))
+                pair.append(of_all)
             higher = metrics.METRICS[claim["metric"]].unit == "%"
             return ((pair[0] - pair[1]) * (1 if higher else -1)).dropna().to_numpy()
     return None
@@ -464,6 +467,7 @@ def claims_page() -> str:
         "- *They detect*: the smallest difference that so many seeds show with 80 % power, in a comparison "
         "by itself. A smaller one is likely to stay undecided.\n"
         "- *exact*: a count that is the same with every seed. It is not tested, nor among the p-values.\n"
+        "- *Rounds to an accuracy*: a run that does not reach it counts with one round more than it has.\n"
         "- *Not run*: no raw runs are kept.\n"
         "- *reduced*: smaller than the paper's setting, with fewer rounds and examples. Such a difference "
         "is not the paper's.\n\n"

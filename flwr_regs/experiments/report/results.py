@@ -303,7 +303,7 @@ class Results:
         of_runs = self.rounds().rename(columns={"method": "label"}).groupby(["label", "seed"])
         tables = []
         for run in self.runs:
-            if run.accuracy:
+            if run.accuracy or (run.diverged and run.test):
                 points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
                 points["accuracy"] *= 100
                 part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
