@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import linecache
 import random
 import re
 import sys
@@ -123,7 +122,6 @@ def said(error: BaseException) -> str:
     """Return an error's type, its text in one line, and the user's file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    linecache.checkcache()  # a file may have changed since it was loaded
     told, where = described(error), place(error)
     return told.removesuffix(where) if OURS in where else told
 

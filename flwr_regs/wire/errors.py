@@ -42,6 +42,7 @@ def place(error: BaseException) -> str:
         if inside := [(frame, line) for frame, line in frames if belongs(frame)]:
             frame, line = inside[-1]
             file = frame.f_code.co_filename
+            linecache.checkcache(file)  # it may have changed since it was loaded
             source = linecache.getline(file, line, frame.f_globals).strip()[:WIDEST]
             raised = source.startswith("raise ")  # its text says more than the line
             return f" ({file}, line {line}{f': {source}' if source and not raised else ''})"

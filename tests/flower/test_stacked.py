@@ -284,6 +284,11 @@ SAME: dict[str, Cohort] = {
         what: Cohort(terms=[Reading(what)], model=five_classes, loader=few_classes)
         for what in ("counts at the start", "counts at the end", "loss at the end")
     },
+    "counts in a first exchange": Cohort(
+        terms=[Reading("counts at the end"), fr.LeaveOneOutMean(0.3)],
+        model=five_classes,
+        loader=few_classes,
+    ),
     **{
         f"first exchange, {term.name}": Cohort(
             terms=[fr.LocalBatchNorm(), term],

@@ -397,7 +397,7 @@ class Results:
             f"mean ± 95 % interval, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         )
         if n == 2:
-            spread += ", which says little of two seeds"
+            spread += "; two seeds say little"
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
         clock = "; s: by the clock, as a run was resumed or in Ray" if self._by_clock else ""
