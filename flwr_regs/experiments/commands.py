@@ -317,6 +317,7 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
 
 def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool = False) -> None:
     """Say what would run, or what is missing in a folder; if `brief`, in a line for each panel."""
+    from flwr_regs.experiments.run import trainer
     from flwr_regs.experiments.run.costs import Timed, estimate
 
     known: dict[Any, Timed] = {}
@@ -330,8 +331,7 @@ def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool 
             if not brief:
                 _say(f"{name}{': ' * bool(name)}nothing is missing")
             continue
-        kept = {**recorded(lacking, place / "tuning"), **recorded(lacking, place)}
-        rounds = {key: len(record.rounds) for key, record in kept.items()}
+        rounds = {**trainer.begun(lacking, place / "tuning"), **trainer.begun(lacking, place)}
         with Heartbeat(_say) as heartbeat:
             heartbeat.at("timing a step and a test batch")
             lines = estimate(lacking, workers, known, rounds, name)

@@ -296,7 +296,10 @@ class GlobalModel(Snapshots):
             uploads = {p: replies[p].uploads for p in counted}
             return self._term.update(self.server, mean, uploads, context, folded)
 
-        if any(slot for r in replies.values() for slot in r.uploads.values()):
+        uploads = any(slot for r in replies.values() for slot in r.uploads.values())
+        if uploads or any(
+            isinstance(t, Folds) for t in self._term.terms
+        ):  # `fold` reads updates too
             passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
             server, step = of_usable(replies, update, "its upload cannot be used", passing)
         else:

@@ -112,8 +112,9 @@ def check_arguments(
     """
     for name in set(given) - known:
         hint = nearest(name, known | own)
-        if name in MOVED:
-            hint = f", an older name: now it is {MOVED[name]}"
+        now = MOVED.get(name, "")
+        if now in known or now.startswith("start("):
+            hint = f", an older name: now it is {now}"
         raise TypeError(f"{owner} takes no argument '{name}'{hint}")
 
 

@@ -23,7 +23,10 @@ MANY, LITTLE = 10, 0.05
 COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
 EXPLODED = 10.0
-"""A run has also collapsed if its test loss ends at so many times the untrained model's."""
+"""A run has also collapsed if its test loss ends at so many times the untrained model's, and above this.
+
+A loss below 1 differs by as much where a model has learned.
+"""
 ENDS = ("diverged", "failed", "unfinished")
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
@@ -233,10 +236,15 @@ def collapsed(run: RunRecord) -> bool:
 
 
 def exploded(run: RunRecord) -> bool:
-    """Return whether a run's test loss ends far above the untrained model's: see :data:`EXPLODED`."""
+    """Return whether a run's test loss ends far above the untrained model's: see :data:`EXPLODED`.
+
+    A loss that is no number is None in a record that was read.
+    """
     first, last_test = run.test[0], run.test[-1]
-    untrained, trained = first.get("loss") or 0.0, last_test.get("loss") or 0.0
-    return first["round"] == 0 and trained > EXPLODED * untrained > 0
+    if first["round"] or first.get("loss") is None or "loss" not in last_test:
+        return False
+    ends = last_test["loss"]
+    return ends is None or not ends <= EXPLODED * max(first["loss"], 1.0)
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
@@ -261,10 +269,11 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: try another lr, or more rounds"
             )
         if blown := [r for r in whole if exploded(r)]:
-            first, last_test = blown[0].test[0], blown[0].test[-1]
+            first, ends = (blown[0].test[at]["loss"] for at in (0, -1))
+            ends = f"{ends:.3g}" if ends is not None else "no number"
             sentences.append(
                 f"{label}: {len(blown)} of {seeds} diverged; the test loss of seed {blown[0].seed} ends at "
-                f"{last_test['loss']:.3g}, and was {first['loss']:.3g} before training: try a smaller lr"
+                f"{ends}, and was {first:.3g} before training: try a smaller lr"
             )
         if fallen := [r for r in whole if collapsed(r)]:
             run = fallen[0]

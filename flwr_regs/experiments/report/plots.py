@@ -148,7 +148,7 @@ def over_rounds(
             low, top = axes.get_ylim()
             low, top = max(low, -1), min(top, 101)  # half a line's width beyond what can be
             if x != "clients":
-                low = max(low, _lowest_later(points))
+                low = max(low, _lowest_later(axes, points, target))
             axes.set_ylim(*(look.accuracy or (low, top)))
             axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
         elif _wide(points[y]):
@@ -216,15 +216,22 @@ def _wide(values: pd.Series) -> bool:
     return bool(positive.max() > LOG_ABOVE * positive.min())
 
 
-def _lowest_later(points: pd.DataFrame) -> float:
-    """Return where an axis of accuracies may begin: below all but the first fifth of the rounds."""
+def _lowest_later(axes: Axes, points: pd.DataFrame, target: float | None) -> float:
+    """Return where an axis of accuracies may begin: below all but the first fifth of the rounds.
+
+    Below single runs and bands too, the ends of runs that stopped early, and the `target`.
+    """
     last = points["round"].max()
     if last < LONG:
         return -np.inf
-    means = points.groupby(["label", "round"], as_index=False)["y"].mean()
-    ends = points.groupby(["label", "seed"])["y"].last()  # also of a run that stopped early
-    low = min(means.loc[means["round"] >= last / 5, "y"].min(), ends.min())
-    return float(low - 0.05 * (points["y"].max() - low))
+    later = points[points["round"] >= last / 5]
+    drawn = [*later["y"], *points.groupby(["label", "seed"])["y"].last()]
+    drawn += [] if target is None else [target]
+    for band in axes.collections:
+        edge = np.concatenate([path.vertices for path in band.get_paths()])
+        drawn += [*edge[edge[:, 0] >= later["x"].min(), 1]]
+    low = min(drawn)
+    return float(low - max(0.05 * (points["y"].max() - low), 0.5))
 
 
 def seeds_in_words(seeds: Mapping[str, int]) -> str:

@@ -36,7 +36,7 @@ from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
-from flwr_regs.experiments.run.trainer import Trainer
+from flwr_regs.experiments.run.trainer import Trainer, begun
 
 Tables = Callable[[Sequence[RunRecord]], None]
 """Called with the records so far after each run."""
@@ -94,8 +94,7 @@ def execute(
         if said := left(settings, client_data_of(settings, nodes)):
             progress.say(f"data: {said}")
         if grid is None:
-            begun = {key: len(record.rounds) for key, record in known.items() if not record.ended}
-            announcement(lacking, workers, progress, begun)
+            announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
         if runner == "ray":
             progress.say(
                 "Ray starts, once for each seed; that may take a minute, which is not counted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -116,7 +116,7 @@ class Trainer:
         name = record_path(Path(), record.label, record.seed).stem
         checkpoints = None
         if folder is not None and settings.checkpoint_every and clock is not None:
-            checkpoints = folder / "checkpoints" / name
+            checkpoints = checkpoints_of(self.run, folder)
             strategy.checkpoint_dir = checkpoints
             strategy.checkpoint_every = timedelta(seconds=settings.checkpoint_every)
         resumed = self._resumed(checkpoints)
@@ -218,7 +218,24 @@ class Trainer:
         if self._test is not None:
             if self._test.last is None and record.ended:  # it was resumed at its end
                 self._test.measured(self.strategy.arrays, history[-1]["round"])
+                if (averaged := self.strategy.averaged_arrays) is not None:
+                    of_round = self._test.measured(averaged, history[-1]["round"], keep=False)
+                    record.averaged = of_round["accuracy"]
             if self._test.last is not None:
                 record.keep_clients(self._test.expected_accuracies())
         elif tested := [entry for entry in history if "evaluate" in entry]:
             record.keep_clients(np.array(on_clients(tested[-1])))
+
+
+def checkpoints_of(run: Run, folder: Path) -> Path:
+    """Return the folder of a run's checkpoints in that of its results."""
+    return folder / "checkpoints" / record_path(Path(), *run.key).stem
+
+
+def begun(runs: Iterable[Run], folder: Path) -> dict[tuple[str, int], int]:
+    """Return which runs would go on from a checkpoint in `folder` -> the rounds that they have by then."""
+    rounds = {}
+    for run in runs:
+        with suppress(CheckpointError):
+            rounds[run.key] = latest(checkpoints_of(run, folder)).round
+    return rounds

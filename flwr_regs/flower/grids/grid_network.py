@@ -111,11 +111,13 @@ class GridNetwork:
             if ended:
                 break
             time.sleep(min(max(0.01, 0.1 * (time.monotonic() - began)), 1.0))
-        messages, requests, _ = zip(*map(self._waiting.pop, ended), strict=True)
-        parcels = {pid: parcel for r in requests for pid, parcel in r.parcels.items()}
-        nodes = {pid: node for r in requests for pid, node in r.nodes.items()}
-        request = Request(requests[0].kind, parcels, nodes)
-        (replies,) = replies_to([request], messages, [came[i] for i in ended if i in came])
+        replies = Replies({}, {}, [])
+        for i in ended:  # each by itself: a lost node's error is no other client's
+            message, request, _ = self._waiting.pop(i)
+            (one,) = replies_to([request], [message], [came[i]] if i in came else [])
+            silent = [*replies.silent, *one.silent]
+            came_now, failures = {**replies.came, **one.came}, {**replies.failures, **one.failures}
+            replies = Replies(came_now, failures, silent)
         return replies
 
     def _known(self, request: Request) -> Replies | None:

@@ -245,16 +245,17 @@ def _steps(
 
 def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
     """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise."""
-    try:
-        unlike = of_usable(
-            uploads,
-            lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
-            "its upload cannot be compared with the others'",
-        )
-    except UnusableReplies as error:
-        others = {p: slots for p, slots in uploads.items() if p not in error.why}
-        return error.why | disagreeing(term, others, probing)
-    return {pid: shown(why) for pid, why in unlike.items()}
+    wrong: dict[int, str] = {}
+    while True:
+        try:
+            unlike = of_usable(
+                [p for p in uploads if p not in wrong],
+                lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
+                "its upload cannot be compared with the others'",
+            )
+            return wrong | {pid: shown(why) for pid, why in unlike.items()}
+        except UnusableReplies as error:
+            wrong |= error.why
 
 
 def agreed(said: Mapping[int, Hashable], known: Any) -> tuple[Any, list[int]]:

@@ -403,6 +403,24 @@ def test_an_upload_that_the_mean_cannot_use_costs_its_client(
     assert re.search(why, train.history[0]["failures"][2])
 
 
+class Moves(Term, Folds):
+    """Folds updates alone, and takes none of a length that it does not like."""
+
+    name: ClassVar[str] = "moves"
+
+    def fold(self, acc: Slot, pid: int, delta: Any, upload: Slot, weight: float, ctx: Any) -> Slot:
+        if pid == 2:
+            raise ValueError("its update is odd")
+        return acc
+
+
+def test_an_update_that_a_fold_refuses_costs_its_client_without_uploads_too() -> None:
+    train = training([Moves()])
+    moved(train, network(4))
+    assert train.history[0]["replies"] == [0, 1, 3]
+    assert "its update is odd" in train.history[0]["failures"][2]
+
+
 def test_clients_that_krum_leaves_out_keep_their_state() -> None:
     """They are not told that their reply was used; those that it kept are."""
     seen: dict[int, list[Any]] = {}
