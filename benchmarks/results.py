@@ -246,6 +246,8 @@ def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
             if row["difference"] is not None:
                 cell = f"{100 * row['difference']:+.2f}".replace("-", "\N{MINUS SIGN}")
                 cell = f"**{cell}**" if row["decided"] else f"{cell} ?"
+                if row["difference"] == 0 and row["difference_interval"] == 0:
+                    cell = "the same"
             cells.setdefault(row["method"], {})[name] = cell
     place = {
         label: at for ranks in reversed(bench.ranks) for at, label in enumerate(ranks.mean.index)
@@ -260,8 +262,8 @@ def glance(bench: Bench, panels: Sequence[tuple[str, Results]]) -> str:
 
 def panel_table(place: Path, results: Results) -> str:
     """Return a panel's table, and what goes with it."""
-    chosen = commands.chosen_of(card_files.of_folder(place)[0], place)
-    rows = []
+    experiment, made = card_files.of_folder(place)
+    chosen, outcomes, rows = commands.chosen_of(experiment, place), made.get("tuning", {}), []
     for row in results.rows():
         difference, p = per_cent(row["difference"], row["difference_interval"]), row["p_holm"]
         reached = "–"
@@ -270,7 +272,11 @@ def panel_table(place: Path, results: Results) -> str:
         point = chosen.get(row["method"], {})
         short = [key.rpartition(".")[2] for key in point]
         names = [s if short.count(s) == 1 else key for s, key in zip(short, point, strict=True)]
-        tuned = ", ".join(f"{name} {x}" for name, x in zip(names, point.values(), strict=True))
+        outcome = outcomes.get(row["method"], {"edge": ()})
+        edges = [" (edge)" * (key in outcome["edge"]) for key in point]
+        each = zip(names, point.values(), edges, strict=True)
+        tuned = ", ".join(f"{name} {x}{edge}" for name, x, edge in each)
+        tuned += f"; of {outcome['trials']}" if point and "trials" in outcome else ""
         decided = {True: "yes", False: "not decided"}[bool(row["decided"])]
         cells = [
             *(f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"]), difference),
@@ -286,6 +292,11 @@ def panel_table(place: Path, results: Results) -> str:
     said = [*results.decisions()[1:], *metrics.warnings(results.runs)]
     if trials := tried.trials(place):
         said.append(tried.cost(trials))
+        said.append(
+            "*Tuned*: the best point, and of how many. *Edge*: it has the smallest or the largest value "
+            "that was tried. A method whose best is at an edge is given a third more points, once; the "
+            "others are not."
+        )
     return "\n".join([table(head, rows), "", *(f"- {line}" for line in said)])
 
 

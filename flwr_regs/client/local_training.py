@@ -481,8 +481,15 @@ class LocalTraining:
         losses = torch.stack(self._losses or [torch.zeros(())]).reshape(-1).cpu().double()
         sizes = torch.tensor(self._sizes or [0], dtype=torch.float64)
         loss = float(losses @ sizes) / max(self._processed, 1)
-        if not math.isfinite(loss) and (lost := remedies.not_finite(self._data)):
-            raise ValueError(lost)
+        if not math.isfinite(loss):
+            if lost := remedies.not_finite(self._data):
+                raise ValueError(lost)
+            lost_numbers = not all(v.isfinite().all() for v in self._values.values())
+            if lost_numbers and not math.isfinite(float(losses[0])):
+                raise ValueError(
+                    "the loss of the round's first step is NaN or infinite, and so are the parameters now: "
+                    "that comes from the model or the loss, not from the learning rate"
+                )
         return LocalResult(
             state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
             delta=data.to_device(sent, "cpu"),

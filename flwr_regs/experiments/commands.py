@@ -23,6 +23,7 @@ from flwr_regs.experiments import words
 from flwr_regs.experiments.calls import pieces
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
+from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import check_writable, locked, write
@@ -55,6 +56,8 @@ def train(args: argparse.Namespace) -> int:
         experiment, out = words.experiment_of(args)
         words.refuse_results(out)
     _check_runner(args, experiment)
+    if not experiment.smoke:
+        needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()

@@ -226,3 +226,11 @@ def test_a_first_round_whose_loss_rises_is_a_sign_of_divergence(grid: Any) -> No
     assert not has_risen(5.0, 1e-3)
     assert has_risen(11.0, 0.9)
     assert not has_risen(11.0, 1.2)
+
+
+def test_a_first_loss_that_is_no_number_is_said_to_come_from_the_model_or_the_loss() -> None:
+    def lost(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output * float("nan"), targets)
+
+    with pytest.raises(ValueError, match=r"first step is NaN .* not from the learning rate"):
+        go(make_model(), make_clients()[0], loss_fn=lost)

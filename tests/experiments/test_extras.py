@@ -2,12 +2,13 @@
 
 import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import extras
+from flwr_regs.experiments import cli, extras
 from flwr_regs.experiments.report.results import Results
 
 REQUIRES = [
@@ -32,3 +33,12 @@ def test_the_command_names_the_package_that_is_missing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(extras, "distribution", absent)
     assert extras.install_command("rich", "bench") == 'pip install -e ".[bench]" in the clone'
+
+
+def test_a_missing_library_of_pictures_is_found_before_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["run", "methods=FedAvg", "rounds=1", f"out={tmp_path / 'out'}"]) == 2
+    assert "drawing the results needs matplotlib: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -68,7 +68,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     classes = int(max(y.max(), test_y.max())) + 1
     if gaps := sorted(set(range(min(classes, len(y) + 1))) - set(y.tolist())):
         raise ValueError(
-            f"no training example has the label {gaps[0]}, but the largest label is {classes - 1}; "
+            f"no training example has the label {gaps[0]}, but the largest label is {classes - 1}, in "
+            f"{'train_y' if y.max() == classes - 1 else 'test_y'}; "
             "expected labels from 0 on without gaps"
         )
     made = {name: _plain(array) for name, array in arrays.items()}

@@ -267,18 +267,19 @@ class Results:
     def clients(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each client of each run that ended.
 
-        Its columns: ``method``, ``seed``, ``client``, and ``accuracy``, a fraction, with the final model:
-        the expected one by the client's label shares, or on its own test data where clients test.
+        Its columns: ``method``, ``seed``, ``client``; ``accuracy``, a fraction, with the final model:
+        the expected one by the client's label shares, or on its own test data where clients test; and
+        ``measured``, whether it is the latter.
         """
         import pandas as pd
 
         rows = [
-            (run.label, run.seed, client, accuracy)
+            (run.label, run.seed, client, accuracy, self._clients_test)
             for run in self.runs
             if run.whole
             for client, accuracy in enumerate(run.per_client.get("clients", ()))
         ]
-        return pd.DataFrame(rows, columns=["method", "seed", "client", "accuracy"])
+        return pd.DataFrame(rows, columns=["method", "seed", "client", "accuracy", "measured"])
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""

@@ -168,6 +168,7 @@ def test_clients_are_quantiles_of_each_seed() -> None:
     records.append(recorded("A", [0.5], 9, error="diverged", diverged=True))
     table = Results(records).clients().set_index(["method", "seed", "client"])["accuracy"]
     assert (len(table), table["A", 1, 7]) == (60, values[1, 7])
+    assert not Results(records).clients()["measured"].any()  # expected, from label shares
     figure = Results(records, baseline="A").plot("clients")
     (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
     each = 100 * np.sort(values)[:, [0, -1]]
