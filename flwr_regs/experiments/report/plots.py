@@ -530,11 +530,12 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             picture.colorbar(
                 coloured, ax=grid, label="accuracy on held-out data (%)", fraction=0.05
             )
-        caption = "Accuracy on held-out data. Star: the best point; ring: the second best; cross: diverged."
+        caption = (
+            "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second best; "
+            "cross: diverged."
+        )
         if trials["rounds"].min() < most:
-            caption += (
-                f" With a hole: trained for fewer than {most:g} rounds, which alone lowers it."
-            )
+            caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."
         font = look.font_size
         height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)
