@@ -531,8 +531,8 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
                 coloured, ax=grid, label="accuracy on held-out data (%)", fraction=0.05
             )
         caption = (
-            "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second best; "
-            "cross: diverged."
+            "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second "
+            "best; cross: diverged."
         )
         if trials["rounds"].min() < most:
             caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."

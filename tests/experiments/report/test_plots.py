@@ -240,7 +240,7 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     (points,) = artists(figure, "trials A")
     (short,) = artists(figure, "short A")
     assert [*short.get_xdata()] == [0.3]
-    assert "With a hole: trained for fewer than 30 rounds" in text_of(figure, "caption")
+    assert "Hollow: trained for fewer than 30 rounds" in text_of(figure, "caption")
     inner = 0.382 / 2 * best.get_markersize()  # of a star of five points
     assert inner > points.get_sizes()[0] ** 0.5 / 2  # its point shows whole
     assert [*best.get_xdata(), *best.get_ydata()] == [0.2, 0.01]
