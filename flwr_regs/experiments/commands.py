@@ -56,14 +56,14 @@ def train(args: argparse.Namespace) -> int:
         experiment, out = words.experiment_of(args)
         words.refuse_results(out)
     _check_runner(args, experiment)
-    if not experiment.smoke:
-        needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
         experiment = experiment.checked()
     if args.dry_run:
         _tell_costs(experiment, args.resume or Path("nowhere"), args.workers)
         return 0
+    if not experiment.smoke:
+        needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     folder = args.resume or words.out_folder(out)
     if experiment.metrics:
         experiment = choices.with_notes(experiment)
