@@ -130,7 +130,7 @@ def trust(bench: Bench) -> Iterator[str]:
         alike.setdefault(labels, []).append((panel.name, results))
     for labels, panels in alike.items():
         names_of = "; ".join(name for name, _ in panels)
-        several = f"{len(panels)} panels, {len(labels) + 1} methods"
+        several = f"{len(labels)} methods against {panels[0][1].baseline}, in {len(panels)} panels"
         yield f"### {several if len(panels) > 1 else names_of}"
         if len(panels) > 1:
             yield f"Panels: {names_of}."
@@ -308,7 +308,13 @@ def page(name: str) -> str:
     versions = ", ".join(f"{what} {which}" for what, which in made["versions"].items())
     seeds = ", ".join(map(str, bench.panels[0][2].seeds))
     jobs = [results.runs[0].job for *_, results in bench.panels]
-    known = {*comparisons.ELSEWHERE, "methods", "seed", *(s.key for s in bench.experiment.tune)}
+    known = {
+        *comparisons.ELSEWHERE,
+        "methods",
+        "seed",
+        "checkpoint-every",
+        *(s.key for s in bench.experiment.tune),
+    }
     shared = [
         f"`{key}={value}`"
         for key, value in jobs[0].items()
@@ -472,7 +478,8 @@ def claims_page() -> str:
         "`flwr-regs bench CARD` runs.\n\n"
         "- *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that "
         "ran is below 0.05. *Does not hold*: it is behind, with such a p-value.\n"
-        "- *Not decided here*: these seeds do not tell; most sources use only three or four. The 95 % "
+        "- *Not decided here*: these seeds do not tell. Most of these runs are too small to test their "
+        "claim: reduced, and with as few seeds as the source, three or four. The 95 % "
         "interval after ± is of one claim by itself. With so many claims, one whose interval leaves out 0 "
         "may still be chance, so the adjusted p-value decides.\n"
         "- *They detect*: the smallest difference that so many seeds show with 80 % power, in a comparison "

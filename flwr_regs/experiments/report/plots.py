@@ -445,8 +445,8 @@ def differences(
             f"The axes show {what}. "
             * (len(panels) > 1)
             + "Mean and 95 % interval of the difference, paired by "
-            f"seed{'; ' * bool(words)}{words}. Blue: decided better; orange: decided worse (Holm's "
-            f"adjusted p below {LEVEL:g}); hollow: not decided. {note}"
+            f"seed{'; ' * bool(words)}{words}. Blue: decided better; orange: decided worse; hollow: not "
+            f"decided (Holm's adjusted p below {LEVEL:g}; the intervals are not adjusted). {note}"
         ).strip()
         drawing.head(picture, title, caption)
         lines = max(len(labels) + 1, 4)  # the texts around want some height

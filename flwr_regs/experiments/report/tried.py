@@ -30,10 +30,11 @@ def cost(tried: Sequence[RunRecord]) -> str:
     steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
     seconds = sum(run.processor_seconds or run.seconds for run in tried)
     rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
+    with_seeds = f"with seed {', '.join(map(str, seeds))}"
     return (
-        f"Tuning took {len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s and {steps:,} "
-        f"local steps, with seed {', '.join(map(str, seeds))}. Intervals and p-values leave out that other "
-        "seeds might have tuned otherwise."
+        f"Tuning took {len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor "
+        f"time and {steps:,} local steps, {with_seeds}. Intervals and p-values leave out that other seeds "
+        "might have tuned otherwise."
     )
 
 
