@@ -116,7 +116,7 @@ class Term:
     Attributes
     ----------
     name : str
-        The term's name, in messages and slots.
+        The term's name, in messages and slots; by default the class's. It has no dot.
     keeps : {"if-used", "always"}
         When the client slot of `finish` counts: if the server used the reply, or in any case.
     keeps_delta : bool
@@ -148,6 +148,8 @@ class Term:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.name == Term.name:
+            cls.name = cls.__name__
         for field, values in cls.ranges.items():
             if not isinstance(values, Range):
                 raise TypeError(

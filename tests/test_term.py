@@ -51,6 +51,11 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         class Bounded(Term):
             ranges: ClassVar[Any] = {"mu": "[0, 5]"}
 
+    class Unnamed(Term):
+        pass
+
+    assert (Unnamed.name, Proximal.name) == ("Unnamed", "proximal")
+
     class Half(Term, Probes):
         def probe(self, ctx: Any) -> Any: ...
 
