@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -276,9 +275,23 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert "2 clients of perceptron" in repr(clients)
 
 
+def of_three() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3))
+
+
 BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     # what is wrong: what Clients get, the share that evaluates, what is said
     "no test set": ({}, 1.0, "no test sets to evaluate on: give Clients test_sets=, or set frac"),
+    "another shape": (
+        {"model": of_three},
+        0.0,
+        r"'0.weight' has the shape \(8, 6\), but \(3, 6\) in",
+    ),
+    "another layer": (
+        {"model": nn.Identity},
+        0.0,
+        "has '0.weight', but the clients' model has no such",
+    ),
     "labels": (
         {"train_sets": [pair(0), (pair(1)[0], pair(1)[1] + 3)]},
         0.0,
@@ -312,35 +325,11 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
 def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
     given, share, said = BEFORE[wrong]
     sets = {"train_sets": [pair(0), pair(1)], **given}
-    clients = fr.Clients(perceptron, **sets, device="cpu")
+    clients = fr.Clients(**{"model": perceptron, **sets}, device="cpu")
     strategy = fr.FedAvg(seed=3, fraction_evaluate=share)
     with pytest.raises(ValueError, match=said):
         run(strategy, kind(clients))
     assert strategy.history == []
-
-
-@pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
-def test_initial_arrays_of_another_model_are_refused_before_round_1(kind: Any) -> None:
-    clients = fr.Clients(perceptron, [pair(0), pair(1)], device="cpu")
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-    state = perceptron().state_dict()
-    name, first = next(iter(state.items()))
-    wrong = [
-        (
-            {**state, name: first[:, 1:]},
-            rf"'{name}' has the shape .*, but .* in the clients' model",
-        ),
-        (
-            {**state, "more": first},
-            "initial_arrays has 'more', but the clients' model has no such entry",
-        ),
-    ]
-    for arrays, said in wrong:
-        with pytest.raises(ValueError, match=said):
-            strategy.start(
-                kind(clients), arrays, 1, train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1})
-            )
-        assert strategy.history == []
 
 
 @pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments import cli, extras
-from flwr_regs.experiments.report.results import Results
 
 REQUIRES = [
     "torch>=2.7",
@@ -24,9 +23,6 @@ def test_the_command_names_the_package_that_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(extras, "distribution", lambda _: installed)
     assert extras.install_command("matplotlib", "bench") == 'pip install "matplotlib>=3.8"'
     assert extras.install_command("dp-accounting", "privacy") == 'pip install "flwr[dp]"'
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match='the table needs pandas: pip install "pandas"'):
-        Results([None]).table()  # type: ignore[list-item]
 
     def absent(name: str) -> Any:  # the sources are on Python's path alone
         raise PackageNotFoundError(name)

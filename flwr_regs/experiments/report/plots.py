@@ -503,11 +503,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
                 axes.plot(across[at], up[at], clip_on=False, gid=f"{name} {label}", **mark)
             logarithmic = []
             for axis, key, places in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
-                name = (
-                    "mean accuracy of the last rounds (%)"
-                    if key is None
-                    else key.rpartition(".")[2]
-                )
+                name = "accuracy (%)" if key is None else key.rpartition(".")[2]
                 if key in values:
                     texts = [f"{v:g}" if isinstance(v, float) else f"{v}" for v in values[key]]
                     axis.set_ticks(range(len(texts)), texts)

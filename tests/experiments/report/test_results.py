@@ -180,14 +180,6 @@ def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
     assert not metrics.exploded(lost)
 
 
-def test_the_accuracy_of_an_averaged_model_is_said() -> None:
-    every = [run("FedACG", GOOD, seed, averaged=0.9 + seed / 100) for seed in (1, 2)]
-    said = " ".join(Results([*every, run("FedAvg", GOOD)]).text().split())
-    assert "FedACG: the table has the model that clients receive; the averaged model" in said
-    assert "ends at 91.50%" in said
-    assert "FedAvg: the table" not in said
-
-
 @pytest.mark.parametrize(("seeds", "baseline"), [(1, "FedAvg"), (3, ""), (3, "FedAvg")])
 def test_the_table_fits_80_columns(
     seeds: int, baseline: str, monkeypatch: pytest.MonkeyPatch
