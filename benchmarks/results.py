@@ -328,6 +328,8 @@ def page(name: str) -> str:
         f"Every run has {', '.join(shared)}. Panels differ in how the data is split, or in other settings. "
         f"[What ran](#what-ran) has the command.{scale}",
         "## Which method to trust where",
+        "*Decided* means significantly better or worse: paired by seed, with Holm's adjusted p-value over "
+        "a panel's methods below 0.05.",
         *trust(bench),
     ]
     if bench.unfinished:
