@@ -75,8 +75,8 @@ def over_rounds(
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is the mean's 95 % interval (Student's t), as far as values can be, and there is none for one
-    seed. The mean is taken round by round, over the rounds
+    The band is the mean's 95 % interval (Student's t), as far as values can be, and there is none for fewer
+    than three seeds. The mean is taken round by round, over the rounds
     that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
     against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
     there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
@@ -164,7 +164,7 @@ def over_rounds(
         words = seeds_in_words(seeds or counted.to_dict())
         caption = f"{words}." if words else ""
         if counted.max() > 1:
-            what = "Mean and 95 % interval over "
+            what = "Mean and 95 % interval over " if counted.max() > 2 else "Mean over "
             if second_best:
                 what = "The best point of tuning, with stripes to the second best; "
             caption = f"{what}{caption}"
@@ -271,7 +271,7 @@ def _draw_mean(
         stripes: dict[str, Any] = {"facecolor": "none", "edgecolor": line["color"], "hatch": "////"}
         stripes |= {"alpha": 0.45, "linewidth": 0.6, "zorder": 2}
         axes.fill_between(across, low, high, gid=f"band {label}", **stripes)
-    elif seeds > 1:
+    elif seeds > 2:
         fill: dict[str, Any] = {"color": line["color"], "alpha": shade, "linewidth": 0, "zorder": 2}
         axes.fill_between(across, low, high, gid=f"band {label}", **fill)
     every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure
