@@ -41,6 +41,7 @@ STILL = (
 )
 """Said where a step of plain SGD would have moved the model."""
 ROSE = 10.0
+"""How many times its first step's loss a round's mean loss is too much."""
 
 
 def has_risen(loss: float, first: float) -> bool:

@@ -69,7 +69,7 @@ class Parcel:
         return named([*self.records, *(name for name, values in scalars.items() if values)])
 
     def says(self, what: str) -> bool:
-        """Whether a client says this of its memory, in ``regs.memory``."""
+        """Whether a client says this, in ``regs.memory``: see :mod:`flwr_regs.wire.keys`."""
         said = self.config.get(keys.MEMORY_KEY)
         return isinstance(said, list) and what in said
 

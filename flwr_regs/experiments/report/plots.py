@@ -75,13 +75,12 @@ def over_rounds(
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
 
-    The band is the mean's 95 % interval (Student's t), as far as values can be, and there is none for fewer
-    than three seeds. The mean is taken round by round, over the rounds
-    that all seeds have: with ``x="megabytes"`` or ``"seconds"`` a point is the seeds' mean x after a round
-    against their mean y after it. A run that diverged counts in the accuracy's mean as untrained from
-    there on. Other runs that stopped, or whose y is not finite, are in neither mean nor band. Each of both
-    kinds is also a thin line to its last finite y, with a cross there, and the label counts them. So is a
-    run that has not ended, without the cross.
+    The band is the mean's 95 % interval (Student's t), as far as values can be. Fewer than three seeds have
+    none. The mean is taken round by round, over the rounds that all seeds have: with ``x="megabytes"`` or
+    ``"seconds"`` a point is the seeds' mean x after a round against their mean y after it. A run that
+    diverged counts in the accuracy's mean as untrained from there on. Other runs that stopped, or whose y
+    is not finite, are in neither mean nor band. Each of both kinds is also a thin line to its last finite
+    y, with a cross there, and the label counts them. So is a run that has not ended, without the cross.
 
     Parameters
     ----------

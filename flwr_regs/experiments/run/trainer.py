@@ -213,7 +213,10 @@ class Trainer:
         return MetricRecord({**figures})
 
     def _test_clients(self) -> None:
-        """Keep each client's accuracy by the last test, or the expected one on data of its labels."""
+        """Keep each client's accuracy by the last test, or the expected one on data of its labels.
+
+        A run that was resumed at its end has no test yet: its models are tested here.
+        """
         history, record = self.strategy.history, self.record
         if self._test is not None:
             if self._test.last is None and record.ended:  # it was resumed at its end
