@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,13 +47,13 @@ def others(row: Method) -> dict[str, str]:
 
 
 def refusals(row: Method) -> Iterator[tuple[str, str]]:
-    """Yield (what a method refuses, why)."""
+    """Yield (something that a method refuses, why)."""
     for name, call in others(row).items():
         if why := refusal(f"{row.example}+{call}", {}):
             yield name, why
     for name, given in SETTINGS.items():
         if why := refusal(row.example, given):
-            yield name, why
+            yield name, why.removeprefix(f"{name}: ")
 
 
 def refusal(methods: str, settings: Mapping[str, Any]) -> str:
@@ -65,9 +66,25 @@ def refusal(methods: str, settings: Mapping[str, Any]) -> str:
     return ""
 
 
+def grouped(row: Method) -> dict[str, list[str]]:
+    """Return why a method refuses something -> all that it refuses for this reason."""
+    (parts,) = parse_methods(row.example).values()
+    own = {term.name for term in build(parts).term.terms}
+    groups: dict[str, dict[str, str]] = {}
+    for name, why in refusals(row):
+        common = re.sub("'([a-z-]+)'", lambda of: of[0] if of[1] in own else "the other", why)
+        groups.setdefault(common, {})[name] = why
+    # A reason that stands alone keeps the other's name.
+    return {
+        common if len(group) > 1 else why: [*group]
+        for common, group in groups.items()
+        for why in [*group.values()][:1]
+    }
+
+
 def text() -> str:
-    """Return the file: method -> what it refuses -> why."""
-    return tomli_w.dumps({row.name: dict(refusals(row)) for row in METHODS.values()})
+    """Return the file: method -> why it refuses -> what it refuses."""
+    return tomli_w.dumps({row.name: grouped(row) for row in METHODS.values()})
 
 
 if __name__ == "__main__":

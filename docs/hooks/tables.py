@@ -215,8 +215,9 @@ def composes(row: Method) -> str:
     text = textwrap.fill(text, 118)
     if not refused:
         return text
-    head, *rows = refused
-    return f"{text}\n\n{table(head, [(f'`{what}`', why) for what, why in rows])}"
+    rows = [(", ".join(f"`{name}`" for name in names), why) for why, names in refused.items()]
+    head = "refused", "the package's reason"
+    return f"{text}\n\n{table(head, rows)}"
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -94,7 +94,10 @@ def method(name: str) -> str:
         "",
         *textwrap.wrap(text, 80),
     ]
-    return "\n".join([*lines, "", *_wrapped(refused)] if refused else lines)
+    for why, others in refused.items():
+        item = f"{', '.join(others)}: {why}"
+        lines.append(textwrap.fill(item, 80, initial_indent="- ", subsequent_indent="  "))
+    return "\n".join(lines)
 
 
 def _documented(name: str) -> str:
@@ -150,18 +153,17 @@ def costs(row: Method) -> list[tuple[str, str]]:
     ]
 
 
-def composes(row: Method) -> tuple[str, list[tuple[str, str]]]:
-    """Return what a method goes with, in a sentence, and what it does not, as rows under a head, if any.
-
-    The reasons are those that the package gives.
-    """
-    refused = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[row.name]
+def composes(row: Method) -> tuple[str, dict[str, list[str]]]:
+    """Return what a method goes with, in a sentence, and a reason -> what it refuses for that."""
+    refused: dict[str, list[str]] = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[
+        row.name
+    ]
     text = (
         f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
         f"settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
         f"{', except these:' if refused else '.'}"
     )
-    return text, [("refused", "the package's reason"), *refused.items()] if refused else []
+    return text, refused
 
 
 def _short(row: Method) -> tuple[str, ...]:

@@ -147,7 +147,7 @@ class Method:
 
 _ROWS = Path(__file__).with_suffix(".toml")
 COMPOSITIONS = Path(__file__).with_name("compositions.toml")
-"""Method -> what it does not compose with -> why; ``python docs/hooks/compositions.py`` writes it."""
+"""Method -> a reason -> what it refuses for that; ``python docs/hooks/compositions.py`` writes it."""
 TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 METHODS: dict[str, Method] = {

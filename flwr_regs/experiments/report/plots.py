@@ -165,7 +165,7 @@ def over_rounds(
         if counted.max() > 1:
             what = "Mean and 95 % interval over " if counted.max() > 2 else "Mean over "
             if second_best:
-                what = "The best point of tuning, with stripes to the second best; "
+                what = "Tuning's best point, by its last rounds' mean, with stripes to the second best; "
             caption = f"{what}{caption}"
         if kind == "expected":
             caption += " Expected from each client's label shares."
@@ -454,34 +454,43 @@ def differences(
 
 
 def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = None) -> Picture:
-    """Draw the accuracy on held-out data over what was tuned: a curve's points for each method, or a map.
+    """Draw the accuracy on held-out data over what was tuned: curves for each method, or a map.
 
-    The values of a whole grid stand at equal distances; others, if positive, at a logarithmic axis.
+    A curve joins the points that were trained for equally many rounds; a map has each point once, after its
+    last round. The values of a whole grid stand at equal distances; others, if positive, at a logarithmic
+    axis.
 
     Parameters
     ----------
-    trials : a row for each point that was tried, a method's best ones first: ``label``, ``rounds`` that it
-        was trained for at most, ``accuracy`` in per cent (NaN: it diverged), and a column for each key that
-        was tuned, NaN where a method has it not
+    trials : the rows of :func:`flwr_regs.experiments.report.tried.table`
     """
     look = look or Look()
     chosen = trials["label"].isin(look.methods)
     trials = trials[chosen] if chosen.any() else trials
     labels = [*trials["label"].unique()]
-    keys = [*trials.columns.drop(["label", "rounds", "accuracy"])]
-    most = trials["rounds"].max()
+    keys = [*trials.columns.drop(["label", "point", "rounds", "accuracy"])]
+    lengths = sorted(trials["rounds"].unique())
+    most = lengths[-1]
     with drawing.style(look):
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
         width = picture.get_figwidth()
         columns = min(len(labels), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
         finite = trials["accuracy"].dropna()
         low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
-        coloured = None
+        coloured, curves = None, set()
         grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
         for axes, label in zip(grid.flat, labels, strict=False):
             of_label = trials[trials["label"] == label]
             x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
             y = ys[0] if ys else None
+            for place, rounds in enumerate(lengths if y is None else ()):
+                curve = of_label[of_label["rounds"] == rounds].sort_values(x)
+                shade = str(0.75 - 0.75 * place / len(lengths))
+                line = {"color": shade, "linewidth": 0.9, "linestyle": "-"}
+                if len(curve) > 1:
+                    curves.add(rounds)
+                    axes.plot(x, "accuracy", data=curve, gid=f"after {rounds} {label}", **line)
+            of_label = of_label.drop_duplicates("point")
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
             across, up = of_label[x], of_label[y] if y else shown.fillna(low)
             values: dict[Any, Any] = {}
@@ -514,6 +523,9 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             if y is None:
                 room = 1 + 0.2 * (high - low)
                 axes.set_ylim(low - room, high + room)
+                if len(keys) == 1 and not axes.get_subplotspec().is_first_col():
+                    axes.tick_params(labelleft=False)
+                    axes.set_ylabel("")
             for axis in logarithmic:
                 sides = axes.bbox.width, axes.bbox.height
                 _plain_ticks(axis, sides[axis is axes.yaxis] / picture.dpi)
@@ -529,8 +541,12 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second "
             "best; cross: diverged."
         )
-        if trials["rounds"].min() < most:
+        if lengths[0] < most:
             caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."
+        if curves:
+            words = " or ".join(f"{rounds:g}" for rounds in sorted(curves))
+            darker = ", from light to dark" if len(curves) > 1 else ""
+            caption += f" Lines: after {words} rounds{darker}."
         font = look.font_size
         height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)

@@ -39,23 +39,23 @@ def cost(tried: Sequence[RunRecord]) -> str:
 
 
 def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
-    """Return a row for each point of each method, its best one first.
+    """Return a row for each point of each method and each number of rounds that it was trained for.
 
-    Its columns are ``label``, ``point``, ``rounds`` of its longest trials, ``accuracy`` in per cent, the
-    mean of their last five rounds over the tuning seeds (NaN: one diverged), and each key that was tuned.
+    A method's longest trainings come first, the best of equally long ones in front, so that a point's first
+    row is its last word. The columns are ``label``, ``point``, ``rounds``, ``accuracy`` in per cent, the
+    mean of the last five rounds over the tuning seeds (NaN: one diverged), and each key that was tuned, NaN
+    where a method has it not.
     """
     import pandas as pd
 
-    points: dict[tuple[str, str], dict[int, list[RunRecord]]] = {}
+    points: dict[tuple[str, str, int], list[RunRecord]] = {}
     for run in tried:
-        by_rounds = points.setdefault((run.row, shown(run.point)), {})
-        by_rounds.setdefault(run.job["rounds"], []).append(run)
+        points.setdefault((run.row, shown(run.point), run.job["rounds"]), []).append(run)
     rows = []
-    for (label, point), by_rounds in points.items():
-        rounds, longest = max(by_rounds.items())
-        whole = all(run.whole for run in longest)
-        accuracy = 100 * np.mean([last(run) for run in longest]) if whole else np.nan
-        tuned = longest[0].point.items()
+    for (label, point, rounds), equal in points.items():
+        whole = all(run.whole for run in equal)
+        accuracy = 100 * np.mean([last(run) for run in equal]) if whole else np.nan
+        tuned = equal[0].point.items()
         keys = {key: value if type(value) in (int, float) else str(value) for key, value in tuned}
         rows.append(
             {"label": label, "point": point, "rounds": rounds, "accuracy": accuracy, **keys}
@@ -78,9 +78,10 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
 
     of_points, title = table(tried), Results(tried).title
     of_points = of_points.sort_values("label", key=lambda of: of.map(order.index), kind="stable")
-    drawn = {"tuning": plots.over_points(of_points.drop(columns="point"), title=title, look=look)}
+    drawn = {"tuning": plots.over_points(of_points, title=title, look=look)}
     best, seeds = [], {}
-    for label, rows in of_points.dropna(subset="accuracy").groupby("label", sort=False):
+    ended = of_points.drop_duplicates(["label", "point"]).dropna(subset="accuracy")
+    for label, rows in ended.groupby("label", sort=False):
         for place, row in enumerate(rows.head(2).to_dict("records")):
             of_point = [r for r in tried if (r.row, shown(r.point)) == (label, row["point"])]
             several = [run for run in of_point if run.job["rounds"] == row["rounds"]]
