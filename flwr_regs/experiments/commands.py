@@ -378,13 +378,12 @@ def plot(args: argparse.Namespace) -> int:
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
     each = {place: results_of(experiment, panel, place) for panel, place in begun or every[:1]}
     check_rows(look.methods, [run.label for of_panel in each.values() for run in of_panel.runs])
-    whole = replace(look, methods=(), accuracy=None)
     for place, results in each.items():
         check_writable(there := target / place.relative_to(folder))
         results.save(there, look=look)
-        _draw_tuning(place, there, whole)
+        _draw_tuning(place, there, replace(look, accuracy=None))
         print(results.text() + f"results: {there}")
-    _draw_ranks(experiment, [*each.values()], target, whole)
+    _draw_ranks(experiment, [*each.values()], target, replace(look, methods=(), accuracy=None))
     if (look.methods or look.accuracy) and target == folder:
         print(f"they show a part now: flwr-regs plot {shlex.quote(str(folder))} draws all again")
     return 0

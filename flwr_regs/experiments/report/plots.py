@@ -544,9 +544,13 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         if lengths[0] < most:
             caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."
         if curves:
-            words = " or ".join(f"{rounds:g}" for rounds in sorted(curves))
-            darker = ", from light to dark" if len(curves) > 1 else ""
-            caption += f" Lines: after {words} rounds{darker}."
+            *fewer, last = (f"{rounds:g}" for rounds in sorted(curves))
+            words = (
+                f"{', '.join(fewer)} or {last} rounds, from light to dark"
+                if fewer
+                else f"{last} rounds"
+            )
+            caption += f" Lines: after {words}."
         font = look.font_size
         height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)
