@@ -138,11 +138,12 @@ def trust(bench: Bench) -> Iterator[str]:
         for ranks in of_labels:
             best = [label for label in ranks.mean.index if label in labels][:3]
             near = sum(ranks.mean <= ranks.mean.iloc[0] + ranks.critical)
+            first = ranks.mean.index[0]
             yield (
-                f"**In short**: {listed(best)} have the best mean ranks. But so few panels rank "
-                f"{len(ranks.mean)} methods only roughly: {near} of them are within Nemenyi's critical "
-                "difference of the first, and any of these may be the best. The paired differences within "
-                "a panel, below, say more."
+                f"**In short**: ranks over {ranks.blocks} panels tell {len(ranks.mean)} methods apart only "
+                f"roughly. {near} of them are within Nemenyi's critical difference of the first, so they "
+                f"do not say which is the best ({listed(best)} have the best mean ranks here, `{first}` with "
+                f"{ranks.mean.iloc[0]:.1f}). The paired differences within a panel, below, say more."
             )
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []
@@ -171,11 +172,6 @@ def trust(bench: Bench) -> Iterator[str]:
         ]
         if alone:
             said.append(f"Each client alone, without federation (`Local`): {'; '.join(alone)}.")
-        for ranks in of_labels:
-            said.append(
-                f"Mean ranks over {ranks.blocks} panels: `{ranks.mean.index[0]}` is the best "
-                f"({ranks.mean.iloc[0]:.1f})."
-            )
         yield "\n".join(f"- {line}" for line in said)
         yield (
             f"Differences to `{first}` in points{', best mean rank first' * bool(bench.ranks)}; "
@@ -475,14 +471,15 @@ def claims_page() -> str:
         if verdict in KNOWN
     )
     text = (
-        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}.{known}\n\n"
+        f"# The papers' claims\n\n{ran} of the {len(rows)} claims ran here: {verdicts_said}.{known} Most "
+        "of these runs are too small to test their claim, so this page is no verdict on the papers.\n\n"
         "Each is a comparison of two rows of a protocol card ([Protocols](../protocols.md)), which "
         "`flwr-regs bench CARD` runs.\n\n"
         "- *Holds*: the method is ahead, paired by seed, and Holm's adjusted p-value over the claims that "
         "ran is below 0.05. *Does not hold*: it is behind, with such a p-value.\n"
-        "- *Not decided here*: these seeds do not tell. Most of these runs are too small to test their "
-        "claim: reduced, and with as few seeds as the source, three or four. The 95 % "
-        "interval after ± is of one claim by itself. With so many claims, one whose interval leaves out 0 "
+        "- *Not decided here*: these seeds do not tell. Most runs are reduced, and have as few seeds as "
+        "the source, three or four. The 95 % interval after ± is of one claim by itself. With so many "
+        "claims, one whose interval leaves out 0 "
         "may still be chance, so the adjusted p-value decides.\n"
         "- *They detect*: the smallest difference that so many seeds show with 80 % power, in a comparison "
         "by itself. A smaller one is likely to stay undecided.\n"

@@ -17,6 +17,7 @@ from flwr_regs.testing import client_rounds as rounds
 from flwr_regs.testing import whole_runs as runs
 from flwr_regs.testing.method import Exempt, Method, Oracle
 
+LOG = logging.getLogger("flwr")
 LAWS = {
     law.name: law
     for law in (
@@ -56,7 +57,7 @@ def check_method(
     """Check the laws of a federated method; raise LawBroken at the first that is broken.
 
     The laws run on a small perceptron and unequal clients (:mod:`flwr_regs.testing.problem`), on the CPU,
-    in some seconds.
+    in some seconds; the log names each as it begins.
 
     Parameters
     ----------
@@ -148,25 +149,25 @@ def check_method(
     if method.build().term.terms != method.terms:
         raise ValueError(f"the strategy runs {method.build().term.terms}, not terms={method.terms}")
     report = Report()
-    with _quiet():
-        for law in LAWS.values():
+    for number, law in enumerate(LAWS.values(), start=1):
+        LOG.info("law %d of %d: %s", number, len(LAWS), law.name)
+        with _quiet():
             outcomes = {v: law.judge(method, v) for v in law.variants}
-            if len(set(outcomes.values())) == 1:
-                report[law.name] = outcomes.popitem()[1]
-            else:
-                report |= {f"{law.name}/{v}": outcome for v, outcome in outcomes.items()}
+        if len(set(outcomes.values())) == 1:
+            report[law.name] = outcomes.popitem()[1]
+        else:
+            report |= {f"{law.name}/{v}": outcome for v, outcome in outcomes.items()}
     return report
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the runs' own log lines back, and the small model on one thread: more would only wait."""
-    logger, threads = logging.getLogger("flwr"), torch.get_num_threads()
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    level, threads = LOG.level, torch.get_num_threads()
+    LOG.setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        LOG.setLevel(level)
         torch.set_num_threads(threads)

@@ -239,7 +239,8 @@ def read(path: Path) -> RunRecord:
     The last line may be torn: the process was killed while it wrote it. Raises ValueError for any other
     line that cannot be read; the message names the file.
     """
-    lines = path.read_bytes().splitlines()
+    written = path.read_bytes()
+    lines = written.splitlines()
     contents: list[dict[str, Any]] = []
     try:
         if not lines:
@@ -248,7 +249,7 @@ def read(path: Path) -> RunRecord:
             try:
                 contents.append(json.loads(text))
             except ValueError as error:
-                if 1 < number == len(lines):
+                if 1 < number == len(lines) and not written.endswith(b"\n"):
                     break
                 raise ValueError(f"line {number} is no JSON") from error
         checks = [content.pop("check", "") for content in contents]

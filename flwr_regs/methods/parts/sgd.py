@@ -14,15 +14,19 @@ PLAIN = ("momentum", "maximize", "lr")
 def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN) -> str:
     """Return what a factory ``optimizer(params, lr=lr)`` makes instead of SGD; "" for SGD.
 
-    `settings` are those of SGD that it must leave alone: ``"lr"`` the learning rate, others at 0.
+    `settings` are those of SGD that it must leave alone: ``"lr"`` the learning rate, others at 0. An
+    optimiser of the user's own counts as SGD if its class declares ``plain_sgd = True``.
     """
     made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
     group = made.param_groups[0]
     odd = [key for key in settings if key != "lr" and group.get(key)]
     odd += ["a learning rate of its own"] if "lr" in settings and group["lr"] != 1.0 else []
-    if isinstance(made, torch.optim.SGD) and not odd:
+    declared = getattr(made, "plain_sgd", False)
+    if (declared or isinstance(made, torch.optim.SGD)) and not odd:
         return ""
-    return type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
+    what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
+    ours = type(made).__module__.startswith("torch.optim") or declared
+    return what if ours else f"{what}, whose class does not declare plain_sgd = True,"
 
 
 def check_plain(
