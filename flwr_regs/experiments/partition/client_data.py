@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data import subset
-from flwr_regs.experiments.data.datasets import Data, load
+from flwr_regs.experiments.data.datasets import Data, load, records, reduced
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.partition.splits import test_split
@@ -239,5 +238,5 @@ def _source(settings: Any) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=2)
 def _data(source: tuple[str, str, str], synthetic: bool, *kept: int) -> Data:
-    data = (subset.records if synthetic else load)(*source)
-    return subset.reduced(data, *kept) if any(kept) else data
+    data = (records if synthetic else load)(*source)
+    return reduced(data, *kept) if any(kept) else data
