@@ -144,7 +144,7 @@ def cifar(
     return {**parts, "augment": augment}
 
 
-def landmarks(data_dir: str, dataset: str, tables: Sequence[str], size: int, most: int) -> Parts:
+def landmarks(data_dir: str, tables: Sequence[str], size: int, most: int) -> Parts:
     """Return GLD-23k or GLD-160k (Hsu et al. 2020): pictures in [-1, 1], ``(n, 3, size, size)``.
 
     Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): at most `most`
@@ -164,8 +164,8 @@ def landmarks(data_dir: str, dataset: str, tables: Sequence[str], size: int, mos
     users = train.groupby("user_id").ngroup()  # in order of their names
     kept = (train.groupby("user_id").cumcount() < most) | (most == 0)
     folder = train_table.parent
-    train_x = _photographs(dataset, folder, train["image_id"][kept], size, 1.0)
-    test_x = _photographs(dataset, folder, test["image_id"], size, CENTRE)
+    train_x = _photographs(folder, train["image_id"][kept], size, 1.0)
+    test_x = _photographs(folder, test["image_id"], size, CENTRE)
     train_y, test_y = train["class"][kept].to_numpy(), test["class"].to_numpy()
     parts = files.parts_of((train_x, train_y), (test_x, test_y))
     return {**parts, "groups": users[kept].to_numpy(np.int64), "augment": "cut-flip"}
@@ -183,21 +183,12 @@ def _listed(path: Path, *columns: str) -> Any:
     return rows
 
 
-def _photographs(
-    dataset: str, folder: Path, names: Iterable[str], size: int, centre: float
-) -> Array:
+def _photographs(folder: Path, names: Iterable[str], size: int, centre: float) -> Array:
     """Return the pictures of these names in [-1, 1]."""
-    paths, missing = [], []
+    paths = []
     for name in names:
         nested = files.inside(folder / "train", f"{'/'.join(name[:3])}/{name}.jpg")
-        flat = folder / "images" / f"{name}.jpg"
-        paths.append(flat if flat.is_file() else nested)
-        missing += [] if paths[-1].is_file() else [name]
-    if missing:
-        raise FileNotFoundError(
-            f"dataset '{dataset}': {len(missing)} of {len(paths)} pictures are missing in {folder}, "
-            f"such as images/{missing[0]}.jpg"
-        )
+        paths.append(nested if nested.is_file() else folder / "images" / f"{name}.jpg")
     return files.pictures(paths, "RGB", size, centre) * 2 - 1
 
 
