@@ -215,7 +215,8 @@ def left(settings: Any, clients: ClientData) -> str:
         rows = np.unique(np.concatenate(clients.every_part))
     counts = [(len(rows), len(whole.train_y), "training examples")]
     if data.groups is not None and whole.groups is not None:
-        counts.append((_kinds(data.groups[rows]), _kinds(whole.groups), "groups"))
+        kept, every = np.unique(data.groups[rows]), np.unique(whole.groups)
+        counts.append((len(kept), len(every), "groups"))
     of_training, tested = clients.server_rows()
     if settings.test_on_clients:
         counts.append((len(data.test_y), len(whole.test_y), "test examples"))
@@ -226,10 +227,6 @@ def left(settings: Any, clients: ClientData) -> str:
         there = f"all {len(data.train_y):,} examples to train on"
         parts.insert(0, f"{there} (examples={settings.examples} asks for more)")
     return ", ".join(parts)
-
-
-def _kinds(groups: Array) -> int:
-    return len(np.unique(groups))
 
 
 def _source(settings: Any) -> tuple[str, str, str]:
