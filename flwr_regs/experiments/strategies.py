@@ -38,7 +38,6 @@ VALUES = (
     *("TrimmedMean", "CentralDP", "Patience", "Target"),
 )
 """The calls that an argument of a method may be."""
-PACKAGE = Path(__file__).parents[1]
 HEAVY = re.compile(r"torch|flwr(?!_)|flwr_regs\.(client|cohort|flower|wire\.records)\b")
 """Modules that load torch or Flower; a light class knows nothing of them."""
 LIGHT = re.compile(r"flwr_regs\.(methods\.(?!registry)|flower\.strategy)")
@@ -63,7 +62,7 @@ def light(name: str) -> Any:
 @lru_cache
 def _defined(module: str) -> dict[str, Any]:
     """Return what a module defines, as far as that needs neither torch nor Flower."""
-    path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
     known: dict[str, Any] = {"__name__": Term.__module__}  # where a dataclass finds its ClassVar
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         imported = ""
