@@ -151,19 +151,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inches(text: str) -> tuple[float, float]:
     """Return the width and height of ``3.3x2.5``."""
-    try:
+    with contextlib.suppress(ValueError):
         width, height = map(float, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 3.3x2.5") from None
-    return width, height
+        return width, height
+    raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 3.3x2.5")
 
 
 def _span(text: str) -> tuple[float, float]:
     """Return the ends of ``80..95``."""
-    try:
+    with contextlib.suppress(ValueError):
         low, high = map(float, text.split(".."))
-    except ValueError:
-        low, high = 0.0, 0.0
-    if not low < high:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")
-    return low, high
+        if low < high:
+            return low, high
+    raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")

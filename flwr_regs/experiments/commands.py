@@ -401,7 +401,7 @@ def resources(args: argparse.Namespace) -> int:
     run, _ = words.first_run(args)
     from flwr_regs.experiments.run.costs import measure
 
-    print(measure(run).text(run.settings.num_clients))
+    print(measure(run))
     return 0
 
 

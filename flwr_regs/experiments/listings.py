@@ -17,9 +17,9 @@ from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.cards.choices import levels
 from flwr_regs.experiments.data import catalogue as data
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
-from flwr_regs.experiments.light_classes import light
 from flwr_regs.experiments.report.metrics import METRICS
 from flwr_regs.experiments.report.terminal import columns
+from flwr_regs.experiments.strategies import light
 from flwr_regs.methods.registry import COMPOSITIONS, METHODS, Method
 
 LEGEND = Path(__file__).with_name("methods_legend.txt").read_text(encoding="utf-8")

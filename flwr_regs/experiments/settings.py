@@ -170,12 +170,11 @@ def read(name: str, text: str) -> Any:
     default = DEFAULTS.get(name)
     if isinstance(default, str):
         return text
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"v={text}")["v"]
-    except tomllib.TOMLDecodeError:
-        with suppress(ValueError):
-            return float(text) if isinstance(default, float) else text  # .1, which is no TOML
-        return text
+    with suppress(ValueError):
+        return float(text) if isinstance(default, float) else text  # .1, which is no TOML
+    return text
 
 
 def shown(value: Any) -> str:

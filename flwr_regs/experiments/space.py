@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, log2, prod, sqrt
@@ -64,15 +65,10 @@ class Space:
                     f"--tune {text}: {error}; a range is LOW..HIGH, values are A,B,C"
                 ) from error
             return cls(text, key, choices=tuple(tried))
-        try:
-            ends = float(low), float(high)
-        except ValueError:
-            ends = (0.0, 0.0)
-        if not 0 < ends[0] < ends[1]:
-            raise ValueError(
-                f"--tune {text}: a range is LOW..HIGH, two numbers with 0 < LOW < HIGH"
-            )
-        return cls(text, key, *ends)
+        with suppress(ValueError):
+            if 0 < float(low) < float(high):
+                return cls(text, key, float(low), float(high))
+        raise ValueError(f"--tune {text}: a range is LOW..HIGH, two numbers with 0 < LOW < HIGH")
 
     def at(self, share: float) -> Any:
         """Return the value at a share of the space, from 0 up to 1."""

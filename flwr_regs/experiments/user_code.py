@@ -147,23 +147,20 @@ def _file(path: Path) -> ModuleType:
         if getattr(module, "__dict__", {}).get("__file__") == str(path):
             return module
     _importable(str(path.parent))
-    stem = re.sub(r"\W", "_", path.stem)
-    name = f"{stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    name = re.sub(r"\W", "_", path.stem)
+    importlib.invalidate_caches()
+    plain = PathFinder.find_spec(name)
+    # its own name, so that a file beside it that imports it gets this module, if another has not got it
+    if name in sys.modules or plain is None or plain.origin != str(path):
+        name += f"_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a name that ends in .py has a loader
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    importlib.invalidate_caches()
-    plain = PathFinder.find_spec(stem)
-    # so that a file beside it that imports it gets this module, not a second one
-    is_free = stem not in sys.modules and plain is not None and plain.origin == str(path)
-    names = [name, stem] if is_free else [name]
-    sys.modules.update(dict.fromkeys(names, module))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        for made in names:
-            sys.modules.pop(made, None)
+        sys.modules.pop(name, None)
         raise ValueError(f"importing '{path}' failed: {said(error)}") from error
     return module
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,11 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     """
     if not text:
         return ()
-    try:
+    with suppress(ValueError):  # also where there is none
         several = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        several = ()
-    if not several or min(several) < 0 or max(several) >= 2**63 or len({*several}) < len(several):
-        raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
-    return several
+        if 0 <= min(several) <= max(several) < 2**63 and len({*several}) == len(several):
+            return several
+    raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
 
 
 def out_folder(out: str) -> Path:

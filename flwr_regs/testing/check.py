@@ -13,18 +13,16 @@ from flwr_regs.chain import chain
 from flwr_regs.flower.client import RegClient, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
-from flwr_regs.testing import client_rounds as rounds
-from flwr_regs.testing import whole_runs as runs
+from flwr_regs.testing import laws
 from flwr_regs.testing.method import Exempt, Method, Oracle
 
 LOG = logging.getLogger("flwr")
 LAWS = {
     law.name: law
     for law in (
-        *(rounds.pure, runs.neutral, runs.moves, runs.oracle),
-        *(rounds.runners, rounds.stacked),
-        *(runs.state, runs.repeated, runs.downlinks, rounds.unused, runs.order, runs.identity),
-        *(runs.fixed_point, rounds.incomplete),
+        *(laws.pure, laws.neutral, laws.moves, laws.oracle, laws.runners, laws.stacked, laws.state),
+        *(laws.repeated, laws.downlinks, laws.unused, laws.order, laws.identity),
+        *(laws.fixed_point, laws.incomplete),
     )
 }
 """In the order in which they are checked."""

@@ -213,9 +213,7 @@ class ReversingGrid(InProcessGrid):
 
 
 class RepeatingGrid(SerialisingGrid):
-    """Lets clients train each round `times` times, as a server does that is resumed or tries again."""
-
-    times = 2
+    """Lets clients train each round twice, as a server does that is resumed or tries again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -231,9 +229,8 @@ class RepeatingGrid(SerialisingGrid):
             if kind != "train":
                 continue
             begun = self._begun.pop(node, [])
-            for _ in range(self.times - 1):
-                for one in [m, *begun]:
-                    list(self.pull_messages(super().push_messages([copied(one)])))
+            for one in [m, *begun]:
+                list(self.pull_messages(super().push_messages([copied(one)])))
         return super().push_messages(messages)
 
 

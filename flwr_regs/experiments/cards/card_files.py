@@ -105,10 +105,7 @@ def _base(name: str, picked: tuple[str, ...] | None) -> Experiment:
     """Return the card that another one extends, with the panels that it picks, or all."""
     if name not in names():
         raise ValueError(f"'extends': there is no card '{name}'{nearest(name, names())}")
-    text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    if "extends" in tomllib.loads(text):
-        raise ValueError(f"'extends': card '{name}' extends another one itself")
-    card = read(text, name)
+    card = load(name)
     try:
         return card.only(*(panel_of(card, title) for title in picked)) if picked else card
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr_regs.experiments.calls import REFERENCES, parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
-from flwr_regs.experiments.data import catalogue, subset
+from flwr_regs.experiments.data import catalogue, datasets
 from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS, SETTINGS
@@ -128,13 +128,13 @@ def with_notes(experiment: Experiment) -> Experiment:
         name, notes = settings.dataset, list(panel.notes)
         if settings.synthetic:
             notes = [
-                f"the files of {name} are not here: this run is on {subset.RECORDS} random records of "
+                f"the files of {name} are not here: this run is on {datasets.RECORDS} random records of "
                 "their shape, and its accuracies say nothing"
             ]
         elif experiment.smoke:
             notes = ["a smoke test: its accuracies say nothing"]
         else:
-            seen = subset.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
+            seen = datasets.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
             if (known := catalogue.expected(name, experiment.hashes)) and seen != known:
                 notes.append(
                     f"the hash of {name} is {seen}, not {known} as the card says: these are other data"

@@ -54,8 +54,7 @@ def build(
         size = [tokens]
         if vectors and data.vectors is not None:
             size.append(torch.from_numpy(data.vectors.copy()))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with user_code.seeded(seed):
         made = layers.model(net.make(*size), classes, projection)
     if len(shape) == 3 and net.family != "dense":
         return made.to(memory_format=torch.channels_last)  # 1.7 times faster on a CPU

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data import subset
-from flwr_regs.experiments.data.datasets import Data, load
+from flwr_regs.experiments.data.datasets import Data, load, records, reduced
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.partition.splits import test_split
@@ -216,7 +215,8 @@ def left(settings: Any, clients: ClientData) -> str:
         rows = np.unique(np.concatenate(clients.every_part))
     counts = [(len(rows), len(whole.train_y), "training examples")]
     if data.groups is not None and whole.groups is not None:
-        counts.append((_kinds(data.groups[rows]), _kinds(whole.groups), "groups"))
+        kept, every = np.unique(data.groups[rows]), np.unique(whole.groups)
+        counts.append((len(kept), len(every), "groups"))
     of_training, tested = clients.server_rows()
     if settings.test_on_clients:
         counts.append((len(data.test_y), len(whole.test_y), "test examples"))
@@ -229,15 +229,11 @@ def left(settings: Any, clients: ClientData) -> str:
     return ", ".join(parts)
 
 
-def _kinds(groups: Array) -> int:
-    return len(np.unique(groups))
-
-
 def _source(settings: Any) -> tuple[str, str, str]:
     return settings.dataset, settings.data_dir, settings.code_dir
 
 
 @lru_cache(maxsize=2)
 def _data(source: tuple[str, str, str], synthetic: bool, *kept: int) -> Data:
-    data = (subset.records if synthetic else load)(*source)
-    return subset.reduced(data, *kept) if any(kept) else data
+    data = (records if synthetic else load)(*source)
+    return reduced(data, *kept) if any(kept) else data

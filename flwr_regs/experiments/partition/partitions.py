@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.partition import flower_partitions, splits
-from flwr_regs.experiments.partition.flower_partitions import PREFIX
+from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.extras import needed
+from flwr_regs.experiments.partition import splits
 from flwr_regs.experiments.settings import SETTINGS, Settings, key
+from flwr_regs.wire.config import nearest
 
 Array = np.ndarray[Any, Any]
 
+PREFIX = "fds:"
+"""What the partitions of Flower Datasets begin with."""
 PARTITIONS = SETTINGS["partition"].choices
 """Name -> what each client gets, in one line."""
 BY_GROUP = ("domains", "natural", "interpolated")
@@ -97,7 +102,9 @@ def partition(
         as by ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
 
     ``fds:DirichletPartitioner(alpha=0.3)`` and the like
-        Flower Datasets', see `flwr_regs.experiments.partition.flower_partitions`.
+        Flower Datasets'. The partitioner sees a data set with the columns ``label`` and, if there are
+        `groups`, ``group``. What the call leaves out is filled in where the partitioner takes it:
+        ``num_partitions``, ``partition_by="label"`` and ``seed``.
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
@@ -112,7 +119,7 @@ def partition(
         if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
         if like.startswith(PREFIX):
-            parts = flower_partitions.split(kind, of, groups, n, seed)
+            parts = _of_flower(kind, of, groups, n, seed)
         else:
             if like in BY_GROUP:
                 of = _told(groups, "group (writer, speaker, user or domain)")
@@ -147,3 +154,39 @@ def _told(values: Array | None, what: str) -> Array:
     if values is None:
         raise ValueError(f"the data does not say the {what} of each example")
     return np.asarray(values)
+
+
+def _of_flower(
+    kind: str, labels: Array, groups: Array | None, num_clients: int, seed: int
+) -> list[Array]:
+    """Return the rows of each client, as one of `flwr_datasets.partitioner` splits them.
+
+    Raises ImportError without flwr-datasets; ValueError if there is no such partitioner, an argument is
+    wrong, or it does not make a part for each client.
+    """
+    partitioners = needed(
+        "flwr_datasets.partitioner", "flwr-datasets", f"partition '{kind}'", "fds"
+    )
+    datasets = needed("datasets", "flwr-datasets", f"partition '{kind}'", "fds")
+    ((call,),) = parse_methods(kind.removeprefix(PREFIX)).values()
+    known = [name for name in partitioners.__all__ if name.endswith("Partitioner")]
+    if call.target not in known:
+        raise ValueError(
+            f"Flower Datasets has no {call.target}{nearest(call.target, known)}; it has {', '.join(known)}"
+        )
+    make = getattr(partitioners, call.target)
+    usual = {"num_partitions": num_clients, "partition_by": "label", "seed": seed}
+    taken = inspect.signature(make).parameters
+    given = {name: value for name, value in usual.items() if name in taken} | call.kwargs
+    try:
+        partitioner = make(*call.args, **given)
+    except TypeError as error:
+        raise ValueError(f"{error}; it takes {', '.join(taken)}") from error
+    columns = {"index": np.arange(len(labels)), "label": labels}
+    columns |= {} if groups is None else {"group": groups}
+    partitioner.dataset = datasets.Dataset.from_dict(columns)
+    if partitioner.num_partitions != num_clients:
+        raise ValueError(
+            f"it makes {partitioner.num_partitions} parts, not one for each of {num_clients} clients"
+        )
+    return [np.asarray(partitioner.load_partition(k)["index"]) for k in range(num_clients)]

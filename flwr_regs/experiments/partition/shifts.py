@@ -1,6 +1,6 @@
-"""What a partition changes beyond the split: noisy inputs, and data that shifts from round to round.
+"""What differs between clients and rounds beyond the split: domains, noise, and data that shifts.
 
-All of it follows from (seed, client, round) alone, so that any process can repeat it. numpy only.
+All of it follows from (seed, client, round) alone, so that any process can repeat it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,47 @@ from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.extras import needed
+
 Array = np.ndarray[Any, Any]
 
+DOMAINS = ("as is", "inverted", "over natural patches", "rotated", "blurred and downsampled")
+"""Five domains of one data set: covariate shift with unchanged labels."""
 # Tags that separate these draws from each other, and from others that begin with the seed.
 _NOISE, _SAMPLE, _SWAP, _HELD_OUT = 11, 12, 13, 14
+
+
+def in_domain(x: Array, domain: int, seed: int) -> Array:
+    """Return grey images, float32 in [0, 1], ``(n, 1, side, side)``, transformed to one of the `DOMAINS`.
+
+    *over natural patches*: the absolute difference to a random crop of scikit-learn's two photographs
+    (as in MNIST-M, Ganin et al. 2016); *rotated*: by a quarter turn; *blurred and downsampled*: by a
+    Gaussian of one pixel, then to half the resolution and back. `seed` draws the crops.
+    """
+    side = x.shape[-1]
+    if domain == 1:
+        x = 1 - x
+    if domain == 2:
+        samples = needed(
+            "sklearn.datasets", "scikit-learn", "the natural patches"
+        ).load_sample_images()
+        photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in samples.images]
+        rng, patches = np.random.default_rng(seed), np.empty((len(x), 1, side, side), np.float32)
+        for patch in patches:
+            photo = photos[rng.integers(len(photos))]
+            top, left = (int(rng.integers(edge - side + 1)) for edge in photo.shape)
+            patch[0] = photo[top : top + side, left : left + side]
+        x = abs(patches - x)
+    if domain == 3:
+        x = np.rot90(x, axes=(2, 3))
+    if domain == 4:
+        import torch
+        from torchvision.transforms.functional import gaussian_blur
+
+        blurred = gaussian_blur(torch.from_numpy(x), [5, 5], [1.0, 1.0])
+        half = torch.nn.functional.interpolate(blurred, size=side // 2, mode="area")
+        x = torch.nn.functional.interpolate(half, size=side, mode="nearest").numpy()
+    return np.ascontiguousarray(x, dtype=np.float32)
 
 
 def noise_variance(client: int, num_clients: int, level: float) -> float:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from flwr_regs import client_app
+from flwr_regs.experiments.data.augment import Augmented
+from flwr_regs.experiments.data.datasets import untouched
+from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Experiment, Run
+from flwr_regs.experiments.models import models
+from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.app import MessageContext
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.data import TensorDataset
-
+from flwr_regs.flower.client import client_class
 
 MOST_KEPT = 2**30
 """The bytes of a data set up to which a process also keeps each client's examples."""
-Examples = tuple["TensorDataset", "TensorDataset | None"]
+Examples = tuple[TensorDataset, TensorDataset | None]
 """What a client trains on, and what it tests on if it tests."""
 
 
@@ -55,11 +58,6 @@ class ClientFactory:
 
     def __call__(self, context: MessageContext) -> NumPyClient:
         """Return the client of ``node_config["partition-id"]``."""
-        # Imported here: on a SuperNode every message starts a process that loads this file.
-        from torch.utils.data import BatchSampler, DataLoader, RandomSampler
-
-        from flwr_regs.experiments.data.losses import LOSSES
-
         settings, clients = self.run.settings, self.clients
         pid = int(context.node_config["partition-id"])
         server_round = int(context.config.get("server-round", 0))  # a query has none
@@ -81,8 +79,6 @@ class ClientFactory:
 
     @cached_property
     def _class(self) -> Any:
-        from flwr_regs.flower.client import client_class
-
         return client_class(self.run.strategy())
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
@@ -94,20 +90,12 @@ class ClientFactory:
         return kept[pid]
 
     def _made(self, pid: int, server_round: int) -> Examples:
-        import torch
-        from torch.utils.data import TensorDataset
-
-        from flwr_regs.experiments.data import domains
-        from flwr_regs.experiments.data.augment import Augmented
-        from flwr_regs.experiments.data.datasets import untouched
-        from flwr_regs.experiments.partition import shifts
-
         settings, clients, data = self.run.settings, self.clients, self.clients.data
         held_out, trained = clients.split(clients.rows(pid, server_round))
 
         def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
             if settings.dataset.endswith("-domains"):
-                x = domains.shifted(x, pid % len(domains.DOMAINS), settings.seed + len(y))
+                x = shifts.in_domain(x, pid % len(shifts.DOMAINS), settings.seed + len(y))
             if settings.partition == "noise":
                 x = shifts.noisy(
                     x, pid, clients.num_clients, settings.noise_level, settings.seed, part
@@ -131,8 +119,6 @@ class ClientFactory:
         One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
         user's own may not be one that can be copied.
         """
-        from flwr_regs.experiments.models import models
-
         settings = self.run.settings
         if ":" in settings.model:
             return models.build(*settings.model_arguments)
@@ -140,46 +126,33 @@ class ClientFactory:
         return deepcopy(self._drawn)
 
 
-@dataclass(frozen=True)
-class SimulatedClients:
-    """The clients of runs that share their data, for a process that gets messages of any of them.
+def client_of(runs: tuple[Run, ...], context: MessageContext) -> NumPyClient:
+    """Return the client of ``node_config["partition-id"]``, of the method that the message is for.
 
-    Every message brings its method; what the clients need is made once in a process.
+    The `runs` share their data; what their clients need is made once in a process. Of another method, it
+    is a client of the first run, which refuses the message.
     """
-
-    runs: tuple[Run, ...]
-
-    def app(self) -> ClientApp:
-        """Return the app of these clients."""
-        return client_app(self, once=False)
-
-    def __call__(self, context: MessageContext) -> NumPyClient:
-        """Return the client of ``node_config["partition-id"]``, of the message's method.
-
-        Of another method, it is one of the first run's, which refuses the message.
-        """
-        factories = _factories(self, int(context.node_config["num-partitions"]))
-        first = next(iter(factories.values()))
-        return factories.get(str(context.config.get("regs.method", "")), first)(context)
+    factories = _factories(runs, int(context.node_config["num-partitions"]))
+    first = next(iter(factories.values()))
+    return factories.get(str(context.config.get("regs.method", "")), first)(context)
 
 
 @lru_cache(maxsize=2)
-def _factories(clients: SimulatedClients, num_clients: int) -> dict[str, ClientFactory]:
+def _factories(runs: tuple[Run, ...], num_clients: int) -> dict[str, ClientFactory]:
     """Return method -> the factory of its clients."""
-    shared = client_data_of(clients.runs[0].settings, num_clients)
-    return {run.strategy().method_name: ClientFactory(run, shared) for run in clients.runs}
+    shared = client_data_of(runs[0].settings, num_clients)
+    return {run.strategy().method_name: ClientFactory(run, shared) for run in runs}
 
 
 @lru_cache(maxsize=2)
-def _of_config(config: tuple[tuple[str, Any], ...]) -> SimulatedClients:
+def _runs_of(config: tuple[tuple[str, Any], ...]) -> tuple[Run, ...]:
     experiment = Experiment.of_methods(dict(config)).fair()
-    (panel,) = experiment.panels
-    return SimulatedClients(tuple(experiment.tests(panel)))
+    return tuple(experiment.tests(experiment.panel))
 
 
 def client_fn(context: MessageContext) -> NumPyClient:
     """Return a client of ``flwr run``, whose run config says what is compared."""
-    return _of_config(tuple(context.run_config.items()))(context)
+    return client_of(_runs_of(tuple(context.run_config.items())), context)
 
 
 app = client_app(client_fn, once=False)

@@ -263,56 +263,31 @@ def _at_a_time(runs: Sequence[Run], workers: int) -> int:
     return min(workers, len(runs), os.cpu_count() or 1)
 
 
-class Taken(NamedTuple):
-    """What one client took.
+def measure(run: Run) -> str:
+    """Train one client of a run for two rounds; say what it took, and the option of ``flwr run`` for that.
 
-    Attributes
-    ----------
-    seconds : float
-        Of its second round.
-    resident : int
-        The most bytes that the process has had in memory, with torch and the data.
-    gpu_used, gpu_total : int
-        The most bytes in use on the GPU, with the process' CUDA context; the GPU's bytes. 0 without one.
-    compiling : str
-        What ``StackedGrid(compile=True)`` gains a cohort of the run.
+    That is the seconds of its second round, and the most bytes that the process has had in memory, with
+    torch and the data. On a GPU, all that is in use there counts: measure where nothing else runs. Raises
+    RuntimeError if the run would fail.
     """
-
-    seconds: float
-    resident: int
-    gpu_used: int = 0
-    gpu_total: int = 0
-    compiling: str = ""
-
-    def text(self, clients: int) -> str:
-        """Return what was measured, and the option of ``flwr run`` for so many clients."""
-        option = "client-resources-num-cpus=1"
-        memory = "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
-        if self.gpu_total:
-            used, total = self.gpu_used / 2**20, self.gpu_total / 2**20
-            share = min(math.ceil(STEPS * MARGIN * used / total) / STEPS, 1.0)
-            memory = (
-                f"{used:,.0f} of the GPU's {total:,.0f} MiB, and a fifth more to be safe: "
-                f"{int(1 / share)} clients at a time on a GPU"
-            )
-            option += f" client-resources-num-gpus={share:g}"
-        return (
-            f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
-            f"for its process\n{memory}\n"
-            f'--federation-config "num-supernodes={clients} {option}"'
-            + (f"\n{self.compiling}" if self.compiling else "")
-        )
-
-
-def measure(run: Run) -> Taken:
-    """Train one client of a run for two rounds, and return what it took.
-
-    On a GPU, all that is in use there counts: measure where nothing else runs. Raises RuntimeError if the
-    run would fail.
-    """
-    entry = try_out(run)
+    entry, option = try_out(run), "client-resources-num-cpus=1"
     spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
-    return Taken(spent / len(entry["cohort"]), _resident(), *_gpu(), compiling(run))
+    memory = "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        used = total - free + given_back  # at most, with the process' CUDA context
+        share = min(math.ceil(STEPS * MARGIN * used / total) / STEPS, 1.0)
+        memory = (
+            f"{used / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB, and a fifth more to be safe: "
+            f"{int(1 / share)} clients at a time on a GPU"
+        )
+        option += f" client-resources-num-gpus={share:g}"
+    return (
+        f"one client: {spent / len(entry['cohort']):.2g} s a round, {_resident() / 2**20:,.0f} MiB of "
+        f"memory for its process\n{memory}\n"
+        f'--federation-config "num-supernodes={run.settings.num_clients} {option}"\n{compiling(run)}'
+    )
 
 
 def compiling(run: Run) -> str:
@@ -344,12 +319,3 @@ def _resident() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _gpu() -> tuple[int, int]:
-    """Return the most bytes in use on the GPU, and its bytes; (0, 0) without a CUDA GPU."""
-    if not torch.cuda.is_available():
-        return 0, 0
-    free, total = torch.cuda.mem_get_info()
-    given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-    return total - free + given_back, total

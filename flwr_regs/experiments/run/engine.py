@@ -23,6 +23,7 @@ from typing import Any, Literal
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs import client_app
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
@@ -31,7 +32,7 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run import references
-from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
+from flwr_regs.experiments.run.clients import ClientFactory, client_of
 from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
@@ -270,7 +271,8 @@ def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
     with (folder / "flower.log").open("a") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
-    clients, app = runs[0].settings.num_clients, SimulatedClients(tuple(runs)).app()
+    clients = runs[0].settings.num_clients
+    app = client_app(partial(client_of, tuple(runs)), once=False)
     trained, server = list[RunRecord](), ServerApp()
 
     @server.main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,15 @@ def _tester(run: Run, clients: ClientData, threads: int) -> Test:
     """Return what tests models of a run as those of methods are tested."""
     factory = ClientFactory(run, clients)
     model, loss_fn = factory.new_model().eval(), LOSSES[clients.data.loss]
-    server = None if run.settings.test_on_clients else ServerTest(model, clients, threads)
+    if not run.settings.test_on_clients:
+        server = ServerTest(model, clients, threads)
 
-    def by_server(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
-        assert server is not None
-        figures = server.measured(arrays, server_round)
-        each = server.expected_accuracies()[[*members]]
-        return np.array([figures["loss"], figures["accuracy"], *each])
+        def by_server(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
+            figures = server.measured(arrays, server_round)
+            each = server.expected_accuracies()[[*members]]
+            return np.array([figures["loss"], figures["accuracy"], *each])
+
+        return by_server
 
     def by_members(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
         model.load_state_dict(arrays.to_torch_state_dict())
@@ -75,7 +78,7 @@ def _tester(run: Run, clients: ClientData, threads: int) -> Test:
             accuracies.append(float((output.argmax(1) == y).double().mean()))
         return np.array([np.mean(losses), np.mean(accuracies), *accuracies])
 
-    return by_members if server is None else by_server
+    return by_members
 
 
 def train(
@@ -116,18 +119,15 @@ def train(
             record.diverged = record.ended = diverged(record.error, history)
             break
     means = np.mean([[of[:2] for of in turn] for turn in zip(*curves, strict=False)], axis=1)
-    record.test = [
-        {"round": t, "loss": float(means[turn, 0]), "accuracy": float(means[turn, 1])}
-        for t, turn in enumerate(turns)
-        if turn < len(means)
-    ]
-    record.rounds = [{"round": point["round"], "seconds": {}} for point in record.test[1:]]
-    for entry in record.rounds:
-        turn = turns[entry["round"]]
-        new = turn > turns[entry["round"] - 1]
-        each = [history[turn - 1] for history in histories if new]
-        entry["examples_processed"] = sum(of["examples_processed"] for of in each)
-        entry["seconds"]["clients"] = float(sum(sum(of["seconds"].values()) for of in each))
+    for t, turn in enumerate(turns):
+        if turn < len(means):
+            loss, accuracy = map(float, means[turn])
+            record.test.append({"round": t, "loss": loss, "accuracy": accuracy})
+    for t, (before, turn) in enumerate(pairwise(turns[: len(record.test)]), 1):
+        each = [history[turn - 1] for history in histories if turn > before]
+        seconds = {"clients": float(sum(sum(of["seconds"].values()) for of in each))}
+        examples = sum(of["examples_processed"] for of in each)
+        record.rounds.append({"round": t, "seconds": seconds, "examples_processed": examples})
     if not record.error:
         record.ended = True
         record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))

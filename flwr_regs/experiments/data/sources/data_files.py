@@ -67,10 +67,16 @@ def pictures(
         They are scaled to a square of it. Pixels between are linear, with antialiasing.
     centre : float
         The part of height and width that is kept, in the middle.
+
+    Raises `Missing` if one of the files is not there.
     """
     Image = needed("PIL.Image", "torchvision", "reading pictures")
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
+    if gone := [of for of in sources if isinstance(of, Path) and not of.is_file()]:
+        raise Missing(
+            f"{len(sources)} pictures, of which {len(gone)} are missing, such as {gone[0]},"
+        )
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for i, source in enumerate(sources):
         if isinstance(source, np.ndarray):

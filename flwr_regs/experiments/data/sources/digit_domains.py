@@ -88,10 +88,6 @@ def listed(
                 f"a list of {within} has the class '{unknown[0]}'; expected {', '.join(classes)}"
             )
         where = [files.inside(folder, str(path)) for path in pair[0]]
-        if missing := [path for path in where if not path.is_file()]:
-            raise files.Missing(
-                f"{len(where)} pictures, of which {len(missing)} are missing, such as {missing[0]},"
-            )
         labels = np.array([classes.index(str(label)) for label in pair[1]])
         return files.pictures(where, "RGB", size), labels
 

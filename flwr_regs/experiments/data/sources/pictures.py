@@ -1,9 +1,9 @@
-"""Pictures with labels: digits, the MNIST family, FEMNIST by writer, CIFAR, and a user's own folder."""
+"""Pictures with labels: digits, the MNIST family, FEMNIST by writer, CIFAR, landmarks, a user's own."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,10 @@ from flwr_regs.experiments.extras import needed
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TRAINED = 0.9
 """The share of a writer's examples that trains, where the files have no test split: LEAF's, TFF's too."""
+LANDMARKS = ("", "gld", "gldv2", "landmarks-user-160k")
+"""The folders of Google Landmarks."""
+CENTRE = 0.875
+"""The part of a test picture's height and width that is kept: Inception's preprocessing."""
 
 
 def digits(data_dir: str) -> Parts:
@@ -138,6 +142,54 @@ def cifar(
     if superclasses:
         parts["coarse"] = np.array(superclasses, np.int64)[labels[0]]
     return {**parts, "augment": augment}
+
+
+def landmarks(data_dir: str, tables: Sequence[str], size: int, most: int) -> Parts:
+    """Return GLD-23k or GLD-160k (Hsu et al. 2020): pictures in [-1, 1], ``(n, 3, size, size)``.
+
+    Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): at most `most`
+    pictures of each photographer (0: all); the middle of test pictures, 87.5 % of each side; training
+    batches are cut out at random and flipped, but their colours are not changed. The test pictures have no
+    photographer, and so no group.
+
+    The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
+    or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
+    """
+    paths = files.matching(data_dir, LANDMARKS, *tables)
+    if paths is None:
+        raise files.Missing
+    (train_table,), (test_table,) = paths
+    train = _listed(train_table, "user_id", "image_id", "class")
+    test = _listed(test_table, "image_id", "class")
+    users = train.groupby("user_id").ngroup()  # in order of their names
+    kept = (train.groupby("user_id").cumcount() < most) | (most == 0)
+    folder = train_table.parent
+    train_x = _photographs(folder, train["image_id"][kept], size, 1.0)
+    test_x = _photographs(folder, test["image_id"], size, CENTRE)
+    train_y, test_y = train["class"][kept].to_numpy(), test["class"].to_numpy()
+    parts = files.parts_of((train_x, train_y), (test_x, test_y))
+    return {**parts, "groups": users[kept].to_numpy(np.int64), "augment": "cut-flip"}
+
+
+def _listed(path: Path, *columns: str) -> Any:
+    import pandas as pd  # other pictures need not wait for it
+
+    rows = pd.read_csv(path, dtype=str)
+    if rows.empty or not {*columns} <= {*rows}:
+        raise ValueError(
+            f"{path} has the columns {', '.join(rows) if len(rows) else 'of no row'}; expected "
+            f"{', '.join(columns)}"
+        )
+    return rows
+
+
+def _photographs(folder: Path, names: Iterable[str], size: int, centre: float) -> Array:
+    """Return the pictures of these names in [-1, 1]."""
+    paths = []
+    for name in names:
+        nested = files.inside(folder / "train", f"{'/'.join(name[:3])}/{name}.jpg")
+        paths.append(nested if nested.is_file() else folder / "images" / f"{name}.jpg")
+    return files.pictures(paths, "RGB", size, centre) * 2 - 1
 
 
 def image_folder(data_dir: str, size: int, grey: bool, groups: bool) -> Parts:

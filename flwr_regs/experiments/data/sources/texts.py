@@ -162,17 +162,7 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     raw = files.matching(data_dir, SENT_FOLDERS, "training*.csv")
     parquet = files.matching(data_dir, SENT_FOLDERS, "train*.parquet")
     if leaf and not hub:
-        return [
-            pd.DataFrame(
-                [
-                    (user, row[-1], int(label))
-                    for user, of in files.users_of(part).items()
-                    for row, label in zip(*of, strict=True)
-                ],
-                columns=["user", "text", "label"],
-            )
-            for part in leaf
-        ]
+        return [_of_users(files.users_of(part)) for part in leaf]
     if hub:
         tweets = files.downloaded("stanfordnlp/sentiment140", "train")
     elif raw:
@@ -191,6 +181,13 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     size, rank = of_user["text"].transform("size"), of_user.cumcount()
     train = rank < (size * TRAINED).astype(int).clip(1, (size - 1).clip(1))
     return [tweets[train], tweets[~train]]
+
+
+def _of_users(users: files.Users) -> pd.DataFrame:
+    """Return the tweets as LEAF has them."""
+    pairs = [(user, *pair) for user, of in users.items() for pair in zip(*of, strict=True)]
+    rows = [(user, row[-1], int(label)) for user, row, label in pairs]
+    return pd.DataFrame(rows, columns=["user", "text", "label"])
 
 
 def read_csv(path: Path) -> pd.DataFrame:

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments.data import datasets as data
-from flwr_regs.experiments.data import subset
 
 DIGITS = data.load("digits")
 
 
 def test_a_part_has_so_many_examples_of_so_many_classes() -> None:
-    part, again = (subset.reduced(DIGITS, 100, 3) for _ in range(2))
+    part, again = (data.reduced(DIGITS, 100, 3) for _ in range(2))
     assert (len(part.train_y), len(part.test_y)) == (100, 20)
     assert {*part.train_y} == {*part.test_y} == {0, 1, 2}
-    assert subset.fingerprint(part) == subset.fingerprint(again)
+    assert data.fingerprint(part) == data.fingerprint(again)
 
 
 def test_a_part_is_of_all_groups_and_everything_stays_together() -> None:
@@ -24,7 +23,7 @@ def test_a_part_is_of_all_groups_and_everything_stays_together() -> None:
     labels = np.arange(700) % 10
     train = {"train_x": x, "train_y": labels, "groups": np.arange(700) % 7, "coarse": labels // 2}
     test = {"test_x": y, "test_y": labels[:140], "test_groups": np.arange(140) % 7}
-    part = subset.reduced(data.Data(**train, **test), 140, 0)
+    part = data.reduced(data.Data(**train, **test), 140, 0)
     assert min(np.bincount(part.groups)) > 10
     rows, test_rows = (inputs[:, 0].astype(int) for inputs in (part.train_x, part.test_x))
     assert (part.train_y == rows % 10).all()
@@ -36,16 +35,16 @@ def test_a_part_is_of_all_groups_and_everything_stays_together() -> None:
 @pytest.mark.parametrize("name", ["synthetic", "emnist", "cifar10", "shakespeare"])
 def test_records_have_the_shape_of_the_data_set(name: str) -> None:
     examples, classes = data.two_examples(name)
-    made = subset.records(name)
-    assert made.train_x.shape == (subset.RECORDS, *examples.shape[1:])
+    made = data.records(name)
+    assert made.train_x.shape == (data.RECORDS, *examples.shape[1:])
     assert made.train_x.dtype == examples.dtype
     kinds = {*zip(made.train_y.tolist(), made.groups.tolist(), strict=True)}
-    assert len(kinds) == min(classes, subset.CLASSES) * subset.GROUPS  # each group has all classes
+    assert len(kinds) == min(classes, data.CLASSES) * data.GROUPS  # each group has all classes
 
 
 def test_a_hash_changes_with_any_number_and_any_order() -> None:
-    assert subset.fingerprint(DIGITS) == "497f557db34b9619"
+    assert data.fingerprint(DIGITS) == "497f557db34b9619"
     changed = DIGITS.train_y.copy()
     changed[0] += 1
     others = ({"train_y": changed}, {"train_x": DIGITS.train_x[::-1]}, {"groups": DIGITS.train_y})
-    assert len({subset.fingerprint(replace(DIGITS, **of)) for of in ({}, *others)}) == 4
+    assert len({data.fingerprint(replace(DIGITS, **of)) for of in ({}, *others)}) == 4

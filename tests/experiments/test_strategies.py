@@ -8,8 +8,7 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.experiments.calls import Call, catalogue, parse_methods
-from flwr_regs.experiments.light_classes import light
-from flwr_regs.experiments.strategies import build
+from flwr_regs.experiments.strategies import build, light
 from flwr_regs.methods.registry import METHODS
 
 
