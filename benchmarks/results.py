@@ -142,8 +142,8 @@ def trust(bench: Bench) -> Iterator[str]:
             yield (
                 f"**In short**: ranks over {ranks.blocks} panels tell {len(ranks.mean)} methods apart only "
                 f"roughly. {near} of them are within Nemenyi's critical difference of the first, so they "
-                f"do not say which is the best ({listed(best)} have the best mean ranks here, `{first}` with "
-                f"{ranks.mean.iloc[0]:.1f}). The paired differences within a panel, below, say more."
+                f"do not say which is the best ({listed(best)} have the best mean ranks here, `{first}` "
+                f"with {ranks.mean.iloc[0]:.1f}). The paired differences within a panel, below, say more."
             )
         counts = {"better": Counter[str](), "worse": Counter[str]()}
         highest = []

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Message
 
 import flwr_regs as fr
+from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
@@ -160,6 +161,13 @@ def test_a_config_is_refused_before_any_client_is_contacted(row: int) -> None:
     with pytest.raises(ValueError, match=why):
         train(strategy, client, grid=grid, length={"local-epochs": 1, **config})
     assert not {"train", keys.PROBE} & {*contacted}
+
+
+def test_a_users_optimiser_counts_as_sgd_if_its_class_declares_so() -> None:
+    own = type("Own", (torch.optim.Adagrad,), {})
+    assert unlike_sgd(own) == "Own, whose class does not declare plain_sgd = True,"
+    own.plain_sgd = True  # type: ignore[attr-defined]
+    assert unlike_sgd(own) == ""
 
 
 def test_a_config_that_changes_no_weight_of_a_gradient_is_taken() -> None:

@@ -204,7 +204,11 @@ def _plain_ticks(axis: Axis, length: float) -> None:
     low, high = axis.get_view_interval()
     letters = 0.75 * length * 72 / rcParams["font.size"]  # other texts take the rest
     room = letters / np.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if room > 8 else (1, 3) if room > 5 else (1,)))
+    if high < 5 * low:  # too few powers of ten and their parts lie in it
+        axis.set_major_locator(MaxNLocator(max(1, int(letters / 3.5)), steps=[1, 2, 5, 10]))
+    else:
+        subs = (1, 2, 5) if room > 8 else (1, 3) if room > 5 else (1,)
+        axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -54,7 +54,8 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     assert records.missing([one], tmp_path) == []
     assert not records.read(path).torn
     torn = path.read_text().replace('"round"', '"round', 1)
-    for damaged in ("", "{", "{}\n", "[1]\n", '{"run": {"label": "A"}}\n', torn):
+    junk = path.read_text() + "x\n"  # a whole line
+    for damaged in ("", "{", "{}\n", "[1]\n", '{"run": {"label": "A"}}\n', torn, junk):
         path.write_text(damaged)
         said = r"FedAvg-seed7.jsonl is damaged .*--resume trains the run again"
         with pytest.raises(ValueError, match=said):
