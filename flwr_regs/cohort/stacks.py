@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from flwr_regs.client import memory as memories
-from flwr_regs.client.member import evaluated, reply_entries
+from flwr_regs.client.member import Answer, Client, evaluated, reply_entries
 from flwr_regs.client.personal import classifies
-from flwr_regs.client.serving import Answer, Client
 from flwr_regs.client.train.batches import resolve_device, tensors
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of

@@ -133,7 +133,6 @@ class InProcessGrid(Grid):
         who = Identity(method, tuple(t for t in terms if not t.server_only), f"a {method} client")
         if who == self._local.who:
             return
-        self._settle()
         self._local.serve(who)
         if isinstance(self._source, Clients):
             self._app = self._source.app_of(who)
@@ -146,11 +145,6 @@ class InProcessGrid(Grid):
         plain = self._workers is None and isinstance(self._source, Clients)
         return self._local if plain and ours_alone(self) else None
 
-    def _settle(self) -> None:
-        """Put what clients keep that were served without messages into their contexts."""
-        self._local.settle()
-        self._local.forget()
-
     def snapshot(self) -> dict[int, RecordDict]:
         """Return the clients' ``Context.state`` by node id; later rounds do not change it.
 
@@ -161,7 +155,7 @@ class InProcessGrid(Grid):
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot; raise ValueError if it is of other clients."""
-        self._local.forget()
+        self._local.put_away()
         self._contexts.restore(states)
 
     def create_message(
@@ -185,7 +179,7 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        self._settle()
+        self._local.put_away()
         sent = [numbered(message) for message in messages]
         if self._workers is None:
             replies = [self._served(message) for message in sent]

@@ -18,7 +18,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from flwr_regs.abilities import Withholds
-from flwr_regs.client import serving
+from flwr_regs.client import member
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, written
 from flwr_regs.client.train.batches import label_counts
@@ -42,7 +42,7 @@ from flwr_regs.wire.records import from_record, to_record
 
 LOG = logging.getLogger("flwr")
 TRAINING = ("train", keys.PROBE)
-OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
+OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "identity")
 """What a client that trains as every RegClient does has from RegClient."""
 FEW = 4
 """Fewer clients train in one stack, however many processes there are."""
@@ -155,6 +155,7 @@ class LocalNetwork:
 
     def serve(self, who: Identity) -> None:
         """Let `Clients` be of a method from now on."""
+        self.put_away()
         self.close()
         self.who, self._processes = who, None
         self._clients.clear()
@@ -244,14 +245,13 @@ class LocalNetwork:
             more.silent,
         )
 
-    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, serving.Answer]:
+    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, member.Answer]:
         """Return what came of the clients that train in stacks, in this process or in others."""
         if self.workers == 1 or len(asked) < FEW or not isinstance(self.source, Clients):
             return stacks.train(asked)
         if self._processes is None:
-            given = self.source, self.who, stacks.settings, self.workers
-            self._processes = StackProcesses(*given)
-        served: dict[int, serving.Answer] = {}
+            self._processes = StackProcesses(self.source, self.who, stacks.settings, self.workers)
+        served: dict[int, member.Answer] = {}
         for part, fallbacks in self._processes.train(asked):
             served |= part
             for why, clients in fallbacks.items():
@@ -262,16 +262,16 @@ class LocalNetwork:
         """Return the reply of a client by itself."""
         self._prepare(asked.client, asked.memory)  # others have used its model since
         if kind not in TRAINING:
-            return serving.evaluate(asked.client, asked.message, asked.memory).reply
-        reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
+            return member.evaluate(asked.client, asked.message, asked.memory).reply
+        reply, memory, rebuilt = member.train(asked.client, asked.message, asked.memory)
         half = asked.message.config.get(keys.HALF_KEY)
         if half and keys.ARRAYS in reply.records:
             halved = narrow(dict(reply.records[keys.ARRAYS]), half)
             reply = replace(reply, records={**reply.records, keys.ARRAYS: halved})
         model: Any = asked.message.records[keys.ARRAYS] if rebuilt is None else rebuilt
-        return self._ended(asked, serving.Answer(reply, memory, model))
+        return self._ended(asked, member.Answer(reply, memory, model))
 
-    def _ended(self, asked: Asked, served: serving.Answer) -> Parcel:
+    def _ended(self, asked: Asked, served: member.Answer) -> Parcel:
         """Keep what a client leaves for the next round; return its reply."""
         config = asked.message.config
         node = self._node(asked.pid, config)
@@ -280,7 +280,7 @@ class LocalNetwork:
             node.model = served.model
         return served.reply
 
-    def _client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
+    def _client(self, pid: int, kind: str, config: Mapping[str, Any]) -> member.Client | None:
         """Return a client; None if messages alone reach it."""
         source = self.source
         if isinstance(source, Clients):
@@ -301,11 +301,10 @@ class LocalNetwork:
             self.stacks.note(CannotStack(why))
         return None if why else made
 
-    def _prepare(self, client: serving.Client, memory: Memory) -> None:
+    def _prepare(self, client: member.Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
-        if memory or not isinstance(self.source, Clients):
-            return
-        if any(issubclass(t, Withholds) for t in self.who.terms):
+        withholds = any(issubclass(t, Withholds) for t in self.who.terms)
+        if withholds and not memory and isinstance(self.source, Clients):
             client.model.load_state_dict(self.source.initial())
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
@@ -354,8 +353,9 @@ class LocalNetwork:
                     records[id(model)] = to_record(model)
                 state.keep_model(records[id(model)])
 
-    def forget(self) -> None:
-        """Read what the clients keep from their contexts again."""
+    def put_away(self) -> None:
+        """Put what the clients keep into their contexts, and read it from there again."""
+        self.settle()
         self._nodes.clear()
 
 

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.server.round import Reply
-from flwr_regs.wire.arrays import NDArrays, all_finite
-from flwr_regs.wire.pieces import pieces
+from flwr_regs.wire.arrays import NDArrays, all_finite, pieces
 from flwr_regs.wire.precision import Widened
-from flwr_regs.wire.rows import Row
 
 WHOLE = slice(None)
 TOGETHER = 32
@@ -44,7 +42,6 @@ class Moves:
     """
 
     def __init__(self, name: str, w: np.ndarray, replies: Mapping[int, Reply]) -> None:
-        self.name = name
         self._w = w.reshape(-1)
         self._constant = None if all_finite(w) else ~np.isfinite(self._w)
         self._delta = {
@@ -52,19 +49,15 @@ class Moves:
         }
         sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
         self.senders = [p for p in replies if p in self._delta or p in sent]
-        self._rows = {p: arrays for p, arrays in sent.items() if isinstance(arrays, Row)}
-        self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
+        self._sent = {p: _as_sent(a, name) for p, a in sent.items()}
 
     def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
         """Return some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
         base = self._w[part].astype(np.float64)
         rows = np.empty((len(pids), base.size))
-        stacks: dict[int, list[tuple[int, Row]]] = {}
         with np.errstate(invalid="ignore"):  # inf − inf
-            for place, (row, pid) in enumerate(zip(rows, pids, strict=True)):
-                if (of_stack := self._rows.get(pid)) is not None:
-                    stacks.setdefault(id(of_stack.stack), []).append((place, of_stack))
-                elif pid in self._delta:
+            for row, pid in zip(rows, pids, strict=True):
+                if pid in self._delta:
                     row[:] = self._delta[pid][part]
                 elif pid in self._sent:
                     vector, widen = self._sent[pid]
@@ -72,10 +65,6 @@ class Moves:
                     row -= base
                 else:
                     row[:] = 0.0
-            for together in stacks.values():
-                table = together[0][1].stack.table(self.name)
-                places = [place for place, _ in together]
-                rows[places] = table[[row.at for _, row in together], part] - base
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
