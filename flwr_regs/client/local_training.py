@@ -22,8 +22,8 @@ import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, Tap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.train.optimizer import (
     ClientOptimizer,
     OptimizerFn,

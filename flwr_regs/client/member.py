@@ -1,15 +1,14 @@
 """A client in a round: `begin` makes it of a message, `end` makes its reply. Plain torch and numpy.
 
-The NumPyClient (flower/client.py), a user's own training loop (flower/client_round.py) and the stack
-(flower/grids/stacked_clients.py) share the pair. In between, whoever trains reads the :class:`Member`.
+`train` is the two around the package's loop, `evaluate` the answer to an evaluation. A user's own training
+loop (flower/client_round.py) calls the pair; in between it reads the :class:`Member`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,19 +16,24 @@ from torch import nn
 
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain, chain
-from flwr_regs.client import memory
+from flwr_regs.client import memory, personal
 from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_names
-from flwr_regs.client.local_training import LocalResult
+from flwr_regs.client.local_training import LocalResult, local_round
+from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
 from flwr_regs.client.train.batches import (
+    Batches,
     batch_size,
     count_batches,
     count_examples,
+    resolve_device,
+    seeded,
     to_device,
 )
 from flwr_regs.client.train.batches import label_counts as count_labels
-from flwr_regs.client.train.optimizer import KeptOptimizer
+from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
@@ -41,7 +45,7 @@ from flwr_regs.wire.arrays import (
     listed,
     untrainable,
 )
-from flwr_regs.wire.config import check_evaluate_config, check_train_config
+from flwr_regs.wire.config import check_evaluate_config, check_train_config, plain
 from flwr_regs.wire.delta import decoded_model
 from flwr_regs.wire.parcel import Parcel
 
@@ -72,6 +76,33 @@ class Identity:
     private: Pins = ()
     folder: Root = None
     keeps_optimizer: bool = False
+
+
+class Client(Protocol):
+    """What a client trains with; the attributes are those of :class:`flwr_regs.RegClient`."""
+
+    model: torch.nn.Module
+    task: Task
+    train_data: Batches
+    eval_data: Batches | None
+    optimizer: OptimizerFn | None
+    device: str | torch.device
+    classifier: str | None
+    step_budget: int | None
+    time_budget: float | None
+    save_private: Root
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is, whatever round it takes part in."""
+
+
+class Answer(NamedTuple):
+    """A client's reply, what it remembers from now on, and the global model; None: as in the message."""
+
+    reply: Parcel
+    memory: Memory
+    model: NDArrays | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,60 @@ class Member:
         }
 
 
+def train(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to a train message, or to a first exchange.
+
+    `held` is what the client remembers. Raises what :func:`begin` and the training raise.
+    """
+    device, data, task = resolve_device(client.device), client.train_data, client.task
+    model = uncompiled(client.model)
+    member = begin(message, held, model, client.identity)
+    with seeded(member.config[keys.SEED_KEY], device):
+        if member.probing:
+            reply, held = probe(member, measures(client))
+        else:
+            result = local_round(
+                client.model,
+                member.term,
+                data,
+                optimizer=client.optimizer,
+                device=device,
+                classifier=client.classifier,
+                max_steps=client.step_budget,
+                max_seconds=client.time_budget,
+                **vars(task),
+                **member.duration,
+            )
+            reply, held = end(member, result, measures(client))
+    return Answer(reply, held, member.rebuilt)
+
+
+def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to an evaluate message; the metrics are those of :func:`.personal.evaluate`.
+
+    Raises ValueError for a client without `eval_data`.
+    """
+    if client.eval_data is None:
+        raise ValueError(
+            f"{client.identity.who} was built without eval_data; "
+            "pass it, or set fraction_evaluate=0 on the strategy"
+        )
+    term, slots, config = evaluated(message, held, uncompiled(client.model), client.identity)
+    how = {"optimizer": client.optimizer, "folder": client.save_private}
+    loss, count, metrics = personal.evaluate(
+        measures(client), term, client.eval_data, message.config, slots, **how
+    )
+    if "personalise" in message.config and message.config.get("personal-part") != "all":
+        config[keys.LAYER_KEY] = find_classifier(uncompiled(client.model), client.classifier)
+    return Answer(Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held)
+
+
+def measures(client: Client) -> Measures:
+    """Return the functions over a client's data."""
+    model, device = uncompiled(client.model), resolve_device(client.device)
+    return Measures(model, client.train_data, client.task, device, client.classifier)
+
+
 def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Member:
     """Return a client in the round of a message; `model` then holds ``w_t`` and its private entries.
 
@@ -142,25 +227,25 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
     config = message.config
     term = method_of(who, config)
     check_custody(who.private, model, term)
-    arrays = {**message.records[keys.ARRAYS]}
+    arrays, step = model_of(message, model, term)
     if who.folder is not None:
         held = Folder(who.folder, config).completed(held, config)
-    step = message.records.get(keys.STEP)
-    if keys.STEPS_KEY in config:
-        arrays, step = with_steps(model, term, config, arrays)
     begun = memory.begin(held, term, config, bool(private_entries(model, term)))
     layout = load(model, term, arrays, config, begun.private)
     broadcast = broadcast_of(term, message.records, step, layout.trained, config)
     return Member(who, term, config, arrays, layout, broadcast, held, begun)
 
 
-def with_steps(
-    model: nn.Module, term: Chain, config: Mapping[str, Any], arrays: NDArrays
-) -> tuple[NDArrays, NDArrays]:
-    """Return (the global model, its last step) of a message with coded steps upon `arrays`.
+def model_of(
+    message: Parcel, model: nn.Module, term: Chain
+) -> tuple[NDArrays, Mapping[str, np.ndarray] | None]:
+    """Return (the global model, its last step or None) of a message; coded steps are decoded.
 
     Raises OutOfSync, and ProtocolError for steps that the method cannot decode.
     """
+    arrays, config = {**message.records[keys.ARRAYS]}, message.config
+    if keys.STEPS_KEY not in config:
+        return arrays, message.records.get(keys.STEP)
     if (coder := term.coder("release")) is None:
         raise ProtocolError("the strategy sends coded steps, but this method has no code for them")
     trained = [n for n in trained_parameters(model, term) if n in arrays]
@@ -186,15 +271,11 @@ def broadcast_of(
     return slots
 
 
-def end(
-    member: Member,
-    result: LocalResult,
-    own_model: Callable[..., NDArrays] = lambda **_: {},
-) -> tuple[Parcel, Memory]:
+def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel, Memory]:
     """Return (the reply, what the client remembers from now on).
 
-    A coded update travels in the config; then the arrays are only buffers that changed. `own_model` makes
-    this client's own model of the round's `lr` and `config`, where the client saves it.
+    A coded update travels in the config; then the arrays are only buffers that changed. `measures` are
+    those of the model and the data: of them comes this client's own model, where the client saves it.
     """
     given, layout, term = member.arrays, member.layout, member.term
     config = model_entries(member.config, given, layout, result.output_layer)
@@ -217,7 +298,8 @@ def end(
         held = memory.end(held, member.config, result.client, private, member.who.method)
         words += [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
     if member.who.folder is not None:
-        own_arrays = own_model(lr=member.config["lr"], config=plain(member.config))
+        how = {"lr": member.config["lr"], "config": plain(member.config)}
+        own_arrays = personal.trained_model(term, measures, result, **how)
         folder = Folder(member.who.folder, member.config)
         if own_arrays and not folder.write_personal(own_arrays):
             words.append(keys.NOT_SAVED)
@@ -328,23 +410,6 @@ def first_exchange(
     return to_device(upload, "cpu"), to_device(kept, "cpu")
 
 
-@contextlib.contextmanager
-def seeded(seed: Any, device: torch.device) -> Iterator[None]:
-    """Seed torch for one client and round; leave the process's own random state as it was.
-
-    All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
-    alone. Data that draws from numpy or `random` must seed these itself, and so must what draws on another
-    device than the client's.
-    """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        # on a CPU, torch.manual_seed formats a traceback for each accelerator that is not in use
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(int(seed))
-        else:
-            torch.manual_seed(seed)
-        yield
-
-
 def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     me = f"this client is {who.who} ({who.method})"
@@ -380,8 +445,3 @@ def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:
         compresses = bool(terms) and isinstance(terms[-1], Compresses)
         terms.insert(len(terms) - compresses, KeptOptimizer())
     return terms
-
-
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what the protocol sends as bytes; the user's own bytes stay."""
-    return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

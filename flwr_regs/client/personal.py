@@ -37,12 +37,10 @@ from torch import nn
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client.local_training import LocalResult, local_round
-from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.classifier import FeatureTap, find_classifier
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap
-from flwr_regs.client.member import plain, seeded
 from flwr_regs.client.memory import Folder, Root, to_numpy
-from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
+from flwr_regs.client.train.batches import Batches, Replay, batch_size, seeded, to_device
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task
@@ -50,6 +48,7 @@ from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.config import plain
 
 
 def own_model(
@@ -148,12 +147,11 @@ def evaluate(
     """
     model, task, device = measures.model, measures.task, measures.device
     loss, count, scores = score(model, eval_data, task, device)
-    names = list(model.state_dict())
     made = own_model(measures, term, config, slots, **how)
     metrics: dict[str, Any] = {**scores}
     if made is not None:
         own_loss, _, own_scores = score(made, eval_data, task, device)
-    elif term.private(names):
+    elif term.private(list(model.state_dict())):
         own_loss, own_scores = loss, scores
     else:
         return loss, count, metrics

@@ -37,7 +37,7 @@ Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | 
 
 @dataclass(eq=False)
 class OneClient:
-    """One of the clients, as :class:`flwr_regs.client.serving.Client` describes it."""
+    """One of the clients, as :class:`flwr_regs.client.member.Client` describes it."""
 
     model: nn.Module
     train_data: Batches

@@ -178,7 +178,7 @@ class Gradient:
         def objective(values: Arrays, leaves: list[Tensor], row: dict[str, Any]) -> Any:
             inputs, targets = batch.rebuilt(leaves)
             given = {**row["held"], **values}
-            output = view.call(inputs, targets, given)
+            output = view.output(view.shared.model, inputs, targets, given)
             base, shown = view.loss(output, targets), dict[str, Any]()
             loss, buffers = base, {n: given[n] for n in view.buffers}
             if self._reads:

@@ -13,12 +13,12 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap, OutputTap
-from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.measure.fisher_layers import Layers
+from flwr_regs.client.measure.fisher import Layers, fisher_diagonal
+from flwr_regs.client.member import Client
 from flwr_regs.client.memory import Begun, Memory
-from flwr_regs.client.serving import Client
+from flwr_regs.client.train.batches import Batches, Pairs
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
@@ -43,8 +43,8 @@ class Shared:
     device : torch.device
     start : Arrays
         The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
-    trained, shared : sequence of str
-        The parameters that are trained, and those of them that terms see.
+    trained : sequence of str
+        The parameters that are trained; terms see those of them that `start` has.
     lr : float
     make : callable
         The optimiser's factory, as the method has adapted it.
@@ -66,7 +66,6 @@ class Shared:
     device: torch.device
     start: Arrays
     trained: Sequence[str]
-    shared: Sequence[str]
     lr: float
     make: OptimizerFn
     broadcast: Slot = field(default_factory=dict)
@@ -142,7 +141,7 @@ class Number(Tensor):
 
 @dataclass
 class View:
-    """The parts of a stack that its clients share, and what each of them sees.
+    """The parts of a stack that its clients share, and what each of them sees; a :class:`.task.Task`, too.
 
     Attributes
     ----------
@@ -190,7 +189,11 @@ class View:
         with torch.no_grad():
             return self.vmapped(lambda told, *own: hook(*own, self.context(told)))(told, *given)
 
-    def call(self, inputs: Any, targets: Any, values: Arrays) -> Any:
+    def pairs(self, data: Batches) -> Pairs:
+        """Return a member's data as pairs: see :meth:`.task.Task.pairs`."""
+        return self.shared.task.pairs(data)
+
+    def output(self, _: nn.Module, inputs: Any, targets: Any, values: Arrays) -> Any:
         """Return the logits of one member; `values` then hold what the forward pass has made of them."""
         shared, given = self.shared, {**self.rest, **values}
         args, kwargs = shared.task.arguments(inputs, targets)
@@ -202,6 +205,10 @@ class View:
             output = called(shared.model, given, args, kwargs)
         values.update({n: given[n] for n in values})
         return shared.task.logits(output)
+
+    def holding(self, held: Mapping[str, Tensor]) -> Any:
+        """Return the task of a member whose model holds these entries."""
+        return replace(self, rest={**self.rest, **held})
 
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the plain loss of one member's logits."""
@@ -285,28 +292,6 @@ class View:
             set_random_state(shared.device, after)
 
 
-@dataclass(frozen=True)
-class MemberTask(Task):
-    """A task whose forward pass and loss are those of one member, which holds `held`."""
-
-    view: Any = None
-    held: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def output(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Any = None,
-        params: Mapping[str, Tensor] | None = None,
-    ) -> Any:
-        """Return the member's logits on a batch; `params` take the place of what it holds."""
-        return self.view.call(inputs, targets, {**self.held, **(params or {})})
-
-    def loss(self, output: Any, targets: Any) -> Tensor:
-        """Return the plain loss of logits."""
-        return self.view.loss(output, targets)  # type: ignore[no-any-return]
-
-
 class OneMember(Measures):
     """The measurements of one member under vmap.
 
@@ -332,7 +317,7 @@ class OneMember(Measures):
         memory: int = 0,
     ) -> None:
         shared, self._held = view.shared, row["held"]
-        task = MemberTask(**vars(shared.task), view=view, held=self._held)
+        task = view.holding(self._held)
         super().__init__(shared.model, data, task, shared.device, shared.classifier)
         self._start, self._rest = view.start, row["at_start"]
         self._buffers, self._layers, self._memory = view.buffers, layers, memory

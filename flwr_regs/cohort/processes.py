@@ -25,8 +25,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.client.member import Identity
-from flwr_regs.client.serving import Answer
+from flwr_regs.client.member import Answer, Identity
 from flwr_regs.cohort.client_sets import ClientSets, OneClient
 from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.stack_groups import Settings

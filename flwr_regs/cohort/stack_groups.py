@@ -16,23 +16,22 @@ from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.member import (
+    Answer,
     Identity,
     broadcast_of,
     method_of,
     model_entries,
-    plain,
+    model_of,
     reply_entries,
-    seeded,
-    with_steps,
 )
 from flwr_regs.client.memory import Begun, to_numpy
-from flwr_regs.client.serving import Answer
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
     label_counts,
     mapped,
     resolve_device,
+    seeded,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
@@ -42,10 +41,10 @@ from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
-from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.config import plain
+from flwr_regs.wire.parcel import Parcel, Row
+from flwr_regs.wire.parcel import Stack as Table
 from flwr_regs.wire.precision import narrow
-from flwr_regs.wire.rows import Row
-from flwr_regs.wire.rows import Stack as Table
 
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
@@ -110,7 +109,7 @@ class Recipe:
     term: Chain
     came: NDArrays
     arrays: NDArrays
-    step: NDArrays | None
+    step: Mapping[str, np.ndarray] | None
 
     @property
     def probes(self) -> bool:
@@ -163,12 +162,11 @@ class Group:
         self._fixed = self._fixed_of(model)
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
-        shared = [n for n in trained if n not in private]
         first_of: dict[int, str] = {}
         places = model.state_dict(keep_vars=True).items()
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
         entries = model.state_dict()
-        self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
+        self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n not in private)
         self._drawn = 0  # bytes of batches
         self.shared = Shared(
             model,
@@ -177,7 +175,6 @@ class Group:
             resolve_device(client.device),
             {n: v.detach().clone() for n, v in entries.items() if n not in private},
             trained,
-            shared,
             config["lr"],
             term.client_optimizer(optimizer_of(config, client.optimizer)),
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
@@ -316,11 +313,7 @@ def recipe_of(recipes: list[Recipe], who: Identity, message: Parcel, model: nn.M
     keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
     if keeping and any(t.acts("client_optimizer") for t in term.terms):
         raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
-    arrays: NDArrays = came
-    step: Any = message.records.get(keys.STEP)
-    if keys.STEPS_KEY in config:
-        arrays, step = with_steps(model, term, config, came)
-    recipes.append(Recipe(who, config, term, came, arrays, step))
+    recipes.append(Recipe(who, config, term, came, *model_of(message, model, term)))
     return recipes[-1]
 
 

@@ -7,10 +7,12 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,16 +23,25 @@ from torch.utils._pytree import tree_map
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.local_training import has_risen
-from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
-from flwr_regs.client.member import seeded
-from flwr_regs.client.train.batches import mapped, to_device
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
+from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
-from flwr_regs.cohort.batch_plan import Batches, CannotStack
-from flwr_regs.cohort.data_functions import over_data
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan
 from flwr_regs.cohort.gradients_of_stack import Gradient
-from flwr_regs.cohort.member_view import AsksFor, Member, Shared, View, random_state
+from flwr_regs.cohort.member_view import (
+    MEASURED,
+    AsksFor,
+    Member,
+    OneMember,
+    Shared,
+    View,
+    random_state,
+)
 from flwr_regs.term import Arrays, Slot
 
+DATA = 2**26
+"""Bytes of the members' data that are gathered at once."""
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
     "Rprop",
@@ -122,8 +133,62 @@ class Stack:
                 return term.probe(view.context(told, **none, **functions))
 
             passes = [m.plan for m in self._members]
-            upload, kept = to_device(over_data(view, passes, self._ended(), one), "cpu")
+            upload, kept = to_device(self._over_data(passes, one), "cpu")
             return StackedResult({}, {}, upload, kept, (), [False] * self._rows, ())
+
+    def _over_data(
+        self,
+        passes: Sequence[Plan],
+        one: Callable[..., Any],
+        given: tuple[Any, ...] = (),
+        training: bool = False,
+    ) -> Any:
+        """Return what ``one(*given, told, **functions)`` is for each member, stacked.
+
+        The functions are those over a member's data, of which `passes` are one pass; if `training`,
+        ``train`` alone, over the batches of the round's steps. `given` are nested dicts of stacked tensors.
+        """
+        view, shared, rows = self._view, self._shared, len(passes)
+        if not training:  # Fisher information looks for linear layers
+            view = replace(view, shared=replace(shared, precision=None), as_products=False)
+        rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
+        row = {**self._own, "held": {**rest, **self._values, **self._own["held"]}}
+        groups: dict[Any, list[int]] = {}
+        for at, plan in enumerate(passes):
+            groups.setdefault((plan.kind, plan.forms), []).append(at)
+        parts: list[Any] = []
+        order: list[int] = []
+        for members in groups.values():
+            first = passes[members[0]]
+            size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
+            most = max(DATA // max(size, 1), 1)
+            for some in (members[i : i + most] for i in range(0, len(members), most)):
+                chosen = [passes[at] for at in some]
+                gathered = Batches(chosen, shared.device)
+                batches = [gathered.of(i, range(len(chosen))) for i in range(len(first))]
+                taken = mapped((row, given), itemgetter(some))
+                how: dict[str, Any] = {"memory": MEMORY // len(some)}
+                if not training:
+                    first_held = {n: t[0] for n, t in taken[0]["held"].items()}
+                    how["layers"] = _layers(view, batches[0], first_held)
+
+                def member(leaves: Any, taken: Any, how: Any = how, batches: Any = batches) -> Any:
+                    own, given = taken
+                    pairs = [b.rebuilt(parts) for b, parts in zip(batches, leaves, strict=True)]
+                    measured = OneMember(view, own, pairs, **how)
+                    functions = {name: getattr(measured, name) for name in MEASURED}
+                    if training:
+                        ctx = view.context(own["told"], num_steps=len(pairs))
+                        functions = {"train": partial(measured.train, ctx, partial(_again, pairs))}
+                        functions["num_steps"] = len(pairs)
+                    return one(*given, own["told"], **functions)
+
+                parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
+                order += some
+        if len(parts) == 1 and order == sorted(order):
+            return parts[0]
+        back = torch.tensor(order, device=shared.device).argsort()
+        return tree_map(lambda *rows: torch.cat(rows)[back], *parts)
 
     # before the steps
 
@@ -148,7 +213,7 @@ class Stack:
                 return one.expand(k, *one.shape).clone()
             return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
 
-        start = {n: shared.start[n].to(shared.device) for n in shared.shared}
+        start = {n: shared.start[n].to(shared.device) for n in shared.trained if n in shared.start}
         self._values = {n: of_all(n) for n in shared.trained}
         changing = (own_names | buffers.keys()) - self._values.keys()
         held = {n: of_all(n) for n in entries if n in changing}
@@ -179,10 +244,6 @@ class Stack:
     def _own_of(self, some: slice | Tensor) -> dict[str, Any]:
         """Return what is some members' own: views, of a slice."""
         return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
-
-    def _ended(self) -> dict[str, Any]:
-        """Return what is the members' own, with all that their models now hold."""
-        return {**self._own, "held": {**self._values, **self._own["held"]}}
 
     def _open_taps(self, stack: ExitStack) -> None:
         shared = self._shared
@@ -386,7 +447,7 @@ class Stack:
             except AsksFor as asked:
                 training = asked.name == "train"
                 plans = [m.plan if training else m.plan.one_pass() for m in self._members]
-                ended = over_data(view, plans, self._ended(), end, (delta,), training)
+                ended = self._over_data(plans, end, (delta,), training)
         sent, uploads, slots = ended
         if changes:
             for n, start in view.start.items():
@@ -394,8 +455,8 @@ class Stack:
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         rose = [*map(has_risen, losses, self._first.tolist())]
         layer = None if view.tap is None else view.tap.layer
-        state, sent = self._ended()["held"], sent if changes else delta
-        state, sent, uploads, slots = to_device((state, sent, uploads, slots), "cpu")
+        ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
+        state, sent, uploads, slots = to_device(ended, "cpu")
         return StackedResult(state, sent, uploads, slots, losses, rose, self._examples, layer)
 
 
@@ -409,3 +470,19 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
 def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def _layers(view: View, batch: Batch, held: Arrays) -> Layers:
+    """Return the layers that :func:`.fisher.find_layers` finds in a member that holds `held`."""
+    model, task = view.shared.model, view.holding(held)
+    first = batch.rebuilt([t[0] for t in batch.leaves])
+    values = {n: held[n] for n, p in model.named_parameters() if p.requires_grad}
+    sample = [t[0, 0] for t in batch.leaves]
+    with evaluating(model):
+        return find_layers(model, partial(sample_loss, model, task, {}, first), values, sample)
+
+
+def _again(pairs: Sequence[Any], steps: int) -> Iterator[tuple[Any, Any]]:
+    if steps > len(pairs):
+        raise CannotStack("a term trains for more steps than the round has")
+    return islice(pairs, steps)

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from flwr_regs.client import memory as memories
-from flwr_regs.client.member import evaluated, reply_entries
+from flwr_regs.client.member import Answer, Client, evaluated, reply_entries
 from flwr_regs.client.personal import classifies
-from flwr_regs.client.serving import Answer, Client
 from flwr_regs.client.train.batches import resolve_device, tensors
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
@@ -58,12 +57,14 @@ class Stacks:
 
     Attributes
     ----------
+    settings
+        As given.
     fallbacks : dict of str to int
         Why clients train by themselves -> how often, over all rounds.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         if sys.platform == "linux":  # glibc then keeps freed blocks of up to this size, instead of
             torch.empty(31 * 2**20, dtype=torch.uint8)  # mapping them anew in each step
         self._kinds: dict[tuple[Any, ...], Kind] = {}
@@ -87,13 +88,13 @@ class Stacks:
                 plan = member.plan
                 key = id(recipe), kind, plan.kind, plan.forms[0], member.form
                 if (group := groups.get(key)) is None:
-                    group = groups[key] = Group(member, recipe, common, self._settings, kind)
+                    group = groups[key] = Group(member, recipe, common, self.settings, kind)
                 group.add(member)
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
             number[kind] += 1
-            if group.is_full(self._settings.memory):
+            if group.is_full(self.settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
             if number[group.kind] == 1:
@@ -176,14 +177,12 @@ class Stacks:
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self._settings.check is False or this_round < kind.due or len(group.members) == 1:
+        if self.settings.check is False or this_round < kind.due or len(group.members) == 1:
             return
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)
-        kind.due = (
-            math.inf if self._settings.check == "first" else this_round + self._settings.check
-        )
+        kind.due = math.inf if self.settings.check == "first" else this_round + self.settings.check
 
 
 class Build(pickle.Pickler):

@@ -16,11 +16,10 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, MessageTypeLegacy, Parameters
+from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, Parameters
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
-from flwr_regs.flower.mods import guarded
-from flwr_regs.flower.node import closed, node_mod, of_older_server, opened
+from flwr_regs.flower.node import closed, guarded, node_mod, of_older_server, opened
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack, unpack
 from flwr_regs.wire.parcel import Parcel
@@ -115,11 +114,7 @@ class NumPyClientApp(ClientApp):
             return Message(RecordDict({keys.CONFIG: ConfigRecord({**told})}), reply_to=message)
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
-            older = message_type in (
-                MessageTypeLegacy.GET_PARAMETERS,
-                MessageTypeLegacy.GET_PROPERTIES,
-            )
-            hint = f"; {_OLDER}" if older else ""
+            hint = f"; {_OLDER}" if message_type.startswith("get_") else ""
             raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
         if not isinstance(message.content.get(keys.ARRAYS), ArrayRecord):
             why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"

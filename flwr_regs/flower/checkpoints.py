@@ -1,4 +1,4 @@
-"""What `start` does with checkpoints: refuses what does not fit, restores, and saves after rounds."""
+"""What `start` returns, and its checkpoints: refuses what does not fit, restores, saves after rounds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from logging import INFO, WARNING
 from os import PathLike
@@ -16,8 +17,8 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
-from flwr_regs.flower.result import Best, TrainingResult
 from flwr_regs.server.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -34,6 +35,31 @@ LEDGER = "privacy.json"
 """Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
 _RECORDS = {"ConfigRecord": ConfigRecord, "MetricRecord": MetricRecord}
 _PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best round so far.
+
+    Attributes
+    ----------
+    round : int
+    value : float
+        Of the metric, or what the function returned.
+    arrays : ArrayRecord
+        The global model after that round.
+    """
+
+    round: int
+    value: float
+    arrays: ArrayRecord
+
+
+@dataclass(repr=False)
+class TrainingResult(Result):
+    """Flower's result, and the best round's model, where `keep_best` asks for it."""
+
+    best: Best | None = None
 
 
 class Checkpoints:

@@ -12,8 +12,8 @@ from flwr.client import Client, NumPyClient
 from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
-from flwr_regs.chain import name_of
-from flwr_regs.client import serving
+from flwr_regs.chain import check_classes, name_of
+from flwr_regs.client import member
 from flwr_regs.client.loading import Pins, pinned
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
@@ -28,7 +28,6 @@ from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
 from flwr_regs.wire.config import Spelled
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import to_record
-from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import names_in
 
 NDArrayList = list[Any]
@@ -90,6 +89,8 @@ class RegClient(Spelled, NumPyClient):
     ----------
     composition : sequence of Term classes
         The terms of this client: its class's, or those that it was given.
+    task : Task
+        Its loss, and how its batches are read.
 
     Raises
     ------
@@ -147,9 +148,7 @@ class RegClient(Spelled, NumPyClient):
         self.model = model
         self.train_data = train_data
         self.eval_data = eval_data
-        self.loss_fn = loss_fn
-        self.target_key = target_key
-        self.output_fn = output_fn
+        self.task = Task(loss_fn, target_key, output_fn)
         self.optimizer = optimizer
         self.keep_optimizer = keep_optimizer
         self.device = device
@@ -201,7 +200,7 @@ class RegClient(Spelled, NumPyClient):
             The config lacks a key, holds an unknown one, or there is no training data.
         """
         message, held = _message(parameters, config)
-        reply, held, model = serving.train(self, message, held)
+        reply, held, model = member.train(self, message, held)
         records, numbers = dict(reply.records), dict(reply.metrics or {})
         arrays = records.pop(keys.ARRAYS, {})
         metrics = {**numbers, **reply.config, **records, keys.MEMORY: written(held)}
@@ -218,15 +217,15 @@ class RegClient(Spelled, NumPyClient):
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
         a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
         """
-        reply, _, _ = serving.evaluate(self, *_message(parameters, config))
+        reply, _, _ = member.evaluate(self, *_message(parameters, config))
         metrics = {**(reply.metrics or {}), **reply.config}
         return metrics.pop("loss"), metrics.pop("num-examples"), metrics
 
-    def respond(self, kind: str, message: Parcel, held: Memory) -> serving.Answer:
+    def respond(self, kind: str, message: Parcel, held: Memory) -> member.Answer:
         """Return the reply to a message, "train" or "evaluate", in plain values; what is kept, as bytes."""
-        serve = serving.train if kind == "train" else serving.evaluate
+        serve = member.train if kind == "train" else member.evaluate
         reply, held, model = serve(self, message, held)
-        return serving.Answer(reply, written(held), model)
+        return member.Answer(reply, written(held), model)
 
     def overrides(self, *names: str) -> list[str]:
         """Return which of these methods of RegClient are this client's own."""
@@ -247,11 +246,6 @@ class RegClient(Spelled, NumPyClient):
         return {
             keys.LABELS_KEY: json.dumps(label_counts(self.task.pairs(self.train_data)).tolist())
         }
-
-    @property
-    def task(self) -> Task:
-        """Its loss, and how its batches are read."""
-        return Task(self.loss_fn, self.target_key, self.output_fn)
 
     @property
     def identity(self) -> Identity:

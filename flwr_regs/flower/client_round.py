@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from flwr.app import ConfigRecord, Message
@@ -14,11 +13,10 @@ from torch import nn
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
-from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
+from flwr_regs.client.member import Identity, begin, end, evaluated, measures, probe
 from flwr_regs.client.memory import Memory, Root, written
-from flwr_regs.client.personal import own_model, trained_model
-from flwr_regs.client.serving import measures
-from flwr_regs.client.train.batches import Batches
+from flwr_regs.client.personal import own_model
+from flwr_regs.client.train.batches import Batches, seeded
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
@@ -142,8 +140,7 @@ class ClientRound(LocalTraining):
         if member.probing:  # finish has put the model back to w_t
             reply, held = probe(member, self._measures)
         else:
-            own_model = partial(trained_model, member.term, self._measures, result)
-            reply, held = end(member, result, own_model)
+            reply, held = end(member, result, self._measures)
         content = reply_of(replace(reply, metrics={**(metrics or {}), **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:

@@ -14,8 +14,7 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import log
 
-from flwr_regs.flower.checkpoints import Checkpoints
-from flwr_regs.flower.result import Best, TrainingResult
+from flwr_regs.flower.checkpoints import Best, Checkpoints, TrainingResult
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many

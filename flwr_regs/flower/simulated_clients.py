@@ -8,6 +8,7 @@ from typing import Any
 
 from flwr.clientapp import ClientApp
 
+from flwr_regs.chain import named
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
 from flwr_regs.flower.app import MessageContext, client_app
@@ -15,7 +16,6 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.compat import Mod
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.terms import named
 
 
 class Clients(ClientSets):

@@ -16,13 +16,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flwr_regs.abilities import Steers
-from flwr_regs.chain import chain, name_of
+from flwr_regs.chain import chain, check_instances, name_of
 from flwr_regs.flower.accounting import AccountedBudget
-from flwr_regs.flower.checkpoints import Checkpoints
+from flwr_regs.flower.checkpoints import Checkpoints, TrainingResult
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import EvaluateFn, Loop
-from flwr_regs.flower.result import TrainingResult
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.evaluation import evaluation
@@ -35,7 +34,6 @@ from flwr_regs.term import COUNT, ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_arguments, check_evaluate_config
 from flwr_regs.wire.records import record_of_state, to_record, views_of
-from flwr_regs.wire.terms import check_instances
 
 T = TypeVar("T")
 WRAPPED = (
@@ -322,7 +320,7 @@ class RegStrategy(Strategy):
         if this_round is None:
             return None, None
         self._released = self.arrays
-        return self._released, MetricRecord({**(this_round.metrics or {})})
+        return self._released, MetricRecord({**(this_round.train_metrics or {})})
 
     def run_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

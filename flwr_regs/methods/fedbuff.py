@@ -39,7 +39,7 @@ from flwr_regs.abilities import (
     Probes,
     Weighs,
 )
-from flwr_regs.chain import chain
+from flwr_regs.chain import chain, check_instances
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.registry import METHODS
@@ -56,7 +56,6 @@ from flwr_regs.term import COUNT, POSITIVE, Arrays, ParameterError, Range, Serve
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
 from flwr_regs.wire.precision import widen
-from flwr_regs.wire.terms import check_instances
 
 __all__ = ["FedBuff", "FedBuffClient"]
 

@@ -59,8 +59,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, statistics
-from flwr_regs.wire.pieces import square_sum
+from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 
 LOG = logging.getLogger("flwr")
 LAST = 5

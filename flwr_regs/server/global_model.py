@@ -24,12 +24,12 @@ from flwr_regs.wire.arrays import (
     check_finite,
     digest,
     in_code_order,
+    square_sum,
     tie,
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.npy import Blank
-from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import BITS, narrow, widen
 
 MOST_STEPS = 50

@@ -35,9 +35,8 @@ import numpy as np
 from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
-from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 from flwr_regs.wire.config import Spelled
-from flwr_regs.wire.pieces import square_sum
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ from flwr_regs.wire.parcel import Parcel
 
 ATTEMPT = ("failed", "cohort", "failures", "late", "replies", "bytes_down", "bytes_up", "seconds")
 """What the history keeps of an attempt that failed."""
+ENTRY = (
+    *("population", "cohort", "lr", "bytes_down", "bytes_up", "bytes_probe_down", "bytes_probe_up"),
+    *("bytes_ahead", "failures", "steps", "inactive", "incomplete", "seconds", "train_metrics"),
+)
+"""What the history has of a round as it is here."""
 
 
 class RoundFailed(RuntimeError):
@@ -119,7 +124,7 @@ class Round:
         The clients that were drawn, by partition id; those of them that were asked to train.
     lr, config : float or None, dict
         The clients' learning rate η if the server knows it, and every client's config.
-    bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
+    bytes_down, bytes_up, bytes_probe_down, bytes_probe_up, bytes_ahead : dict of int to int
         Client -> bytes of the whole round, of its first exchange, and of a model sent ahead; None if the
         round has no such exchange.
     answers : dict of int to Slot
@@ -137,7 +142,7 @@ class Round:
     lost : dict of str to list of int
         Clients that trained before, but began anew with their private entries (``"private"``), or without
         their slots (``"state"``).
-    seconds, events, metrics, examples_processed : dict, dict, dict, int
+    seconds, events, train_metrics, examples_processed : dict, dict, dict, int
         Seconds by phase; entries that few rounds have (a shift of the population, epsilon, …); the clients'
         mean metrics, None until the round has succeeded; their examples, repeats counted.
     """
@@ -150,8 +155,8 @@ class Round:
     config: dict[str, Any] = field(default_factory=dict)
     bytes_down: dict[int, int] = field(default_factory=dict)
     bytes_up: dict[int, int] = field(default_factory=dict)
-    probe_down: dict[int, int] | None = None
-    probe_up: dict[int, int] | None = None
+    bytes_probe_down: dict[int, int] | None = None
+    bytes_probe_up: dict[int, int] | None = None
     bytes_ahead: dict[int, int] | None = None
     answers: Mapping[int, Slot] = field(default_factory=dict)
     came: Mapping[int, Parcel] = field(default_factory=dict)
@@ -165,7 +170,7 @@ class Round:
     lost: dict[str, list[int]] = field(default_factory=lambda: losses({}))
     seconds: dict[str, float] = field(default_factory=dict)
     events: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] | None = None
+    train_metrics: dict[str, Any] | None = None
     examples_processed: int = 0
     _clock: float = field(default_factory=time.monotonic)
 
@@ -207,24 +212,11 @@ class Round:
         """Return the round's entry of the history: plain numbers, texts and lists."""
         entry: dict[str, Any] = {
             "round": self.number,
-            "population": self.population,
-            "cohort": self.cohort,
-            "lr": self.lr,
+            **{name: getattr(self, name) for name in ENTRY},
             **self.events,
-            "bytes_down": self.bytes_down,
-            "bytes_up": self.bytes_up,
-            "bytes_probe_down": self.probe_down,
-            "bytes_probe_up": self.probe_up,
-            "bytes_ahead": self.bytes_ahead,
-            "failures": self.failures,
             **({"late": sorted(self.late)} if self.late else {}),
             "replies": sorted(self.used),
-            "steps": self.steps,
-            "inactive": self.inactive,
-            "incomplete": self.incomplete,
             **{f"lost_{what}": clients for what, clients in self.lost.items()},
-            "seconds": self.seconds,
-            "train_metrics": self.metrics,
-            "examples_processed": None if self.metrics is None else self.examples_processed,
+            "examples_processed": None if self.train_metrics is None else self.examples_processed,
         }
         return {key: value for key, value in entry.items() if value is not None}

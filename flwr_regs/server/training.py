@@ -453,7 +453,7 @@ class Training:
         reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
         if left_out:
             this_round.events["metrics_left_out"] = left_out
-        this_round.metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
+        this_round.train_metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
         this_round.lap("aggregate")
 
 

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.func import functional_call
 
-from flwr_regs.client.member import seeded
+from flwr_regs.client.train.batches import seeded
 from flwr_regs.client.train.task import LossFn
 from flwr_regs.flower.app import client_app
 from flwr_regs.flower.compat import recorddict_from_proto, recorddict_to_proto

@@ -15,7 +15,7 @@ import torch
 
 from flwr_regs.abilities import ABILITIES
 from flwr_regs.chain import HOOKS
-from flwr_regs.client import serving
+from flwr_regs.client import member
 from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.term import Term
 
@@ -176,5 +176,5 @@ def recorded(calls: list[LocalCall]) -> Iterator[None]:
         calls.append(LocalCall(term, weights, data, {**settings, **kept}, result))
         return result
 
-    with mock.patch.object(serving, "local_round", spy):
+    with mock.patch.object(member, "local_round", spy):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,13 +12,16 @@ import numpy as np
 import safetensors.numpy
 
 from flwr_regs.wire.keys import NOT_TRAINED_KEY
-from flwr_regs.wire.rows import LARGEST_SUMMED, Row
+from flwr_regs.wire.parcel import LARGEST_SUMMED, Row
 from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
+
+PIECE = 1 << 14
+"""Coordinates of a piece: in float64, a processor's cache holds those of many clients."""
 
 OTHER_FROZEN = (
     "this client holds other frozen parameters than the others: build its model from the same pretrained "
@@ -94,6 +97,21 @@ def add(base: np.ndarray, step: np.ndarray, out: np.ndarray | None = None) -> np
         return new.astype(base.dtype, copy=False)
     out[...] = new
     return out
+
+
+def pieces(size: int, width: int = PIECE) -> Iterator[slice]:
+    """Yield the slices of a vector, at most `width` coordinates each, from first to last."""
+    for start in range(0, size, width):
+        yield slice(start, min(start + width, size))
+
+
+def square_sum(array: np.ndarray) -> float:
+    """Return the sum of an array's squares, added up in float64."""
+    vector, total = array.reshape(-1), 0.0
+    for part in pieces(vector.size):
+        wide = vector[part].astype(np.float64)
+        total += float(np.dot(wide, wide))
+    return total
 
 
 def digest(model: Mapping[str, np.ndarray]) -> str:

@@ -217,3 +217,8 @@ def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -
     for key, (_, kinds) in PERSONAL.items():
         if key in config and kind not in kinds:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what the protocol sends as bytes; the user's own bytes stay."""
+    return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

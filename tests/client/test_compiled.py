@@ -11,7 +11,7 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.measure.features import FeatureTap
+from flwr_regs.client.measure.classifier import FeatureTap
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.task import Task
 from flwr_regs.methods.client_loss.rfedavg import LeaveOneOutMean

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.client.measure import fisher
-from flwr_regs.client.measure.fisher_layers import find_layers, of_layers
+from flwr_regs.client.measure.fisher import find_layers, of_layers
 from tests.client.test_fisher import go, make_data, odd, plain
 from tests.conftest import close
 

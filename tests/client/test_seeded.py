@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flwr_regs.client.member import seeded
+from flwr_regs.client.train.batches import seeded
 
 CPU = torch.device("cpu")
 

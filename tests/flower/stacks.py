@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.client.memory import decode
-from flwr_regs.cohort.cohort_network import TRAINING
+from flwr_regs.flower.grids.local_network import TRAINING
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of
 from tests.conftest import drawn
@@ -55,15 +55,14 @@ class Watched:
         """Note the replies to messages, but to those that a network has sent."""
         sent = list(messages)
         ids = super().push_messages(sent)  # type: ignore[misc]
-        inside = self._local is not None and self._local.asking  # type: ignore[attr-defined]
+        inside = self._local.asking  # type: ignore[attr-defined]
         if sent[0].metadata.message_type in TRAINING and not inside:
             replies = [self._replies[m.metadata.message_id] for m in sent]  # type: ignore[attr-defined]
             came = {m.metadata.src_node_id - 1000: m for m in replies if not m.has_error()}
             self.replies.append({k: parcel_of(m.content) for k, m in came.items()})
         return ids  # type: ignore[no-any-return]
 
-    def _wrapped(self) -> bool:
-        return False
+    push_messages.__module__ = fr.InProcessGrid.__module__  # as if it were no subclass's
 
 
 class OneByOne(Watched, fr.InProcessGrid):

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.flower.grids.local_clients import Contexts
+from flwr_regs.flower.grids.local_network import Contexts
 from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term

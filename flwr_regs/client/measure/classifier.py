@@ -1,10 +1,15 @@
-"""The output layer of a model: found, or named by the user; checked on a forward pass."""
+"""The output layer of a model: found, or named by the user, and checked on a forward pass.
+
+And its features: its input, or the output of another layer, read by hooks on the model.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -70,3 +75,124 @@ def makes(logits: Any, produced: Any) -> bool:
             return False
         nodes += [following for following, _ in node.next_functions]
     return through_layer
+
+
+class Tap:
+    """A hook on a layer of a model; until `close`, modules that are compiled in place run uncompiled."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        self._model = model
+        self._input: Any = None
+        self._output: Any = None
+        self._handle = layer.register_forward_hook(self._keep)
+        # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
+        self._compiled = {m: m._compiled_call_impl for m in model.modules()}
+        for module in self._compiled:
+            module._compiled_call_impl = None
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._input, self._output = inputs[0], output
+
+    @property
+    def value(self) -> Any:
+        """What the hook saw in the last forward pass, ``(batch, d)``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the hook, and let compiled modules run compiled again; a second time does nothing.
+
+        Several taps on one model are closed last first.
+        """
+        for module, impl in self._compiled.items():
+            module._compiled_call_impl = impl
+        self._compiled = {}
+        self._handle.remove()
+        self._input = self._output = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OutputTap(Tap):
+    """A hook on one layer; its output in the last forward pass is `value`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    layer : str
+        Its name. ValueError if the model has none of that name.
+    """
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self._layer = layer
+        super().__init__(model, named_layer(model, layer))
+
+    @property
+    def value(self) -> Any:
+        """The output, ``(batch, d)``; ValueError if the last forward pass has not made one."""
+        if not isinstance(self._output, Tensor):
+            problem = "is not used" if self._output is None else "makes no tensor"
+            raise ValueError(
+                f"layer '{self._layer}' {problem} in the forward pass of {type(self._model).__name__}; "
+                "name another layer, or call the model itself if it is torch.compile(model)"
+            )
+        return self._output.flatten(1)
+
+
+class FeatureTap(Tap):
+    """A hook on the output layer, named `layer`; its input in the last forward pass is `value`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    classifier : str, optional
+        Name of the output layer; default: the last ``nn.Linear``. ValueError if there is none.
+    """
+
+    def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
+        self.layer, self._named = find_classifier(model, classifier), classifier is not None
+        super().__init__(model, model.get_submodule(self.layer))
+        if classifier is None:
+            announce(type(model).__name__, self.layer)
+
+    @property
+    def value(self) -> Any:
+        """The features, ``(batch, d)``; ValueError if the last forward pass has not used the layer."""
+        if self._input is None:
+            raise ValueError(
+                f"the forward pass of {type(self._model).__name__} does not use its output layer "
+                f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier=, or "
+                "call the model itself if it is torch.compile(model)"
+            )
+        return self._input.flatten(1)
+
+    @property
+    def _why(self) -> str:
+        return "which classifier= names" if self._named else "its last nn.Linear"
+
+    def check(self, logits: Any) -> None:
+        """Raise ValueError unless the layer makes the `logits` of the last forward pass.
+
+        A layer that the user has named need only be used. Call it once, after the first forward pass.
+        """
+        _ = self.value
+        if not self._named and not makes(logits, self._output):
+            raise ValueError(
+                f"the output of {type(self._model).__name__} is not that of its output layer "
+                f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier="
+            )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode; then give each module its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap, evaluating
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, Tap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
 from flwr_regs.client.train.task import Task, gradients

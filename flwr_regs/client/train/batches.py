@@ -272,6 +272,23 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+@contextmanager
+def seeded(seed: Any, device: torch.device) -> Iterator[None]:
+    """Seed torch for one client and round; leave the process's own random state as it was.
+
+    All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
+    alone. Data that draws from numpy or `random` must seed these itself, and so must what draws on another
+    device than the client's.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # on a CPU, torch.manual_seed formats a traceback for each accelerator that is not in use
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(int(seed))
+        else:
+            torch.manual_seed(seed)
+        yield
+
+
 State = list[Tensor]
 
 

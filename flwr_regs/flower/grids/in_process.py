@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
+from weakref import proxy
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_regs.client.member import Identity
-from flwr_regs.cohort.cohort_network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
 from flwr_regs.flower.compat import Run, identify, numbered
 from flwr_regs.flower.grids.grid_network import GridNetwork, ours_alone
-from flwr_regs.flower.grids.local_clients import Contexts, LocalClients
+from flwr_regs.flower.grids.local_network import Contexts, LocalNetwork
 from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients
@@ -106,14 +104,15 @@ class InProcessGrid(Grid):
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
         identify()
-        self._source, self._number = client_app, workers
-        self._local: LocalClients | None = None
-        self._who = Identity("FedAvg", (), "a client of Clients")
-        self._app = client_app.app_of(self._who) if isinstance(client_app, Clients) else client_app
+        self._source = client_app
+        who = Identity("FedAvg", (), "a client of Clients")
+        self._app = client_app.app_of(who) if isinstance(client_app, Clients) else client_app
         self._workers = Workers(self._app, workers) if workers > 1 else None
         self._run = Run.create_empty(1)
         self._replies: dict[str, Message] = {}
         self._contexts = Contexts(range(FIRST, FIRST + num_clients), run_config or {})
+        messages = GridNetwork(proxy(self))  # no cycle: workers end with the grid
+        self._local = LocalNetwork(self._contexts, client_app, who, messages, workers)
 
     def set_run(self, run: Run) -> None:
         """Set the run; Grid's interface."""
@@ -132,54 +131,31 @@ class InProcessGrid(Grid):
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
         """Let `Clients` be of a method from now on; a strategy calls it with its own."""
         who = Identity(method, tuple(t for t in terms if not t.server_only), f"a {method} client")
-        if who == self._who:
+        if who == self._local.who:
             return
-        self._settle()
-        self._who, self._local = who, None
+        self._local.serve(who)
         if isinstance(self._source, Clients):
             self._app = self._source.app_of(who)
             if self._workers is not None:
                 self._workers.close()
-                self._workers = Workers(self._app, self._number)
+                self._workers = Workers(self._app, self._workers.number)
 
     def network(self) -> Network | None:
         """Return a network without messages, of the method served; None where messages are needed."""
-        if self._workers is not None or not isinstance(self._source, Clients) or self._wrapped():
-            return None
-        return CohortNetwork(self._clients(self._source))
-
-    def _wrapped(self) -> bool:
-        """Whether messages pass through anything that is not of this package, such as a subclass."""
-        return not ours_alone(self)
-
-    def _clients(self, source: Clients | NumPyClientApp) -> LocalClients:
-        if self._local is None:
-            ask = partial(GridNetwork.ask, GridNetwork(self))
-            self._local = LocalClients(self._contexts, source, self._who, ask, self._refused)
-        return self._local
-
-    def _refused(self, why: str) -> None:
-        """Note why a client needs messages."""
-
-    def _settle(self) -> None:
-        """Put what clients keep that were served without messages into their contexts."""
-        if self._local is not None:
-            self._local.settle()
-            self._local.forget()
+        plain = self._workers is None and isinstance(self._source, Clients)
+        return self._local if plain and ours_alone(self) else None
 
     def snapshot(self) -> dict[int, RecordDict]:
         """Return the clients' ``Context.state`` by node id; later rounds do not change it.
 
         A client that is not in it, but between others, holds nothing.
         """
-        if self._local is not None:
-            self._local.settle()
+        self._local.settle()
         return self._contexts.snapshot()
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot; raise ValueError if it is of other clients."""
-        if self._local is not None:
-            self._local.forget()
+        self._local.put_away()
         self._contexts.restore(states)
 
     def create_message(
@@ -203,30 +179,30 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        self._settle()
-        if self._workers is None:
-            return [self._serve(m, self._app) for m in map(numbered, messages)]
+        self._local.put_away()
         sent = [numbered(message) for message in messages]
-        replies = self._workers.run(sent, [self._contexts[m.metadata.dst_node_id] for m in sent])
-        return list(map(self._keep, sent, replies))
+        if self._workers is None:
+            replies = [self._served(message) for message in sent]
+        else:
+            contexts = [self._contexts[m.metadata.dst_node_id] for m in sent]
+            replies = self._workers.run(sent, contexts)
+        ids = [message.metadata.message_id for message in sent]
+        self._replies |= dict(zip(ids, replies, strict=True))
+        return ids
 
-    def _serve(self, message: Message, app: ClientApp) -> str:
-        """Run the client that a message is for, and keep its reply; return the message's id."""
+    def _served(self, message: Message) -> Message:
+        """Return the reply of the client that a message is for."""
         sent, context = message.content, self._contexts[message.metadata.dst_node_id]
         message.content = copied(sent)
-        lent = self._source.lent() if isinstance(self._source, Clients) else nullcontext()
         try:
-            with lent:
-                return self._keep(message, served(app, message, context))
+            with self._local.lent():
+                return served(self._app, message, context)
         finally:
             message.content = sent
 
-    def _keep(self, message: Message, reply: Message) -> str:
-        self._replies[message.metadata.message_id] = reply
-        return message.metadata.message_id
-
     def close(self) -> None:
         """End the workers; a later message starts new ones."""
+        self._local.close()
         if self._workers is not None:
             self._workers.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,15 +10,14 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.cohort_network import TRAINING, CohortNetwork
-from flwr_regs.cohort.processes import StackProcesses
 from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.flower.app import NumPyClientApp
+from flwr_regs.flower.grids.grid_network import ours_alone
 from flwr_regs.flower.grids.in_process import InProcessGrid
+from flwr_regs.flower.grids.local_network import TRAINING
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
-from flwr_regs.term import Term
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 MESSAGES = "the strategy, or the grid, has methods of its own for messages"
@@ -86,9 +85,8 @@ class StackedGrid(InProcessGrid):
         rounds = isinstance(check, int) and not isinstance(check, bool) and check > 0
         if check != "first" and check is not False and not rounds:
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
-        self._settings = Settings(memory, PRECISIONS[precision], check, compile)
-        self._stacks = Stacks(self._settings)
-        self._processes: StackProcesses | None = None
+        self._stacks = Stacks(Settings(memory, PRECISIONS[precision], check, compile))
+        self._local.stacks = self._stacks
 
     @property
     def fallbacks(self) -> dict[str, int]:
@@ -97,44 +95,19 @@ class StackedGrid(InProcessGrid):
 
     def network(self) -> Network | None:
         """Return a network without messages, of the method served; None where messages are needed."""
-        if self._refusal() or not isinstance(self._source, Clients | NumPyClientApp):
-            return None
-        host = self._clients(self._source)
-        if self._workers is None or not isinstance(self._source, Clients):
-            return CohortNetwork(host, self._stacks, apart=self._workers is not None)
-        if self._processes is None:
-            given = self._source, self._who, self._settings, self._number
-            self._processes = StackProcesses(*given)
-        return CohortNetwork(host, self._stacks, apart=True, processes=self._processes)
-
-    def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
-        """Let `Clients` be of a method from now on."""
-        before = self._who
-        super().serve(method, terms)
-        if self._processes is not None and self._who != before:
-            self._processes.close()
-            self._processes = None
-
-    def close(self) -> None:
-        """End the workers; a later message starts new ones."""
-        super().close()
-        if self._processes is not None:
-            self._processes.close()
+        return None if self._refusal() else self._local
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients one by one; their replies wait for `pull_messages`."""
         sent = list(messages)
         training = sum(m.metadata.message_type in TRAINING for m in sent)
-        if training > 1 and (self._local is None or not self._local.asking):
+        if training > 1 and not self._local.asking:
             self._stacks.note(CannotStack(self._refusal() or MESSAGES), training)
         return super().push_messages(sent)
 
-    def _refused(self, why: str) -> None:
-        self._stacks.note(CannotStack(why))
-
     def _refusal(self) -> str:
         """Return why no client of this app stacks; "" if some may."""
-        if self._wrapped():
+        if not ours_alone(self):
             return MESSAGES
         if isinstance(self._source, Clients):
             return ""

@@ -51,7 +51,7 @@ import torch
 
 from flwr_regs.abilities import Compresses, TakesBack
 from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
-from flwr_regs.wire.pieces import pieces
+from flwr_regs.wire.arrays import pieces
 
 __all__ = ["SparseTernary"]
 

@@ -43,7 +43,7 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
-from flwr_regs.wire.pieces import square_sum
+from flwr_regs.wire.arrays import square_sum
 
 __all__ = ["CloudModel", "FedAMP", "FedAMPClient"]
 

@@ -35,7 +35,7 @@ from flwr_regs.abilities import Averages, Folds, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import POSITIVE, Arrays, Range, ServerContext, Slot, Term
-from flwr_regs.wire.pieces import square_sum
+from flwr_regs.wire.arrays import square_sum
 
 __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
 

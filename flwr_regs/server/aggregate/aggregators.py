@@ -26,8 +26,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
+from flwr_regs.wire.arrays import pieces
 from flwr_regs.wire.config import Spelled
-from flwr_regs.wire.pieces import pieces
 
 READ = 1 << 17
 """How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.server.round import Reply
-from flwr_regs.wire.arrays import NDArrays, all_finite
-from flwr_regs.wire.pieces import pieces
+from flwr_regs.wire.arrays import NDArrays, all_finite, pieces
 from flwr_regs.wire.precision import Widened
 
 WHOLE = slice(None)
@@ -43,7 +42,6 @@ class Moves:
     """
 
     def __init__(self, name: str, w: np.ndarray, replies: Mapping[int, Reply]) -> None:
-        self.name = name
         self._w = w.reshape(-1)
         self._constant = None if all_finite(w) else ~np.isfinite(self._w)
         self._delta = {

@@ -14,9 +14,8 @@ from flwr_regs.server.aggregate.updates import update_of
 from flwr_regs.server.failures import UnusableReplies, of_usable
 from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
-from flwr_regs.wire.arrays import LARGEST
+from flwr_regs.wire.arrays import LARGEST, square_sum
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.pieces import square_sum
 
 STEPS = (
     "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "

@@ -116,7 +116,7 @@ class Exchange:
         this_round = self.this_round
         parcels = {pid: self._parcel(pid, lost) for pid in clients}
         for pid, parcel in parcels.items():
-            before = this_round.bytes_down.get(pid, (this_round.probe_down or {}).get(pid, 0))
+            before = this_round.bytes_down.get(pid, (this_round.bytes_probe_down or {}).get(pid, 0))
             this_round.bytes_down[pid] = before + parcel.nbytes
         return self.request("train", parcels)
 
@@ -156,17 +156,20 @@ class Exchange:
         its model is asked once more, with the model.
         """
         this_round, replies = self.this_round, dict[int, Reply]()
-        this_round.probe_down, this_round.probe_up = dict.fromkeys(this_round.asked, 0), {}
+        this_round.bytes_probe_down, this_round.bytes_probe_up = (
+            dict.fromkeys(this_round.asked, 0),
+            {},
+        )
         waiting, lost = this_round.asked, False
         while waiting:
             parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
             for pid, parcel in parcels.items():
-                this_round.probe_down[pid] += parcel.nbytes
+                this_round.bytes_probe_down[pid] += parcel.nbytes
             came, waiting = self._lacking(self._ask(self.request(keys.PROBE, parcels)), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             replies |= probes
-            this_round.probe_up |= {pid: came[pid].nbytes for pid in probes}
+            this_round.bytes_probe_up |= {pid: came[pid].nbytes for pid in probes}
             this_round.lose({pid: came[pid] for pid in probes})
             lost = True
         uploads = {pid: reply.uploads for pid, reply in replies.items()}
@@ -218,7 +221,7 @@ class Exchange:
         if lost:
             came |= self._lacking(self._ask(self.train(lost, lost=True)), again=True)[0]
         this_round.came = came
-        before = this_round.probe_up or {}
+        before = this_round.bytes_probe_up or {}
         this_round.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
         if (layer := output_layer(came)) is not None:
             this_round.events["output_layer"] = layer

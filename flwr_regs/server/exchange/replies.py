@@ -32,9 +32,8 @@ from flwr_regs.wire.arrays import (
     not_trained,
 )
 from flwr_regs.wire.delta import decoded
-from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.parcel import Parcel, Row
 from flwr_regs.wire.precision import Widened
-from flwr_regs.wire.rows import Row
 from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
 SMALL = 2**16

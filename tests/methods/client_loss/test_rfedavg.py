@@ -10,8 +10,8 @@ from flwr.app import Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.client.measure.classifier import FeatureTap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train

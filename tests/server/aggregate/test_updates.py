@@ -17,8 +17,7 @@ from flwr_regs.server.aggregate.updates import Updates, mean_delta
 from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
-from flwr_regs.wire.arrays import LARGEST, ProtocolError, add, check_finite
-from flwr_regs.wire.pieces import PIECE
+from flwr_regs.wire.arrays import LARGEST, PIECE, ProtocolError, add, check_finite
 
 Arrays = dict[str, np.ndarray]
 DTYPES = ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")

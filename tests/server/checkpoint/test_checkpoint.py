@@ -23,11 +23,12 @@ from flwr_regs.server.checkpoint.checkpoint import (
     CheckpointError,
     DamagedCheckpoint,
     Folder,
+    from_json,
     latest,
     read,
     rounds_in,
+    to_json,
 )
-from flwr_regs.server.checkpoint.values import from_json, to_json
 from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT, Log
 
