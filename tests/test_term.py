@@ -114,6 +114,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ),
         ("loss", lambda *_: None, "the loss, a scalar array; .* of type NoneType"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of the shape"),
+        ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:

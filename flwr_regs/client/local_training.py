@@ -405,7 +405,15 @@ class LocalTraining:
             if self._evolves:
                 slots = cast(Evolves, self._term).evolve(grads, self._values, self._step_ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
+            given = {**{f"grads['{n}']": g for n, g in grads.items()}, **self._values}
+            before = {n: a._version for n, a in given.items()}
             corrected = self._term.correct(grads, self._values, self._step_ctx)
+            if touched := [n for n, a in given.items() if a._version != before[n]]:
+                names = [type(t).__name__ for t in cast(Chain, self._term).overriding("correct")]
+                raise TypeError(
+                    f"{', '.join(names)}.correct must return new gradients, but it changes {touched[0]} "
+                    "in place"
+                )
             for n, p in self._params.items():
                 if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
                     p.grad = corrected[n].to(p.dtype)

@@ -509,7 +509,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
             best = of_label.index[~lost][:2]  # their marks are around the points
             for at, name, marker, size in zip(
-                best, ("best", "second"), "*o", (18, 11), strict=False
+                best, ("best", "second"), "*o", (15, 10), strict=False
             ):
                 mark = {"marker": marker, "markersize": size, "fillstyle": "none", "color": circled}
                 axes.plot(across[at], up[at], clip_on=False, gid=f"{name} {label}", **mark)
@@ -556,7 +556,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             )
             caption += f" Lines: after {words}."
         font = look.font_size
-        height = 0.1 * font + (0.93 + 0.09 * font) * len(grid)
+        height = 0.1 * font + (1.2 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)
         drawing.head(picture, title, caption)
         drawing.lay_out(picture)

@@ -64,7 +64,7 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
     elementwise: ClassVar[bool] = True
     counts_on_sgd: ClassVar[str] = (
         "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: "
-        "leave that out"
+        "leave it out"
     )
     excludes: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(

@@ -211,7 +211,7 @@ def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
     return {n: a.astype(kinds[n]) for n, a in total.items()}
 
 
-_REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave that out"
+_REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave it out"
 
 
 class Mime(RegStrategy):

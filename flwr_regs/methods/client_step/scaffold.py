@@ -67,7 +67,7 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
     elementwise: ClassVar[bool] = True
     counts_on_sgd: ClassVar[str] = (
         "SCAFFOLD's option 2 derives a client's control variate from its steps of plain SGD, but {}: leave "
-        "that out, or give the strategy option=1"
+        "it out, or give the strategy option=1"
     )
     ranges: ClassVar[Mapping[str, Range]] = {
         "option": Range("1 or 2", lambda v: v in (1, 2), Integral)

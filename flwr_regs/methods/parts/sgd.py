@@ -26,7 +26,8 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
         return ""
     what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
     ours = type(made).__module__.startswith("torch.optim") or declared
-    return what if ours else f"{what}, whose class does not declare plain_sgd = True,"
+    hint = "if its steps are those of plain SGD, set plain_sgd = True in its class"
+    return what if ours else f"{what} ({hint})"
 
 
 def check_plain(

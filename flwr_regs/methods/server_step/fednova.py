@@ -97,7 +97,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
         if what := unlike_sgd(optimizer, ("momentum", "dampening", "maximize", "lr")):
             raise ValueError(
                 f"FedNova's weights are for clients with SGD, but {what} weighs their gradients in "
-                "another way: leave that out; for local momentum give the strategy momentum=..."
+                "another way: leave it out; for local momentum give the strategy momentum=..."
             )
         return partial(optimizer, momentum=self.momentum) if self.momentum else optimizer
 
