@@ -385,8 +385,8 @@ class LocalTraining:
 
         A parameter that the loss does not depend on has gradient zero, as under ``torch.func.grad``.
 
-        Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
-        itself where the method adapts it or the config describes it.
+        Raises RuntimeError if the step skipped `loss` or backward, if the loss is another model's, or if
+        the loop has made its optimiser itself where the method adapts it or the config describes it.
         """
         if not self._in_step:
             raise RuntimeError(
@@ -397,6 +397,11 @@ class LocalTraining:
         if why := self._optimizer.missing:
             raise RuntimeError(f"{why}: create it with loop.optimizer(...)")
         self._go_back()
+        if all(p.grad is None for p in self._params.values()):
+            raise RuntimeError(
+                "the loss depends on no trained parameter of the model that this round was given: train "
+                "that model, and not a copy of it"
+            )
         for p in self._params.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

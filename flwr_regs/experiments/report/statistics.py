@@ -12,6 +12,10 @@ from scipy import optimize, stats
 LEVEL = 0.05
 """A difference is decided if Holm's adjusted p-value is below this. An interval that holds 0 never is."""
 POWER = 0.8
+FEWEST = 3
+"""Pairs of a test: two differences say too little of how far they spread."""
+ROUNDING = 1e-9
+"""A spread of accuracies that is none."""
 
 
 def half_interval(values: pd.DataFrame) -> pd.Series:
@@ -38,15 +42,16 @@ def differences(
     DataFrame
         ``difference``, the mean over the pairs, and ``difference_interval``, half its 95 % interval;
         ``p`` of the paired t test, and ``p_holm``, adjusted over the rows; ``decided``, whether that is
-        below 0.05; ``detectable``, see :func:`detectable`. NaN, and not decided, for a single pair.
+        below 0.05; ``detectable``, see :func:`detectable`. NaN, and not decided, where a test would say
+        nothing: for fewer than `FEWEST` pairs, and for differences that are all the same, as those of
+        accuracies on few examples may be by chance.
     """
     gaps = values[values.index != baseline] - values.loc[baseline]
     mean, pairs = gaps.mean(axis=1), gaps.count(axis=1)
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # equal gaps: certain; all of them 0: no sign
+    with np.errstate(divide="ignore", invalid="ignore"):  # of equal gaps
         p = pd.Series(2 * stats.t.sf((mean / gaps.sem(axis=1)).abs(), pairs - 1), gaps.index)
-    p[p.index.isin([*untested])] = np.nan
+    silent = (pairs < FEWEST) | (gaps.std(axis=1) < ROUNDING)
+    p[silent | p.index.isin([*untested])] = np.nan
     adjusted = holm(p)
     each = zip(gaps.std(axis=1), pairs, strict=True)
     return pd.DataFrame(

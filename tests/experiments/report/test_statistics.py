@@ -31,7 +31,7 @@ def test_differences_are_paired_t_tests_with_holms_correction() -> None:
     rng = np.random.default_rng(0)
     base = rng.normal(0.8, 0.05, 6)
     rows = {"base": base, "far": base + 0.1, "near": base + np.array([3, 1, 2, 0, 3, 0]) / 100}
-    rows |= {"far": rows["far"] + rng.normal(0, 0.01, 6), "same": base}
+    rows |= {"far": rows["far"] + rng.normal(0, 0.01, 6), "same": base + 0.05}
     rows["lost"] = np.where(np.arange(6) < 3, base - rng.normal(0.05, 0.1, 6), np.nan)
     table = statistics.differences(pd.DataFrame(rows).T, "base")
     assert [*table.index] == ["far", "near", "same", "lost"]
@@ -50,9 +50,11 @@ def test_differences_are_paired_t_tests_with_holms_correction() -> None:
     assert not (table.decided & holds_0).any()
     # the interval of this one excludes 0, but it is one of three that were looked at
     assert p[1] < 0.05 < table.p_holm.near
-    one = statistics.differences(pd.DataFrame(rows).T[[0]], "base")
-    assert one[["p", "difference_interval", "detectable"]].isna().all(axis=None)
-    assert not one.decided.any()
+    assert np.isnan(table.p.same)  # no spread, no test
+    for few in ([0], [0, 1]):
+        none = statistics.differences(pd.DataFrame(rows).T[few], "base")
+        assert none.p.isna().all()
+        assert not none.decided.any()
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 12])
