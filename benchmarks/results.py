@@ -264,7 +264,7 @@ def panel_table(place: Path, results: Results) -> str:
         difference, p = per_cent(row["difference"], row["difference_interval"]), row["p_holm"]
         reached = "–"
         if row["rounds_to_target"] is not None:
-            reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
+            reached = f"{row['rounds_to_target']:.3g} ({row['reached']} of {row['n']})"
         point = chosen.get(row["method"], {})
         short = [key.rpartition(".")[2] for key in point]
         names = [s if short.count(s) == 1 else key for s, key in zip(short, point, strict=True)]
@@ -485,7 +485,6 @@ def claims_page() -> str:
         "by itself. A smaller one is likely to stay undecided.\n"
         "- *exact*: a count that is the same with every seed. It is not tested, nor among the p-values.\n"
         "- *Rounds to an accuracy*: a run that does not reach it counts with one round more than it has.\n"
-        "- *Not run*: no raw runs are kept.\n"
         "- *reduced*: smaller than the paper's setting, with fewer rounds and examples. Such a difference "
         "is not the paper's.\n\n"
         "`python -m benchmarks.results report` makes this page of `benchmarks/claims.toml` and the raw "

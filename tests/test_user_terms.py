@@ -142,7 +142,14 @@ def constant(output: Any, target: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("loss", "match"),
-    [(failing, "disk"), (constant, "the loss depends on no parameter that is trained")],
+    [
+        (failing, "disk"),
+        (constant, "the loss depends on no parameter that is trained"),
+        (
+            lambda *_: torch.ones((), requires_grad=True),
+            "depends on no trained parameter of the model",
+        ),
+    ],
 )
 def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: str) -> None:
     model, data = make_model(), make_clients()[0]

@@ -40,6 +40,10 @@ STILL = (
     "the parameters?"
 )
 """Said where a step of plain SGD would have moved the model."""
+SOFTMAX = (
+    "the model's outputs are probabilities: torch's cross-entropy takes a softmax itself, so leave the "
+    "model's own out"
+)
 ROSE = 10.0
 """How many times its first step's loss a round's mean loss is too much."""
 
@@ -320,6 +324,9 @@ class LocalTraining:
             if not self._processed and self.device.type != "cpu":
                 self._check_labels(output, targets)  # a GPU's own error says nothing, and stays
             base = self._task.loss(output, targets)
+            by_class = remedies.is_cross_entropy(self._task.loss_fn)
+            if not self._processed and by_class and remedies.are_probabilities(output):
+                warnings.warn(SOFTMAX, stacklevel=2)
         except Exception as error:
             if help_ := remedies.remedy(error, inputs, output, targets, model):
                 raise ValueError(f"{help_} (torch: {error})") from error

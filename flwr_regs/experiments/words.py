@@ -97,7 +97,12 @@ def _of_card(
     elif card.metrics and not args.smoke:  # the card of a run's folder has none
         card = choices.with_references(card)
     card = replace(card.only(*choices.panels_of(card, args.panels)), **changed).given(given)
-    return choices.smoke(card, given) if args.smoke else card
+    if not args.smoke:
+        return card
+    if changed:
+        idle = ", ".join("--" + key.replace("_", "-") for key in changed)
+        raise ValueError(f"--smoke tunes nothing, and trains one seed: leave out {idle}")
+    return choices.smoke(card, given)
 
 
 def _cases(

@@ -148,6 +148,8 @@ def test_a_model_that_does_not_move_is_said() -> None:
     data = make_clients()[1]
     with pytest.warns(UserWarning, match="3 local steps have left the model where it began"):
         go(make_model(), data, optimizer=Idle)
+    with pytest.warns(UserWarning, match="the model's outputs are probabilities"):
+        go(nn.Sequential(make_model(), nn.Softmax(1)), data)
     loop = LocalTraining(model := make_model(), FEDAVG, data, lr=0.1, epochs=1, device="cpu")
     for x, y in loop.batches():  # as a loop that forgets its optimiser's step
         torch.autograd.backward(loop.objective(x, y))

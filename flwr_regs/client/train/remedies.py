@@ -64,6 +64,17 @@ def wrong_label(output: Tensor, targets: Tensor) -> str:
     )
 
 
+def are_probabilities(output: Any) -> bool:
+    """Whether an output is what a softmax makes: cross-entropy takes what goes into one."""
+    return (
+        isinstance(output, Tensor)
+        and output.ndim == 2
+        and output.shape[1] > 1
+        and bool((output >= 0).all())
+        and bool(((output.sum(1) - 1).abs() < 1e-4).all())
+    )
+
+
 def is_cross_entropy(loss_fn: Any) -> bool:
     """Whether labels must be numbers of the output's classes."""
     return loss_fn is nn.functional.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss

@@ -345,7 +345,7 @@ class Results:
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         """Return a row's cells by heading."""
         several, goal = len(self.seeds) > 1, f"{100 * self.target:.4g}%"
-        reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.0f}"
+        reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.3g}"
         if several:
             reached += f" ({row['reached']} of {row['n'] - row['unfinished']})"
         cells = {self.heading: row["method"]}
@@ -414,9 +414,10 @@ class Results:
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
+        mean_of = ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
-            f"{self._last}: {mean}; to {goal}: rounds to it; {worst}; MB: "
+            f"{self._last}: {mean}; to {goal}: rounds to it{mean_of}; {worst}; MB: "
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
 
