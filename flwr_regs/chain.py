@@ -454,7 +454,7 @@ def chain(terms: Sequence[Term]) -> Chain:
         )
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(
-            f"each term may appear once, but {_named(twice)} appears more often: keep one"
+            f"each term may appear once, but {_listed(twice)} appears more often: keep one"
         )
     for t in terms:
         needs = {n for n in t.needs if not n.startswith(OUTPUT_OF)}
@@ -473,34 +473,34 @@ def chain(terms: Sequence[Term]) -> Chain:
             if isinstance(t.excludes, Mapping):
                 raise ValueError(f"'{t.name}' excludes '{others[0]}': {t.excludes[others[0]]}")
             raise ValueError(
-                f"{_named([t.name, *others])} are versions of one term and together would count twice: "
+                f"{_listed([t.name, *others])} are versions of one term and together would count twice: "
                 "keep one"
             )
     for abilities, what in ONLY_ONE:
         if len(several := [t.name for t in terms if isinstance(t, abilities)]) > 1:
-            raise ValueError(f"only one term can {what}, but {_named(several)} do: keep one")
+            raise ValueError(f"only one term can {what}, but {_listed(several)} do: keep one")
     owners = [t.name for t in terms if isinstance(t, Steps)]
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:
         raise ValueError(
-            f"updates run right to left, so {_named(late)} would alter the step after '{owners[0]}' has "
+            f"updates run right to left, so {_listed(late)} would alter the step after '{owners[0]}' has "
             f"made it: put them behind '{owners[0]}', or set keeps_delta if they return delta unchanged"
         )
     if early := [t.name for t in terms[:-1] if isinstance(t, Compresses)]:
         raise ValueError(
-            f"a term that compresses the update comes last: move {_named(early)} to the end"
+            f"a term that compresses the update comes last: move {_listed(early)} to the end"
         )
     shifts = [i for i, t in enumerate(terms) if t.acts("start")]
     ahead = [t for t in terms[: max(shifts, default=0)] if not t.acts("start")]
     if early := [t.name for t in ahead if t.acts("finish")]:
         raise ValueError(
-            f"{_named(early)} would see a client's update before '{terms[max(shifts)].name}' has undone "
+            f"{_listed(early)} would see a client's update before '{terms[max(shifts)].name}' has undone "
             f"its shift of the starting point: put them behind '{terms[max(shifts)].name}'"
         )
     return Chain(tuple(terms))
 
 
-def _named(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Return names as a sentence has them."""
     return " and ".join(map(repr, names))
 

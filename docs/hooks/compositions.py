@@ -76,9 +76,8 @@ def grouped(row: Method) -> dict[str, list[str]]:
         groups.setdefault(common, {})[name] = why
     # A reason that stands alone keeps the other's name.
     return {
-        common if len(group) > 1 else why: [*group]
+        common if len(group) > 1 else next(iter(group.values())): [*group]
         for common, group in groups.items()
-        for why in [*group.values()][:1]
     }
 
 

@@ -324,8 +324,11 @@ class LocalTraining:
             if not self._processed and self.device.type != "cpu":
                 self._check_labels(output, targets)  # a GPU's own error says nothing, and stays
             base = self._task.loss(output, targets)
-            by_class = remedies.is_cross_entropy(self._task.loss_fn)
-            if not self._processed and by_class and remedies.are_probabilities(output):
+            if (
+                not self._processed
+                and remedies.is_cross_entropy(self._task.loss_fn)
+                and remedies.are_probabilities(output)
+            ):
                 warnings.warn(SOFTMAX, stacklevel=2)
         except Exception as error:
             if help_ := remedies.remedy(error, inputs, output, targets, model):
@@ -417,14 +420,16 @@ class LocalTraining:
             if self._evolves:
                 slots = cast(Evolves, self._term).evolve(grads, self._values, self._step_ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
-            given = {**{f"grads['{n}']": g for n, g in grads.items()}, **self._values}
-            before = {n: a._version for n, a in given.items()}
+            given = [*grads.values(), *self._values.values()]
+            before = [a._version for a in given]
             corrected = self._term.correct(grads, self._values, self._step_ctx)
-            if touched := [n for n, a in given.items() if a._version != before[n]]:
+            if (after := [a._version for a in given]) != before:
+                places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
+                touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
                 names = [type(t).__name__ for t in cast(Chain, self._term).overriding("correct")]
                 raise TypeError(
-                    f"{', '.join(names)}.correct must return new gradients, but it changes {touched[0]} "
-                    "in place"
+                    f"{', '.join(names)}.correct must return new gradients, but it changes {touched} in "
+                    "place"
                 )
             for n, p in self._params.items():
                 if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
