@@ -129,6 +129,7 @@ def _server_killed(
     """Kill something of the server in round 2; then go on in a new run."""
     play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=str(folder / "checkpoints"))
     play.accident()
+    play.mark(2, OTHERS[0])  # its work of the round is what is lost
     began = time.time()
     kill()
     play.release()
