@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_png
+from benchmarks.common import write_picture
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.calls import parse_methods, text_of
@@ -243,8 +243,8 @@ def draw() -> None:
         best = {row["method"] for row in rows[: MANY - 1]} | {found.baseline}
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
-            if f"img/studies/{name}-{x}.png" in pages:
-                write_png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
+            if f"img/studies/{name}-{x}.webp" in pages:
+                write_picture(shown.plot(x), images / "studies" / f"{name}-{x}.webp")
     drawn = set[str]()
     for found in map(results, ("digits", "fedopt", "domains")):
         for label in dict.fromkeys(run.label for run in found.runs):
@@ -254,7 +254,7 @@ def draw() -> None:
                 drawn.add(target)
                 runs = [r for r in found.runs if r.label in (found.baseline, label)]
                 pair = Results(runs, baseline=found.baseline)
-                write_png(pair.plot(size=SMALL), images / "methods" / f"{target.lower()}.png")
+                write_picture(pair.plot(size=SMALL), images / "methods" / f"{target.lower()}.webp")
 
 
 def check(data_dir: str, tolerance: float, workers: int) -> int:

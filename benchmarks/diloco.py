@@ -131,7 +131,7 @@ def main() -> None:
     results = Results(options.out, options.data_dir, processes, train)
     if options.report:
         print("\n\n".join(tables(results).values()))
-        draw(results, ROOT / "docs" / "img" / "diloco.png")
+        draw(results, ROOT / "docs" / "img" / "diloco.webp")
         return
     rates = {cell: tuned(results, *cell) for cell in CELLS}
     results.finish(run(*cell, seed, lr) for seed in SEEDS for cell, lr in rates.items())

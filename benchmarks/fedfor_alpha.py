@@ -297,8 +297,8 @@ def main() -> None:
     if options.report:
         print("\n\n".join(tables(results).values()))
         by_setting = rows(results)
-        draw_strengths(by_setting, ROOT / "docs" / "img" / "fedfor-alpha.png")
-        draw_default(by_setting, ROOT / "docs" / "img" / "fedfor-default.png")
+        draw_strengths(by_setting, ROOT / "docs" / "img" / "fedfor-alpha.webp")
+        draw_default(by_setting, ROOT / "docs" / "img" / "fedfor-default.webp")
         return
     rates = {s: results.tuned(s)[0] for s in settings}
     wanted = [int(s) for s in options.seeds.split(",") if s]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from flwr_regs.experiments.report.drawing import small_png
+from benchmarks.common import small
 
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 PART = re.compile(r"```bash\n(.*?)\n```|!\[[^\]]*\]\((\S+)\)", re.S)
@@ -42,12 +42,8 @@ def main() -> int:
                 print(f"{shown}: the command above it wrote no picture", file=sys.stderr)
                 missing = 1
                 continue
-            image = Image.open(source)
-            dpi = image.info["dpi"][0]
-            image = image.convert("RGB")
-            if image.width > WIDEST:
-                image, dpi = image.reduce(2), dpi / 2
-            target.write_bytes(small_png(image, dpi))
+            image = Image.open(source).convert("RGB")
+            target.write_bytes(small(image.reduce(2) if image.width > WIDEST else image))
     return missing
 
 

@@ -155,7 +155,7 @@ def main() -> None:
     settings = chosen((FEW, ALL), options.settings)
     if options.report:
         print("\n\n".join(tables(results).values()))
-        draw(results, ROOT / "docs" / "img" / "implicit-step.png")
+        draw(results, ROOT / "docs" / "img" / "implicit-step.webp")
         return
     rates = {s: results.tuned(s)[0] for s in settings}
     wanted = [int(s) for s in options.seeds.split(",") if s]

@@ -24,7 +24,7 @@ import pandas as pd
 from scipy import stats
 
 from benchmarks import comparisons
-from benchmarks.common import table, write_png
+from benchmarks.common import table, write_picture
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files, card_report
 from flwr_regs.experiments.experiment import Experiment, Panel
@@ -353,14 +353,12 @@ def page(name: str) -> str:
     if bench.experiment.departures:
         parts.append("\n".join(f"- {text}" for text in bench.experiment.departures))
     if bench.ranks:
-        best = (
-            f"![the methods that are decided better in most panels](../img/results/{name}-best.png)"
-        )
+        best = f"![the methods that are decided better in most panels](../img/results/{name}-best.webp)"
         parts += [
             "## Pictures",
             *([best] if len(bench.ranks[0].mean) > GLANCE else []),
-            f"![difference of each method to the first one](../img/results/{name}-differences.png)",
-            f"![mean ranks over the panels](../img/results/{name}-ranks.png)",
+            f"![difference of each method to the first one](../img/results/{name}-differences.webp)",
+            f"![mean ranks over the panels](../img/results/{name}-ranks.webp)",
         ]
     parts += [
         "## Panels",
@@ -507,10 +505,10 @@ def draw(name: str) -> None:
         picture = plots.over_panels(
             bench.ranks[0], title=_title(bench, len(bench.ranks[0].mean)), look=look
         )
-        write_png(picture, PICTURES / f"{name}-ranks.png")
-        write_png(differences(bench), PICTURES / f"{name}-differences.png")
+        write_picture(picture, PICTURES / f"{name}-ranks.webp")
+        write_picture(differences(bench), PICTURES / f"{name}-differences.webp")
         if len(bench.ranks[0].mean) > GLANCE:
-            write_png(differences(bench, most_panels=True), PICTURES / f"{name}-best.png")
+            write_picture(differences(bench, most_panels=True), PICTURES / f"{name}-best.webp")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "performance.md"
 """For users; it has the table `summary`."""
 DETAILS = ROOT / "docs" / "speed.md"
 """For developers; it has all the others."""
-PICTURE = ROOT / "docs" / "img" / "performance.png"
+PICTURE = ROOT / "docs" / "img" / "performance.webp"
 MISSING = "not measured"
 
 

@@ -1,4 +1,4 @@
-"""Draw the folders of the package and their imports: ``python docs/figures/house.py`` (docs/img/house.png).
+"""Draw the folders of the package and their imports into docs/img: ``python docs/figures/house.py``.
 
 The layers are those that import-linter checks (pyproject.toml); each box says the first line of its folder.
 """
@@ -98,4 +98,4 @@ def box(axes: Axes, name: str, left: float, bottom: float, width: float, narrow:
 
 
 if __name__ == "__main__":
-    draw(ROOT / "docs" / "img" / "house.png")
+    draw(ROOT / "docs" / "img" / "house.webp")

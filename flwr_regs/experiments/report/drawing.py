@@ -13,8 +13,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report.folders import write
 
@@ -27,14 +25,11 @@ try:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
-    from PIL import Image  # comes with matplotlib
 except ImportError as error:
     raise missing_extra("matplotlib", "a picture") from error
 
 PAD = 0.06  # at the figure's edge
 MARKERS = "osD^vPX*<"
-BYTES = np.array([65536, 256, 1])
-OFTEN, RARE = 48, 80  # colours of a PNG: it looks the same, and is a quarter as large
 
 
 @dataclass(frozen=True)
@@ -98,27 +93,10 @@ class Picture(Figure):
         undated = {"png": "Software", "pdf": "CreationDate"}[kind]
         with style(self.look):
             self.savefig(out, format=kind, dpi=dpi, metadata={undated: None})
-        return small_png(Image.open(out), dpi) if kind == "png" else out.getvalue()
+        return out.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.rendered("png", self.dpi)
-
-
-def small_png(image: Image.Image, dpi: float) -> bytes:
-    """Return an image as a PNG with a palette: its commonest colours, and some that cover the rest."""
-    image = image.convert("RGB")
-    packed = np.asarray(image) @ BYTES  # one number a pixel: rows of three are slow to sort
-    colours, where, counts = np.unique(packed, return_inverse=True, return_counts=True)
-    levels = colours[:, None] // BYTES % 256
-    often = levels[np.argsort(-counts, kind="stable")[:OFTEN]]
-    rest = image.quantize(RARE, Image.Quantize.MAXCOVERAGE).getpalette() or []
-    palette = np.concatenate([often, np.reshape(rest[: 3 * RARE], (-1, 3))])
-    nearest = ((levels[:, None] - palette) ** 2).sum(-1).argmin(1)  # Pillow's own greys the white
-    indices = nearest.astype(np.uint8)[where.reshape(-1)]
-    small, out = Image.frombytes("P", image.size, indices.tobytes()), io.BytesIO()
-    small.putpalette(palette.astype(np.uint8).tobytes())
-    small.save(out, "png", optimize=True, dpi=(dpi, dpi))
-    return out.getvalue()
 
 
 def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:

@@ -328,16 +328,6 @@ def test_limits_are_what_can_be() -> None:
     assert "no test" not in text_of(drawn([run("A", 1, [0, 100])]), "caption")
 
 
-def test_a_png_has_few_colours_and_keeps_those_of_the_lines() -> None:
-    figure = drawn([run(f"{i}", 1, [10, 20 + i]) for i in range(8)])
-    image = Image.open(io.BytesIO(figure.rendered("png", 100)))
-    assert image.mode == "P"
-    colours = {bytes(colour).hex() for _, colour in image.convert("RGB").getcolors()}
-    with drawing.style(Look()):
-        wanted = {drawing.line(i, 8)["color"].strip("#").lower() for i in range(8)}
-    assert {"ffffff", *wanted} <= colours
-
-
 @pytest.mark.parametrize(
     ("clients", "classes", "most"), [(10, 10, 300_000), (200, 2, 9), (1, 1, 9)]
 )
