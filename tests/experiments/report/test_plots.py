@@ -1,7 +1,6 @@
 """Pictures: what the drawn artists say, and that no text covers another. Nothing is read from pixels."""
 
 import dataclasses
-import io
 import itertools
 import json
 import re
