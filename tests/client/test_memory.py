@@ -244,3 +244,5 @@ def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     later = {**train, keys.ROUND_KEY: 3}
     assert begin(asked, METHOD, later).slots["if-used"]["n"] == 0
     assert set(end(asked, later, {})) == {label(1), label(3)}
+    assert set(end({}, later, {})) == {label(3)}  # it has lost the others, and now is empty
+    assert set(end(held, {keys.ROUND_KEY: 3}, {})) == {label(3)}

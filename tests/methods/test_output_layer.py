@@ -103,3 +103,8 @@ def test_another_path_beside_the_layer_is_seen() -> None:
     assert not makes(produced + model[0](x)[:, :3], produced)
     assert not makes(model(x), produced)  # of another pass
     assert not makes([produced], produced)
+    assert makes(produced + x.new_ones(3), produced)  # a constant is no path
+    other = torch.ones(1, requires_grad=True)
+    for _ in range(50):
+        other = other + other.tanh()
+    assert not makes(other, produced)  # 2^50 paths
