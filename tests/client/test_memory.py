@@ -215,6 +215,8 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     with monkeypatch.context() as patch:
         patch.setattr("flwr_regs.client.memory.write_atomically", full)
         assert not folder.write(end({}, config, one, None, "m"), config)
+        patch.setattr(Path, "iterdir", full)
+        assert folder.with_newest({}) == {}
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
 

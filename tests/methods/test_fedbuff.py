@@ -279,7 +279,6 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
     ("settings", "sentence"),
     [
         ({"terms": fr.SCAFFOLD().term.terms}, "'scaffold' (of SCAFFOLD, FedGAMMA, FedLESAMS) adds"),
-        ({"terms": fr.FedDyn(0.1).term.terms}, "'feddyn'"),
         ({"terms": fr.FedNova().term.terms}, "weighs the updates of one cohort"),
         ({"terms": fr.RFedAvgPlus(0.1).term.terms}, "asks a cohort before it trains"),
         ({"terms": [fr.SparseTernary(0.1)]}, "codes updates"),
