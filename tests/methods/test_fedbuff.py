@@ -288,7 +288,6 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
         ({"downlink": "delta"}, "models of many rounds"),
         ({"incomplete": "scale"}, "use 'average' or 'drop'"),
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
-        ({"server_lr": -1.0}, "FedBuff: server_lr must be a positive number"),
         ({"seconds": "normal"}, "one of half-normal, exponential, uniform, a number, or a func"),
     ],
 )

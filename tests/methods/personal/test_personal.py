@@ -198,10 +198,6 @@ def test_calibration_trains_the_classifier_alone() -> None:
         ({**PLAIN, "personal-epochs": 2.5}, "'personal-epochs' must be a positive integer"),
         ({**PLAIN, "personal-mu": 1.0}, "'personal-mu' has no meaning for personalise = 'plain'"),
         ({**PLAIN, "personal-part": "tail"}, "'personal-part' must be one of .*, not 'tail'"),
-        (
-            {"personalise": "distil", "personal-lr": 0.1, "personal-lam": 2.0},
-            "'personal-lam' must be a number from 0 to 1, not 2.0",
-        ),
     ],
 )
 def test_a_wrong_evaluate_config_is_refused_at_once(config: Any, message: str) -> None:
