@@ -237,11 +237,14 @@ class Chain(
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in self.able(Addresses)}
 
-    def answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+    def answer(
+        self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
+    ) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
         for t in self.able(Probes):
             sent = _uploads_of(t, probes)
-            for pid, slot in t.answer_in(sent, ctx).items():
+            answers = t.answer(sent) if ctx is None else t.answer_in(sent, ctx)
+            for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out
 
