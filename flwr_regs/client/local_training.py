@@ -441,9 +441,8 @@ class LocalTraining:
         if not self._taken:
             with torch.no_grad():
                 self._would_move = any(
-                    not torch.equal(p, p - self._ctx.lr * p.grad)
+                    not torch.equal(p, p - self._ctx.lr * cast(Tensor, p.grad))
                     for p in self._params.values()
-                    if p.grad is not None
                 )
         self._optimizer.corrected()
         self._step_ctx, self._in_step = self._ctx, False

@@ -161,7 +161,7 @@ def _seen_through(array: np.ndarray) -> bytes | None:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
-    if not isinstance(base, bytes) or base[:6] != MAGIC or not array.size:
+    if not isinstance(base, bytes) or base[:6] != MAGIC:
         return None
     try:
         whole = read_array(base)

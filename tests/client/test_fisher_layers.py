@@ -68,11 +68,9 @@ def shared_bias() -> nn.Module:
 
 
 linear = partial(nn.Linear, 4, 3)
-LINEAR = {"weight", "bias"}
 OUT = {"out.weight", "out.bias"}
 AB = {"a.weight", "a.bias", "b.weight", "b.bias"}
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "linear": (linear, LINEAR),
     "inplace": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
         {"0.weight", "0.bias", "2.weight", "2.bias"},

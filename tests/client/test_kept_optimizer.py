@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import flwr_regs as fr
+from flwr_regs.client.memory import to_numpy
+from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from tests.conftest import close, descend, make_clients, make_model
 from tests.flower.clients.test_own_loop import own_app
@@ -73,24 +75,29 @@ def test_the_state_is_client_state(grid: Any) -> None:
         close(a, b, 0.0)
 
 
+def test_the_state_of_half_precision_comes_back_as_it_was() -> None:
+    """A client keeps it in float32; and a parameter may have taken fewer steps than the others."""
+    model, (data,) = make_model(torch.bfloat16), make_clients(1, torch.bfloat16)
+    params = dict(model.named_parameters())
+    optimizer, other = torch.optim.AdamW(params.values()), torch.optim.AdamW(params.values())
+    descend(model, optimizer, data)
+    optimizer.state[params["0.bias"]]["step"] -= 1
+    optimizer.state[params["2.bias"]]["later"] = None
+    kept = {n: torch.from_numpy(to_numpy(a)) for n, a in state_of(optimizer, params).items()}
+    load_state(other, params, kept)
+    for p in params.values():
+        for entry, value in optimizer.state[p].items():
+            torch.testing.assert_close(other.state[p].get(entry), value, rtol=0, atol=0)
+
+
 # what is refused
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
+    how = {"rounds": 1, "keep_optimizer": True}
     with pytest.raises(fr.RoundFailed, match="LBFGS has a list as 'al', expected arrays"):
-        train(
-            fr.FedAvg(**QUIET),
-            fr.FedAvgClient,
-            rounds=1,
-            optimizer=torch.optim.LBFGS,
-            keep_optimizer=True,
-        )
+        train(fr.FedAvg(**QUIET), fr.FedAvgClient, optimizer=torch.optim.LBFGS, **how)
     with pytest.raises(fr.RoundFailed, match="the method makes the client's optimiser anew"):
-        train(
-            fr.FedADC(beta=0.5, local_momentum=0.5, **QUIET),
-            fr.FedADCClient,
-            rounds=1,
-            keep_optimizer=True,
-        )
+        train(fr.FedADC(0.5, local_momentum=0.5, **QUIET), fr.FedADCClient, **how)
     with pytest.raises(ValueError, match="keep_optimizer must be True or False, not 1"):
         fr.FedAvgClient(make_model(), make_clients()[0], keep_optimizer=1)

@@ -215,6 +215,8 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     with monkeypatch.context() as patch:
         patch.setattr("flwr_regs.client.memory.write_atomically", full)
         assert not folder.write(end({}, config, one, None, "m"), config)
+        patch.setattr(Path, "iterdir", full)
+        assert folder.with_newest({}) == {}
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
 
@@ -244,3 +246,5 @@ def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     later = {**train, keys.ROUND_KEY: 3}
     assert begin(asked, METHOD, later).slots["if-used"]["n"] == 0
     assert set(end(asked, later, {})) == {label(1), label(3)}
+    assert set(end({}, later, {})) == {label(3)}  # it has lost the others, and now is empty
+    assert set(end(held, {keys.ROUND_KEY: 3}, {})) == {label(3)}

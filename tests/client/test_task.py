@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_sequence
 
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
-from flwr_regs.client.train.batches import Pairs
+from flwr_regs.client.train.batches import Pairs, batch_size, label_counts, to_device
 from flwr_regs.client.train.task import Task
 from tests.conftest import make_clients, make_model
 from tests.methods.test_kinds import Halves, as_dicts
@@ -29,6 +30,13 @@ def test_a_mapping_without_clear_targets_is_refused(batch: Any, key: str, why: s
         next(iter(Pairs([batch], key)))
 
 
+def test_targets_of_no_batch_and_labels_of_no_class_are_refused() -> None:
+    with pytest.raises(TypeError, match="so it is one example: give the loader a batch_size"):
+        batch_size(torch.tensor(1))
+    with pytest.raises(ValueError, match="labels from 0 on, but there is -2"):
+        label_counts(Pairs([(torch.ones(2, 3), torch.tensor([0, -2]))]))
+
+
 def test_a_dict_within_a_pair_is_one_argument() -> None:
     class Takes(nn.Module):
         def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -36,6 +44,9 @@ def test_a_dict_within_a_pair_is_one_argument() -> None:
 
     inputs, targets = next(iter(Pairs([({"a": torch.ones(2, 3)}, torch.zeros(2))])))
     assert torch.equal(Task().output(Takes(), inputs, targets), torch.ones(2, 3))
+    assert next(iter(Pairs([{"x": 1, "label": 2}]))) == (1, 2)
+    packed = to_device(pack_sequence([torch.ones(2), torch.ones(1)]), CPU)
+    assert packed.batch_sizes.tolist() == [2, 1]
 
 
 def test_a_loop_of_ones_own_gets_pairs_and_keywords() -> None:

@@ -279,7 +279,6 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
     ("settings", "sentence"),
     [
         ({"terms": fr.SCAFFOLD().term.terms}, "'scaffold' (of SCAFFOLD, FedGAMMA, FedLESAMS) adds"),
-        ({"terms": fr.FedDyn(0.1).term.terms}, "'feddyn'"),
         ({"terms": fr.FedNova().term.terms}, "weighs the updates of one cohort"),
         ({"terms": fr.RFedAvgPlus(0.1).term.terms}, "asks a cohort before it trains"),
         ({"terms": [fr.SparseTernary(0.1)]}, "codes updates"),
@@ -289,7 +288,6 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
         ({"downlink": "delta"}, "models of many rounds"),
         ({"incomplete": "scale"}, "use 'average' or 'drop'"),
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
-        ({"server_lr": -1.0}, "FedBuff: server_lr must be a positive number"),
         ({"seconds": "normal"}, "one of half-normal, exponential, uniform, a number, or a func"),
     ],
 )

@@ -69,23 +69,8 @@ def test_a_last_layer_that_makes_no_logits_is_an_error(reader: str, use: str, wh
         train(reader, lambda: Net(use))
 
 
-def scaled() -> nn.Module:
-    """A temperature after the output layer."""
-
-    class Scaled(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(*make_model())
-            self.temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[2](self[1](self[0](x))) / self.temperature  # type: ignore[no-any-return]
-
-    return Scaled()
-
-
 def test_functions_may_follow_the_output_layer() -> None:
     assert train("RFedAvg", lambda: nn.Sequential(*make_model(), nn.LogSoftmax(1))).history
-    assert train("RFedAvg", scaled).history
 
 
 FOLLOW = [nn.LogSoftmax(1), nn.Flatten(0), nn.Hardtanh(inplace=True)]
@@ -103,3 +88,9 @@ def test_another_path_beside_the_layer_is_seen() -> None:
     assert not makes(produced + model[0](x)[:, :3], produced)
     assert not makes(model(x), produced)  # of another pass
     assert not makes([produced], produced)
+    assert makes(produced / torch.tensor(2.0, requires_grad=True), produced)  # a temperature
+    assert makes(produced + x.new_ones(3), produced)  # a constant is no path
+    other = torch.ones(1, requires_grad=True)
+    for _ in range(50):
+        other = other + other.tanh()
+    assert not makes(other, produced)  # 2^50 paths

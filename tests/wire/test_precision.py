@@ -14,7 +14,8 @@ from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.round import Reply
 from flwr_regs.wire import precision as half
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ProtocolError, check_finite
+from flwr_regs.wire.parcel import Row, Stack
 from tests.conftest import Batch, close, plain_fedavg
 from tests.methods.test_models import METHODS, Counting, Kind, Method, perceptron, train
 
@@ -57,6 +58,12 @@ def test_what_a_half_cannot_hold_is_refused() -> None:
     model = {"w": np.zeros(2, np.float32), "n": np.zeros(2, np.uint16)}
     with pytest.raises(ValueError, match=r"but \['n'\] are uint16 themselves"):
         GlobalModel(chain([]), model, "bfloat16")
+
+
+def test_a_stack_of_other_numbers_than_wide_floats_is_looked_at_client_by_client() -> None:
+    rows = Stack({"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), np.nan, np.float16)})
+    with pytest.raises(ProtocolError, match="'b' holds NaN"):
+        check_finite(Row(rows, 1), "a reply")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -62,19 +62,14 @@ def makes(logits: Any, produced: Any) -> bool:
         return False
     if logits.untyped_storage().data_ptr() == produced.untyped_storage().data_ptr():  # a view
         return True
-    layer, nodes, known, through_layer = produced.grad_fn, [logits.grad_fn], set(), False
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        if node is layer:
-            through_layer = True
+    layer, nodes = produced.grad_fn, [logits.grad_fn]
+    for node in nodes:  # grows
+        if node is None or node is layer:
             continue
         if (parameter := getattr(node, "variable", None)) is not None and parameter.numel() > 1:
             return False
-        nodes += [following for following, _ in node.next_functions]
-    return through_layer
+        nodes += [following for following, _ in node.next_functions if following not in nodes]
+    return layer in nodes
 
 
 class Tap:

@@ -253,7 +253,6 @@ CLASSES: dict[str, Term] = {
     "FedGKD": fr.PastModels(),
 }
 KINDS: list[tuple[tuple[int, ...], Any, str]] = [
-    ((4, 1), torch.zeros(4, 1), r"float32 \(4, 1\) and torch.float32 \(4, 1\)"),
     ((4, 1), torch.zeros(4).long(), r"float32 \(4, 1\) and torch.int64 \(4,\)"),
     ((4, 2), torch.zeros(4), r"float32 \(4, 2\) and torch.float32 \(4,\)"),
     ((4,), torch.zeros(4), r"\(4,\) and"),

@@ -162,17 +162,6 @@ def test_calibration_leaves_the_global_model(kind: str) -> None:
         assert metrics["personal-loss"] < metrics["loss"]  # own training data is the test data here
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 3, bias=False, dtype=torch.float64)
-        self.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) + self.embed(x)
-
-
 def test_calibration_trains_the_classifier_alone() -> None:
     """The last linear layer, or the one that is named; not what is frozen."""
 
@@ -188,13 +177,13 @@ def test_calibration_trains_the_classifier_alone() -> None:
     assert changed == {"3.weight", "3.bias"}
     bare = nn.Linear(4, 3, dtype=torch.float64)  # the whole model is its classifier
     assert not torch.equal(own(bare).weight, bare.weight)
-    with pytest.raises(ValueError, match="'head' shares parameters with the layer 'embed'"):
-        own(Tied())
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="'1' shares parameters with the layer '0'"):
+        own(tied)
     frozen = make_model()
     frozen[2].bias.requires_grad_(False)
     assert torch.equal(own(frozen)[2].bias, frozen[2].bias)
-    assert find_classifier(make_model()) == "2"
-    assert find_classifier(make_model(), "0") == "0"
     with pytest.raises(ValueError, match=r"name one with classifier=\.\.\."):
         find_classifier(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
@@ -209,10 +198,6 @@ def test_calibration_trains_the_classifier_alone() -> None:
         ({**PLAIN, "personal-epochs": 2.5}, "'personal-epochs' must be a positive integer"),
         ({**PLAIN, "personal-mu": 1.0}, "'personal-mu' has no meaning for personalise = 'plain'"),
         ({**PLAIN, "personal-part": "tail"}, "'personal-part' must be one of .*, not 'tail'"),
-        (
-            {"personalise": "distil", "personal-lr": 0.1, "personal-lam": 2.0},
-            "'personal-lam' must be a number from 0 to 1, not 2.0",
-        ),
     ],
 )
 def test_a_wrong_evaluate_config_is_refused_at_once(config: Any, message: str) -> None:
