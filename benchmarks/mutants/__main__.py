@@ -194,10 +194,11 @@ def record(marks: Sequence[Mapping[str, Any]], root: Path, paths: Sequence[str])
 
 
 def chosen(mutant: Mutant, tests: Sequence[Test], most: int, seconds: float) -> list[Test]:
-    """Return the tests for a mutant: of each file in turn the shortest, then others of these files.
+    """Return the tests for a mutant: of each file in turn the shortest, those in its folders' mirror first.
 
-    The latter may judge a training that another test of their file ran, and that is kept.
+    Then others of these files: they may judge a training that another test of their file ran, and is kept.
     """
+    folders = {*Path(mutant.path).parts}
     near = mutant.marks
     reaching = [test for test in tests if not test.marks.isdisjoint(near)]
     if not reaching:
@@ -211,7 +212,8 @@ def chosen(mutant: Mutant, tests: Sequence[Test], most: int, seconds: float) -> 
         for test in sorted(group, key=lambda test: test.seconds):
             by_file[test.file].append(test)
         rows = sorted(by_file.values(), key=lambda row: row[0].seconds)
-        for test in filter(None, itertools.chain(*itertools.zip_longest(*rows))):
+        by_turns = filter(None, itertools.chain(*itertools.zip_longest(*rows)))
+        for test in sorted(by_turns, key=lambda t: -len(folders & {*Path(t.file).parts})):
             if len(picked) < most and (spent + test.seconds <= seconds or not picked):
                 picked.append(test)
                 spent += test.seconds

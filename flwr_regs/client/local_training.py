@@ -331,14 +331,16 @@ class LocalTraining:
             ):
                 warnings.warn(SOFTMAX, stacklevel=2)
         except Exception as error:
-            if help_ := remedies.remedy(error, inputs, output, targets, model):
+            help_ = remedies.remedy(error, inputs, output, targets, model)
+            if help_ and help_ != str(error):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
         return self._objective(base, inputs, targets, output, watched)
 
     def _check_labels(self, output: Any, targets: Any) -> None:
-        by_class = remedies.is_cross_entropy(self._task.loss_fn) and isinstance(targets, Tensor)
-        if by_class and (wrong := remedies.wrong_label(output, targets)):
+        loss_fn = self._task.loss_fn
+        by_class = remedies.is_cross_entropy(loss_fn) and isinstance(targets, Tensor)
+        if by_class and (wrong := remedies.wrong_label(output, targets, loss_fn)):
             raise ValueError(wrong)
 
     def _objective(

@@ -222,7 +222,8 @@ class ClientSets(Spelled):
                 if (output := known[kind]) is None:
                     continue
                 outputs = output.expand(len(labels), *output.shape[1:])
-                if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels):
+                loss_fn = self.task.loss_fn
+                if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels, loss_fn):
                     raise ValueError(f"{name}: client {pid}: {why}")
 
     def _output(self, model: nn.Module, inputs: Tensor, whose: str) -> Tensor | None:

@@ -49,12 +49,13 @@ def wrong_kind(output: Tensor, targets: Tensor) -> str:
     return ""
 
 
-def wrong_label(output: Tensor, targets: Tensor) -> str:
-    """Say which class label is none of the output's classes; "" if all are."""
+def wrong_label(output: Tensor, targets: Tensor, loss_fn: Any = None) -> str:
+    """Say which class label is none of the output's classes; "" if all are, or the loss ignores it."""
     if targets.is_floating_point() or targets.ndim != 1 or output.ndim != 2:
         return ""
     classes = output.shape[1]
-    wrong = ((targets < 0) | (targets >= classes)).nonzero()
+    ignored = getattr(loss_fn, "ignore_index", -100)  # torch's default
+    wrong = (((targets < 0) | (targets >= classes)) & (targets != ignored)).nonzero()
     if not len(wrong):
         return ""
     label = int(targets[wrong[0, 0]])
