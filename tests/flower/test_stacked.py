@@ -65,12 +65,13 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with drawn():
-            self.words, self.head = nn.Embedding(10, 4, padding_idx=4), nn.Linear(24, 3)
+            self.words = nn.Embedding(10, 4, padding_idx=4)
+            self.head = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(24, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
         indices = (x * 3).long().clamp(-4, 5) + 4 if x.is_floating_point() else x
-        return self.head(self.words(indices).flatten(1))
+        return self.head(self.words(indices))
 
 
 class Twice(OwnModel):
@@ -246,6 +247,7 @@ TWO_EPOCHS = {"local-epochs": 2}
 SOME = {"fraction_train": 0.8}
 SAME: dict[str, Cohort] = {
     "steps": Cohort("FedProx", {"mu": 0.3, **SOME}, config={"local-steps": 7}),
+    "steps from another point": Cohort("FedLESAM", {"rho": 0.1, **SOME}, rounds=3),
     "momentum": Cohort("FedFOR", SOME, config={"momentum": 0.9, "weight-decay": 0.01}),
     "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=Scalar, config={"clip-norm": 0.1}),
     "Adam": Cohort("FedSAM", {"rho": 0.1, **SOME}, config={"optimizer": "Adam", **TWO_EPOCHS}),

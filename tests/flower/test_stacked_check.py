@@ -146,7 +146,7 @@ def noisy(model: Any, x: Any) -> Any:
 
 
 class Augmented(Dataset[Any]):
-    """Adds torch's noise to each example."""
+    """Adds torch's noise to each example, and draws in vain from the other generators."""
 
     def __init__(self, k: int) -> None:
         self.pairs = data_of(k).dataset
@@ -157,6 +157,7 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, i: int) -> Any:
         """Return an example."""
         x, y = self.pairs[i]
+        _ = random.random(), np.random.rand()  # noqa: NPY002
         return x + 0.1 * torch.randn(6), y
 
 
@@ -189,14 +190,16 @@ def test_the_check_changes_nothing() -> None:
 
         def client_fn(context: Any) -> Any:
             k = int(context.node_config["partition-id"])
-            return fr.FedBNClient(models[k], data_of(k), device="cpu")
+            return fr.FedBNClient(models[k], DataLoader(Augmented(k), 8, True), device="cpu")
 
         torch.manual_seed(5)
+        random.seed(5)
         np.random.seed(5)  # noqa: NPY002
         grid = Stacked(fr.client_app(client_fn), len(SIZES), check=check)
         Cohort("FedBN", model=lambda: models[0]).train(grid)
         assert not grid.fallbacks
         states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+        states.append([*random.getstate()])
         return states, [values_of(m) for replies in grid.replies for m in replies.values()]
 
     (state, actual), (expected_state, expected) = trained(1), trained(False)
