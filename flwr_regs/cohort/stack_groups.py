@@ -347,7 +347,8 @@ def member_of(
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = label_counts(pairs)
     # before the first forward pass, a term sees no more classes than the client has
-    reads = counts is not None and (recipe.probes or any(t.acts("start") for t in term.terms))
+    reads = recipe.probes or any(t.acts("start") for t in term.terms)
+    classes = len(counts) if reads and counts is not None else 0
     return Member(
         draw(pairs, seed, most, order),
         planned,
@@ -358,10 +359,7 @@ def member_of(
         counts,
         asked,
         begun,
-        (
-            *(_form_of(broadcast), _form_of(begun.slots), *private),
-            len(counts) if reads and counts is not None else counts is None,
-        ),
+        (_form_of(broadcast), _form_of(begun.slots), *private, classes),
     )
 
 

@@ -176,7 +176,7 @@ class GlobalModel(Snapshots):
         frozen: str | None = None,
     ) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
-        if self.buffers is None and buffers is not None and buffers != self.fixed:
+        if buffers is not None and buffers != self.fixed:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
         self.buffers, self.tied, self.frozen = buffers, tied, frozen
 

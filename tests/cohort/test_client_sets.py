@@ -1,5 +1,7 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
+import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.cohort import processes
 from flwr_regs.cohort.stacks import Stacks
 from tests import conftest
 from tests.conftest import Log
@@ -189,6 +192,17 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     assert kept.keys() == theirs.keys()
     assert all(np.array_equal(spread[n], a) for n, a in model.items())
     assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
+
+
+def test_arrays_pass_between_processes_and_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SHARED", tmp_path)
+    here, there = multiprocessing.Pipe()
+    processes._send(here, {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)})
+    assert len([*tmp_path.iterdir()]) == 1
+    assert processes._read(there)["b"].tolist() == [1.0, 1.0]
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.full  # compiling takes half a minute
