@@ -297,9 +297,8 @@ class GlobalModel(Snapshots):
             return self._term.update(self.server, mean, uploads, context, folded)
 
         uploads = any(slot for r in replies.values() for slot in r.uploads.values())
-        if uploads or any(
-            isinstance(t, Folds) for t in self._term.terms
-        ):  # `fold` reads updates too
+        folds = any(isinstance(t, Folds) for t in self._term.terms)  # `fold` reads updates too
+        if uploads or folds:
             passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
             server, step = of_usable(replies, update, "its upload cannot be used", passing)
         else:

@@ -184,8 +184,6 @@ class Reading(fr.Term):
 
     def finish(self, delta: Any, ctx: Any) -> Any:
         match self.what:
-            case "id in a set":
-                delta = {n: -d if ctx.client_id in {1, 3} else d for n, d in delta.items()}
             case "loss at the end":
                 loss = ctx.mean_loss(ctx.start)
                 return {n: 0.5 * d * loss / loss for n, d in delta.items()}, {"loss": loss}, {}
@@ -397,8 +395,7 @@ REASONS: dict[str, Cohort] = {
     ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
-    "a term looks up a number": Once(terms=[Reading("id in a dict")]),
-    "a term looks up a number that differs": Once(terms=[Reading("id in a set")]),
+    "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
     "its batches hold a Graph": Once(
         model=OfGraphs,
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
@@ -475,18 +472,6 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
 def dropping() -> nn.Module:
     """Return a model with dropout."""
     return perceptron(nn.Dropout(0.5))
-
-
-def test_two_runs_give_equal_bits_with_dropout() -> None:
-    def once(noise: int) -> list[dict[str, Any]]:
-        torch.manual_seed(noise)
-        grid = Cohort(model=dropping).stacked()
-        assert not grid.fallbacks
-        return [values_of(m) for replies in grid.replies for m in replies.values()]
-
-    for a, b in zip(once(1), once(2), strict=True):
-        for key, value in a.items():
-            assert np.array_equal(value, b[key]), key
 
 
 def test_each_client_has_a_dropout_mask_of_its_own() -> None:
