@@ -384,6 +384,11 @@ def drawn_rate(params: Any, lr: float) -> Any:
     return torch.optim.SGD(params, lr=lr * (1 + float(torch.rand(()))))
 
 
+def holding(params: Any, lr: float) -> Any:
+    """Return an optimiser that also holds a number of its own."""
+    return torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=lr)
+
+
 Once = partial(Cohort, rounds=1)
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
@@ -403,6 +408,7 @@ REASONS: dict[str, Cohort] = {
     "'NoneType' object has no attribute 'float'": Once(terms=[Odd("output")]),  # not elementwise
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
+    "its optimiser holds parameters that are not its": Once(settings={"optimizer": holding}),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
 }
 
