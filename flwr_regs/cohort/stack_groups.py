@@ -346,9 +346,9 @@ def member_of(
     if any("label_counts" in t.needs for t in term.terms):
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = label_counts(pairs)
-    form: list[Hashable] = [_form_of(slots) for slots in (broadcast, begun.slots) if slots]
     # before the first forward pass, a term sees no more classes than the client has
-    reads = counts is not None and (recipe.probes or any(t.acts("start") for t in term.terms))
+    reads = recipe.probes or any(t.acts("start") for t in term.terms)
+    classes = len(counts) if reads and counts is not None else 0
     return Member(
         draw(pairs, seed, most, order),
         planned,
@@ -359,7 +359,7 @@ def member_of(
         counts,
         asked,
         begun,
-        (*form, *private, len(counts) if reads and counts is not None else counts is None),
+        (_form_of(broadcast), _form_of(begun.slots), *private, classes),
     )
 
 

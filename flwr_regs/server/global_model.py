@@ -176,7 +176,7 @@ class GlobalModel(Snapshots):
         frozen: str | None = None,
     ) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
-        if self.buffers is None and buffers is not None and buffers != self.fixed:
+        if buffers is not None and buffers != self.fixed:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
         self.buffers, self.tied, self.frozen = buffers, tied, frozen
 
@@ -297,9 +297,8 @@ class GlobalModel(Snapshots):
             return self._term.update(self.server, mean, uploads, context, folded)
 
         uploads = any(slot for r in replies.values() for slot in r.uploads.values())
-        if uploads or any(
-            isinstance(t, Folds) for t in self._term.terms
-        ):  # `fold` reads updates too
+        folds = any(isinstance(t, Folds) for t in self._term.terms)  # `fold` reads updates too
+        if uploads or folds:
             passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
             server, step = of_usable(replies, update, "its upload cannot be used", passing)
         else:

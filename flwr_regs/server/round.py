@@ -214,7 +214,7 @@ class Round:
             "round": self.number,
             **{name: getattr(self, name) for name in ENTRY},
             **self.events,
-            **({"late": sorted(self.late)} if self.late else {}),
+            "late": sorted(self.late) or None,
             "replies": sorted(self.used),
             **{f"lost_{what}": clients for what, clients in self.lost.items()},
             "examples_processed": None if self.train_metrics is None else self.examples_processed,

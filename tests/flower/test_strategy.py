@@ -254,6 +254,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
+    (lambda: fr.Target(float("nan")), ValueError, "Target: value must be a number, not nan"),
+    (lambda: fr.Target(1.0, mode="up"), ValueError, "mode must be 'max', 'min' or None, not 'up'"),
+    (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number from 1, not 0"),
+    (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must not be negative, but"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
     (
         lambda: fr.Clients(make_model(), make_clients(1)).app(fr.FedFOR),  # type: ignore[arg-type]
@@ -493,29 +497,6 @@ def test_a_subclass_may_skip_a_phase() -> None:
 
 
 # What users' code sees
-
-
-def test_clients_and_rounds_shuffle_differently() -> None:
-    """Two clients with the same data, and one client in two rounds."""
-    orders: list[tuple[float, ...]] = []
-    data = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4), torch.arange(12) % 3)
-
-    class Spy(fr.FedAvgClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            order: list[float] = []
-            self.model[0].register_forward_pre_hook(lambda m, x: order.extend(x[0][:, 0].tolist()))
-            answer = super().fit(parameters, config)
-            orders.append(tuple(order))
-            return answer
-
-    run(
-        fr.FedAvg(seed=1, fraction_evaluate=0.0),
-        Spy,
-        rounds=2,
-        clients=[torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)] * 2,
-        model=partial(make_model, torch.float32),
-    )
-    assert len(orders) == len(set(orders)) == 4
 
 
 def test_evaluation_is_in_eval_mode_and_weighted_by_examples() -> None:

@@ -1,16 +1,18 @@
 """A training on the server's own values: whole rounds over a network of numpy clients."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from flwr_regs.chain import chain
 from flwr_regs.server.evaluation import evaluation
+from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
-from flwr_regs.term import Term
+from flwr_regs.term import Arrays, Slot, Term
+from flwr_regs.wire import keys
 from tests.server.network import NumpyNetwork, quadratic, run
 
 CONFIG = {"lr": 0.1, "local-steps": 3}
@@ -47,7 +49,7 @@ def test_whole_rounds_without_flower_are_the_closed_form() -> None:
 
 def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
-    train = training()
+    train = training(downlink="delta")
     course = train.round(1, CONFIG, network)
     (request,) = next(course)
     assert (request.kind, sorted(request.parcels)) == ("train", [0, 1, 2])
@@ -55,6 +57,23 @@ def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     assert (train.model.model["w"] == 0).all()
     run(train.round(1, CONFIG, network), network)
     assert [e["round"] for e in train.history] == [1]
+    (request,) = next(train.round(2, CONFIG, network))
+    told = {parcel.config[keys.DOWNLINK_KEY] for parcel in request.parcels.values()}
+    assert told == {"delta"}  # though no term reads the step
 
 
-# What terms see
+class Begins(Term):
+    """Begins with what is trained."""
+
+    name: ClassVar[str] = "begins"
+
+    def init(self, params: Arrays) -> Slot:
+        return dict(params)
+
+
+def test_a_term_begins_anew_with_what_the_clients_train() -> None:
+    model = GlobalModel(chain([Begins()]), {"w": np.zeros(2), "held": np.ones(3)})
+    model.agree(frozenset({"held"}), {})
+    model.server["begins"]["w"] += 1
+    model.agree(frozenset({"held"}), {})
+    np.testing.assert_equal(model.server, {"begins": {"w": np.ones(2)}})

@@ -228,6 +228,8 @@ class LocalNetwork:
                 # where the loss is not finite, the client trains alone, and names what is wrong
                 if math.isfinite(loss):
                     came[pid] = self._ended(asked[pid], served)
+                else:
+                    stacks.note(FloatingPointError("the loss in a stack is not finite"))
         for pid in [p for p in asked if p not in came]:
             if apart:
                 others[pid] = parcels[pid]

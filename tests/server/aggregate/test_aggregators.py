@@ -49,8 +49,7 @@ ROBUST: dict[Any, Callable[[Rows], list[float]] | None] = {
     fr.GeometricMedian(): oracle.geometric_median,
     fr.NormBound(): lambda xs: oracle.norm_bound(xs, None),
     fr.CenteredClipping(1.0): lambda xs: oracle.centered_clipping(xs, None, 3),
-    fr.Krum(1): None,  # the mean of those that it kept, clipped
-    fr.Krum(1, 3): None,
+    fr.Krum(1, 3): None,  # the mean of those that it kept, clipped
 }
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from flwr_regs.server.exchange.exchange import Remembered
 from flwr_regs.server.population.cohorts import (
     EVALUATION,
     TRAINING,
@@ -71,3 +72,5 @@ def test_a_cohort_does_not_follow_from_the_clients_own_seeds() -> None:
     first = np.random.SeedSequence((5, 2, 0)).generate_state(4).tolist()  # client 0's
     streams = [np.random.SeedSequence((5, 2), spawn_key=p).generate_state(4) for p in purposes]
     assert first not in [stream.tolist() for stream in streams]
+    told = [Remembered().entries(pid, 5, t)["regs.seed"] for t in (1, 2) for pid in clients]
+    assert len({*told}) == 80  # of each client and round its own

@@ -33,8 +33,8 @@ def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None
 def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
     who = Participation("average", 1e-9, False, 10)
     for _ in range(3):
-        ended(who, [0, 1], {1: REPLY})
+        ended(who, [0, 1, 2], {2: REPLY})
     now = Round(4)
-    assert who.remaining([0, 1], now) == [1]
+    assert who.remaining([0, 1], now) == [1]  # the last one stays
     assert now.events["dropped_for_good"] == [0]
     assert who.remaining([0], Round(5)) == [0]

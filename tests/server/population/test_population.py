@@ -71,7 +71,8 @@ def test_a_mute_node_is_not_asked_in_every_round() -> None:
 def test_the_wait_ends_with_those_who_came_and_the_others_are_named(log: Log) -> None:
     who, network = Population(2, None, 0.2), network_of(3, total=5)
     assert who.refresh(network) == [0, 1, 2]
-    assert log("training starts without partitions [3, 4] after 0 s")
+    (said,) = log(level=logging.WARNING)
+    assert said == "training starts without partitions [3, 4] after 0 s"
     assert who.refresh(network) == [0, 1, 2]  # and does not wait again
     assert not log(level=logging.WARNING)
     odd = Population(2, 5, 0.2)
