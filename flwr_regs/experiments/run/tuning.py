@@ -126,8 +126,8 @@ def notes(
     said, tried = [], dict[str, Any]()
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
-        text = shown(point, " = ") or "nothing to tune"
-        said.append(f"{label}: {text}; the best of {outcome['trials']} on held-out data")
+        best = f"{shown(point, ' = ')}; the best of {outcome['trials']} on held-out data"
+        said.append(f"{label}: {best if point else 'nothing to tune'}")
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"

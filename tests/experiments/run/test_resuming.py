@@ -159,9 +159,8 @@ def test_a_worker_that_is_killed_says_how_to_go_on() -> None:
 
 
 @linux
-@pytest.mark.parametrize(
-    "options", [["--workers", "2"], pytest.param(["--runner", "ray"], marks=pytest.mark.full)]
-)
+@pytest.mark.full  # a grid's workers stand in tests/flower/test_workers.py
+@pytest.mark.parametrize("options", [["--workers", "2"], ["--runner", "ray"]])
 def test_what_a_command_starts_ends_with_it_when_it_is_killed(options: list[str]) -> None:
     """Else they and the command that resumes write into the same records."""
     with started("run", "methods=FedAvg", "rounds=3000", "out=here", *options) as process:
