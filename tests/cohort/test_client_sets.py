@@ -2,6 +2,7 @@
 
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,8 @@ def test_step_budgets_are_kept_on_every_way() -> None:
         models[0]["0.weight"],
         trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedProx", mu=0.1)["0.weight"],
     )
+    clients.step_budgets = {2: 1}
+    assert [clients.step_budget(k, 1) for k in (1, 2)] == [None, 1]
 
 
 @pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid])
@@ -183,7 +186,7 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     models = []
     for number in (1, 2):
         sets = [pair(k) for k in range(5)]
-        clients = fr.Clients(perceptron_of_two, sets, batch_size=8, device="cpu")
+        clients = fr.Clients(perceptron, sets, batch_size=8, device="cpu")
         grid = fr.StackedGrid(clients, workers=number)
         models.append((trained(grid, method, fraction_evaluate=0.0, **given), kept_by(grid)))
         assert not grid.fallbacks
@@ -251,11 +254,6 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
     assert sum(grid.fallbacks.values()) == 5
 
 
-def perceptron_of_two() -> nn.Module:
-    """Return the model, for other processes."""
-    return perceptron()
-
-
 X, Y = pair(0)
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an empty set": ([(X, Y), (X[:0], Y[:0])], {}, "train_sets: client 1 has an empty data set"),
@@ -265,6 +263,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no clients": ([], {}, "train_sets is empty"),
     "one pair": ((X, Y), {}, "a data set for each client"),
     "a function alone": (pair, {}, "say num_clients="),
+    "a function for none": (pair, {"num_clients": 0}, "num_clients must be"),
+    "two partitioners": (
+        SimpleNamespace(load_partition=pair, partitioners={"train": 1, "test": 2}),
+        {},
+        "must have one partitioner, not 2",
+    ),
     "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
     "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),

@@ -394,6 +394,9 @@ REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
     "the app has mods": Once(mods=[passing]),
     "its loader has a random generator of its own": Once(loader=with_generator),
+    "its loader has worker processes": Once(
+        loader=lambda k, shuffle=True: DataLoader(data_of(k).dataset, 8, num_workers=1)
+    ),
     "LBFGS is not known to treat each number alone": Once(config={"optimizer": "LBFGS"}),
     "['optimizer'] carry the state of an optimiser in which": Once(
         "FedADC", {"beta": 0.5}, settings={"keep_optimizer": True}
