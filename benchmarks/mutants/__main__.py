@@ -190,7 +190,11 @@ def record(marks: Sequence[Mapping[str, Any]], root: Path, paths: Sequence[str])
             for name in broken & rows.keys():
                 tell(f"left out, as it fails on the tree as it is: {name}")
                 del rows[name]
-    return [Test(row["test"], row["seconds"], set(row["marks"])) for row in rows.values()]
+    return [
+        Test(name, row["seconds"], set(row["marks"]))
+        for name, row in rows.items()
+        if "\\" not in name  # pytest does not find it by its name
+    ]
 
 
 def chosen(mutant: Mutant, tests: Sequence[Test], most: int, seconds: float) -> list[Test]:
