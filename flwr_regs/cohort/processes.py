@@ -16,13 +16,13 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
 
 from flwr_regs.client.member import Answer, Identity
@@ -189,19 +189,21 @@ class StackProcesses:
 
         Raises RuntimeError if a process ends before it is done.
         """
-        pool = self._pool
-        try:
-            if not pool.running:
-                pool.start(pool.number)
-            size = -(-len(asked) // pool.number)
-            parts = [asked[i : i + size] for i in range(0, len(asked), size)]
-            workers = list(pool.running)[: len(parts)]
-            for worker, part in zip(workers, parts, strict=True):
-                _send(worker, [(a.pid, a.client.step_budget, a.message, a.memory) for a in part])
-            return [self._received(worker) for worker in workers]
-        except BaseException:  # such as Ctrl-C: what the processes are at is of no use
-            self.close()
-            raise
+        pool, shared = self._pool, SHARED if SHARED.is_dir() else None
+        size = -(-len(asked) // pool.number)
+        parts = [asked[i : i + size] for i in range(0, len(asked), size)]
+        with TemporaryDirectory(prefix="flwr-regs-", dir=shared) as folder:
+            try:
+                if not pool.running:
+                    pool.start(pool.number)
+                workers = list(pool.running)[: len(parts)]
+                for worker, part in zip(workers, parts, strict=True):
+                    tasks = [(a.pid, a.client.step_budget, a.message, a.memory) for a in part]
+                    _send(worker, folder, (folder, tasks))
+                return [self._received(worker) for worker in workers]
+            except BaseException:  # such as Ctrl-C: what the processes are at is of no use
+                self.close()
+                raise
 
     def _received(self, worker: Connection) -> Part:
         try:
@@ -218,7 +220,7 @@ def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) 
     stacks, made = Stacks(settings), dict[int, OneClient]()
     while True:
         try:
-            tasks = _read(connection)
+            folder, tasks = _read(connection)
         except (EOFError, OSError):
             return
         clients.model.load_state_dict(clients.initial())  # entries that a client lacks are as given
@@ -230,19 +232,17 @@ def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) 
             asked.append(Asked(pid, made[pid], message, memory))
         stacks.fallbacks = {}
         served = stacks.train(asked)
-        _send(connection, (served, stacks.fallbacks))
+        _send(connection, folder, (served, stacks.fallbacks))
 
 
-def _send(connection: Connection, value: Any) -> None:
-    """Send a value; its arrays go through a file in memory, which the receiver removes."""
+def _send(connection: Connection, folder: str | Path, value: Any) -> None:
+    """Send a value; its arrays go through a file of a folder in memory, which the receiver removes."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [b.raw() for b in buffers]
     sizes, path = [v.nbytes for v in views], ""
     if sum(sizes):
-        handle, path = tempfile.mkstemp(
-            prefix="flwr-regs-", dir=SHARED if SHARED.is_dir() else None
-        )
+        handle, path = mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as file:
             file.writelines(views)
     connection.send((data, sizes, path))

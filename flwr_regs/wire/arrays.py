@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from flwr_regs.wire.keys import NOT_TRAINED_KEY
-from flwr_regs.wire.parcel import LARGEST_SUMMED, Row
+from flwr_regs.wire.parcel import Row
 from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
@@ -256,7 +256,7 @@ def _within(a: np.ndarray, largest: float) -> bool:
         return True
     if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
         vector = a.reshape(-1)
-        if np.dot(vector, vector) < min(largest, LARGEST_SUMMED) ** 2 / 16:
+        if np.dot(vector, vector) < largest**2 / 16:
             return True
     low, high = float(a.min()), float(a.max())  # NaN if one is
     return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)

@@ -47,9 +47,7 @@ def model_from(
         return {**base, **arrays}, None
     if kind == "kept":
         return _confirmed(base, config), None
-    if base.keys() != arrays.keys():
-        raise OutOfSync
-    model = {name: add(base[name], arrays[name]) for name in arrays}
+    model = {name: add(base[name], move) for name, move in arrays.items() if name in base}
     return _confirmed(model, config), arrays
 
 

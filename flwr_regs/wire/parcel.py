@@ -16,9 +16,6 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.npy import npy_bytes
 from flwr_regs.wire.text import named
 
-LARGEST_SUMMED = 1e18
-"""Squares up to that of this number, and sums of some of them, are finite in float32."""
-
 
 class Record(dict[str, np.ndarray]):
     """Arrays by name, to be sent; the same record may go to many clients."""
@@ -59,7 +56,7 @@ class Stack(dict[str, np.ndarray]):
 
         The sum of squares is below the square of `largest` only if no number is beyond it.
         """
-        return self._squares < min(largest, LARGEST_SUMMED) ** 2 / 16
+        return self._squares < largest**2 / 16
 
 
 class Row(Mapping[str, np.ndarray]):

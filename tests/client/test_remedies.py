@@ -55,12 +55,6 @@ def test_an_error_of_torch_says_what_helps(data: Any, message: str) -> None:
         train(fr.FedAvg(seed=0), fr.FedAvgClient, rounds=1, clients=[data, data], model=net)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="device='cuda': torch finds no CUDA GPU here"):
-        local_round(net(), Chain(()), loader(X, Y), lr=0.1, epochs=1, device="cuda")
-
-
 def test_a_state_dict_is_a_model_and_a_module_is_none() -> None:
     data = loader(X, Y, 3)
     grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, data)), 2)

@@ -197,12 +197,9 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     assert all(np.array_equal(theirs[n], a) for n, a in kept.items())
 
 
-def test_arrays_pass_between_processes_and_leave_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "SHARED", tmp_path)
+def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
-    processes._send(here, {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)})
+    processes._send(here, tmp_path, {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)})
     assert len([*tmp_path.iterdir()]) == 1
     assert processes._read(there)["b"].tolist() == [1.0, 1.0]
     assert not any(tmp_path.iterdir())

@@ -72,6 +72,7 @@ def quadratic(curvature: Any, centre: Any) -> Client:
             for name in v:
                 v[name] = v[name] - config["lr"] * curvature[k] * (v[name] - centre[k])
         steps = {"local-steps": config["local-steps"], "planned-steps": config["local-steps"]}
+        steps["examples-processed"] = k - 1
         return Parcel(
             {keys.ARRAYS: Record(v)},
             {key: config[key] for key in ECHOED} | {keys.NOT_TRAINED_KEY: []},

@@ -2,7 +2,9 @@
 
 import math
 
-from flwr_regs.server.client_metrics import common_metrics
+from flwr_regs.server.client_metrics import MOST_ENTRIES, common_metrics, read_metrics
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.text import MOST_NAMES
 
 
 def test_metrics_of_most_clients_are_averaged_and_the_others_named() -> None:
@@ -13,9 +15,11 @@ def test_metrics_of_most_clients_are_averaged_and_the_others_named() -> None:
         5: {**usual, "loss": 1e300},
         6: {**usual, "mine": 1.0},
         7: {"num-examples": 2},
+        8: {**usual, **{f"mine-{i:02}": 1.0 for i in range(2 * MOST_NAMES)}},
     }
     averaged, left_out = common_metrics({**dict.fromkeys(range(9), usual), **odd})
     assert averaged == [usual] * 5  # of client 6 all but its own name
+    assert left_out.pop(8) == [f"mine-{i:02}" for i in range(MOST_NAMES)]
     assert left_out == {3: ["loss"], 4: ["loss"], 5: ["loss"], 6: ["mine"], 7: ["loss"]}
 
 
@@ -25,3 +29,9 @@ def test_a_metric_that_nobody_can_use_stays_as_it_is() -> None:
     averaged, left_out = common_metrics({0: lost, 1: lost})
     assert [math.isnan(m["loss"]) for m in averaged] == [True, True]
     assert left_out == {}
+
+
+def test_a_list_without_end_is_left_out() -> None:
+    lists = {"long": [0.0] * (MOST_ENTRIES + 1), "short": [0.0] * MOST_ENTRIES}
+    kept, _ = read_metrics(0, Parcel(metrics={"num-examples": 2, **lists}), "num-examples")
+    assert sorted(kept) == ["num-examples", "short"]

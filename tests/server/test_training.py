@@ -42,6 +42,7 @@ def test_whole_rounds_without_flower_are_the_closed_form() -> None:
         assert now.cohort == sorted(now.used) == [0, 1, 2]
         assert len({*now.bytes_down.values()}) == 1
     assert [e["round"] for e in train.history] == [1, 2, 3, 4, 5]
+    assert {e["examples_processed"] for e in train.history} == {1}  # of -1, 0 and 1
     got = run(evaluation(train, 5, train.model.model, {}, network), network)
     assert got == {"loss": pytest.approx(np.mean([2 * (w - c) ** 2 for c in CENTRE]))}
     assert set(train.history[-1]["evaluate"]["clients"]) == {0, 1, 2}
@@ -60,6 +61,9 @@ def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     (request,) = next(train.round(2, CONFIG, network))
     told = {parcel.config[keys.DOWNLINK_KEY] for parcel in request.parcels.values()}
     assert told == {"delta"}  # though no term reads the step
+    assert train.adopt({"w": np.ones(2)})
+    (request,) = next(train.round(2, CONFIG, network))
+    assert {parcel.config[keys.DOWNLINK_KEY] for parcel in request.parcels.values()} == {"model"}
 
 
 class Begins(Term):

@@ -201,14 +201,13 @@ class Population(Snapshots):
             return class_covering_cohort(counts, key, size, classes, purpose)
         except CoverageError:  # a class that one client alone claims may be its invention
             shared = {i for i in classes if holders[i] > 1}
-            if shared == classes:
-                raise
+            cohort = class_covering_cohort(counts, key, size, shared, purpose)
             LOG.warning(
                 "no cohort of %d clients holds all %d classes; classes that one client alone holds do "
                 "not count in this round",
                 *(size, len(classes)),
             )
-            return class_covering_cohort(counts, key, size, shared, purpose)
+            return cohort
 
     def _ask_for_labels(self, network: Network) -> None:
         """Ask each connected client once how many examples of each class it holds.
