@@ -252,6 +252,7 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
 
 
 X, Y = pair(0)
+TWO = SimpleNamespace(load_partition=pair, partitioners={"train": 1, "test": 2})
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an empty set": ([(X, Y), (X[:0], Y[:0])], {}, "train_sets: client 1 has an empty data set"),
     "unequal lengths": ([(X, Y), (X, Y[1:])], {}, r"client 1 has inputs of shape \(20, 6\)"),
@@ -261,11 +262,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one pair": ((X, Y), {}, "a data set for each client"),
     "a function alone": (pair, {}, "say num_clients="),
     "a function for none": (pair, {"num_clients": 0}, "num_clients must be"),
-    "two partitioners": (
-        SimpleNamespace(load_partition=pair, partitioners={"train": 1, "test": 2}),
-        {},
-        "must have one partitioner, not 2",
-    ),
+    "two partitioners": (TWO, {}, "must have one partitioner, not 2"),
     "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
     "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
