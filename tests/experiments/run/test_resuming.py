@@ -113,10 +113,10 @@ class Slow(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("options", "training", "number"),
     [
-        ([], False, signal.SIGTERM),
-        pytest.param([], False, signal.SIGINT, marks=pytest.mark.full),
+        ([], False, signal.SIGINT),
+        pytest.param([], False, signal.SIGTERM, marks=pytest.mark.full),
         pytest.param(["--runner", "stacked"], True, signal.SIGTERM, marks=pytest.mark.full),
-        (["--workers", "2"], True, signal.SIGINT),
+        pytest.param(["--workers", "2"], True, signal.SIGINT, marks=pytest.mark.full),
         pytest.param(["--runner", "ray"], True, signal.SIGTERM, marks=pytest.mark.full),
     ],
 )
