@@ -172,7 +172,7 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         }
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
-        return self._to_all(probes, _mean(probes, dict.fromkeys(probes, 1 / len(probes))))
+        return self._to_all(probes, _mean(probes, dict.fromkeys(probes, 1 / max(len(probes), 1))))
 
     def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
         c = ctx.aggregated(probes) if ctx.robust else _mean(probes, ctx.weights)
