@@ -338,10 +338,10 @@ def picture(path: Path, width: float, height: float) -> Iterator[Picture]:
 def write_picture(made: Picture, path: Path) -> None:
     """Write a figure of 130 dots per inch for a page."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(small(Image.open(io.BytesIO(made.rendered("png", 130)))))
+    path.write_bytes(small_webp(Image.open(io.BytesIO(made.rendered("png", 130)))))
 
 
-def small(image: Image.Image) -> bytes:
+def small_webp(image: Image.Image) -> bytes:
     """Return an image as a lossless WebP, with fewer colours where few pixels have them: at edges."""
     pixels = np.asarray(image.convert("RGB"))
     packed = pixels.reshape(-1, 3) @ [65536, 256, 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.common import small
+from benchmarks.common import small_webp
 
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 PART = re.compile(r"```bash\n(.*?)\n```|!\[[^\]]*\]\((\S+)\)", re.S)
@@ -43,7 +43,7 @@ def main() -> int:
                 missing = 1
                 continue
             image = Image.open(source).convert("RGB")
-            target.write_bytes(small(image.reduce(2) if image.width > WIDEST else image))
+            target.write_bytes(small_webp(image.reduce(2) if image.width > WIDEST else image))
     return missing
 
 

@@ -198,9 +198,10 @@ def record(marks: Sequence[Mapping[str, Any]], root: Path, paths: Sequence[str])
 
 
 def chosen(mutant: Mutant, tests: Sequence[Test], most: int, seconds: float) -> list[Test]:
-    """Return the tests for a mutant: of each file in turn the shortest, those in its folders' mirror first.
+    """Return the tests for a mutant: of each file in turn the shortest, then others of these files.
 
-    Then others of these files: they may judge a training that another test of their file ran, and is kept.
+    Files that mirror its folders come first. The others of a file may judge a training that another test of
+    their file ran, and that is kept.
     """
     folders = {*Path(mutant.path).parts}
     near = mutant.marks

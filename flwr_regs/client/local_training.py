@@ -331,7 +331,8 @@ class LocalTraining:
             ):
                 warnings.warn(SOFTMAX, stacklevel=2)
         except Exception as error:
-            help_ = remedies.remedy(error, inputs, output, targets, model)
+            loss_fn = self._task.loss_fn
+            help_ = remedies.remedy(error, inputs, output, targets, model, loss_fn)
             if help_ and help_ != str(error):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise

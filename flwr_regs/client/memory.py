@@ -112,6 +112,8 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
     `withholds` is whether the client has private entries.
     """
     number, used, came = _course(config)
+    if not memory and not came and not withholds and not _keeps_state(config):
+        return Begun()
     settled, latest = (_snapshot(memory, at) for at in (used, came))
     lost_state, slots = settled is None or latest is None, Slot()
     settled, held = settled or {}, latest or {}
@@ -144,6 +146,8 @@ def end(
     empty. What is lost stays lost, and is named again, until the server counts on a later round.
     """
     number, used, came = _course(config)
+    if not memory and not came and not private and not any(slots.values()):
+        return {}
     probe = bool(config.get(keys.PROBE_KEY))
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]

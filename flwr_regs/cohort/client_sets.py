@@ -232,7 +232,7 @@ class ClientSets(Spelled):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 output = self.task.output(model, inputs)
         except Exception as error:  # whatever a user's model raises
-            if why := remedy(error, inputs, None, None, model):
+            if why := remedy(error, inputs, None, None, model, self.task.loss_fn):
                 raise ValueError(f"{whose}: {why}") from error
             return None  # its clients say it better
         return output if isinstance(output, Tensor) else None

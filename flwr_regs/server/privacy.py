@@ -111,7 +111,8 @@ def private_mean(updates: Updates, dp: CentralDP, cohort_size: int) -> tuple[NDA
     std = dp.noise_multiplier * dp.clip_norm / cohort_size
     for name in updates.trained:
         mean[name] /= cohort_size
-        mean[name] += noise.normal(0.0, std, mean[name].shape)
+        if std > 0:
+            mean[name] += noise.normal(0.0, std, mean[name].shape)
         mean[name] = in_shape(mean[name], base[name])
     return mean, clipped / max(len(replies), 1)
 

@@ -47,7 +47,7 @@ class Target(Spelled):
     def __call__(self, history: History) -> str:
         """Return why training ends; "" if it goes on."""
         reported = values(history, self.metric)
-        if not reported:
+        if not reported or reported[-1][0] != history[-1]["round"]:
             return ""
         factor, last = sign(self.metric, self.mode), reported[-1][1]
         reached = factor * last >= factor * self.value
@@ -82,7 +82,7 @@ class Patience(Spelled):
         sign(self.metric, self.mode)
         if not isinstance(self.rounds, int) or self.rounds < 1:
             raise ValueError(f"Patience: rounds must be a whole number from 1, not {self.rounds!r}")
-        if not self.min_delta >= 0:
+        if not 0 <= self.min_delta < math.inf:
             raise ValueError(f"Patience: min_delta must not be negative, but is {self.min_delta!r}")
 
     def __call__(self, history: History) -> str:

@@ -47,7 +47,9 @@ def model_from(
         return {**base, **arrays}, None
     if kind == "kept":
         return _confirmed(base, config), None
-    model = {name: add(base[name], move) for name, move in arrays.items() if name in base}
+    if base.keys() != arrays.keys():
+        raise OutOfSync
+    model = {name: add(base[name], arrays[name]) for name in arrays}
     return _confirmed(model, config), arrays
 
 

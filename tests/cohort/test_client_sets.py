@@ -335,7 +335,7 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
-def test_a_label_that_the_loss_ignores_is_none_that_is_wrong(kind: Any) -> None:
+def test_a_label_that_the_loss_ignores_is_not_refused(kind: Any) -> None:
     loss, (x, y) = nn.CrossEntropyLoss(ignore_index=9), pair(1)
     sets = [pair(0), (x, y.clone().index_fill(0, torch.tensor([1]), 9))]
     clients = fr.Clients(perceptron, sets, loss_fn=loss, device="cpu")

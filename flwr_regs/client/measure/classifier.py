@@ -69,7 +69,7 @@ def makes(logits: Any, produced: Any) -> bool:
         if (parameter := getattr(node, "variable", None)) is not None and parameter.numel() > 1:
             return False
         nodes += [following for following, _ in node.next_functions if following not in nodes]
-    return layer in nodes
+    return layer is not None and layer in nodes
 
 
 class Tap:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from flwr_regs.client.train.batches import Pairs, batch_size, tensors
 
 
-def remedy(error: Exception, inputs: Any, output: Any, targets: Any, model: nn.Module) -> str:
+def remedy(
+    error: Exception, inputs: Any, output: Any, targets: Any, model: nn.Module, loss_fn: Any
+) -> str:
     """Return what helps against an error of a forward pass (`output` is None) or a loss; "" if unknown."""
     if output is None and isinstance(inputs, Tensor):
         first = next(model.parameters(), None)
@@ -32,7 +34,7 @@ def remedy(error: Exception, inputs: Any, output: Any, targets: Any, model: nn.M
         )
     if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
         return ""
-    return wrong_kind(output, targets) or wrong_label(output, targets)
+    return wrong_kind(output, targets) or wrong_label(output, targets, loss_fn)
 
 
 def wrong_kind(output: Tensor, targets: Tensor) -> str:
@@ -49,7 +51,7 @@ def wrong_kind(output: Tensor, targets: Tensor) -> str:
     return ""
 
 
-def wrong_label(output: Tensor, targets: Tensor, loss_fn: Any = None) -> str:
+def wrong_label(output: Tensor, targets: Tensor, loss_fn: Any) -> str:
     """Say which class label is none of the output's classes; "" if all are, or the loss ignores it."""
     if targets.is_floating_point() or targets.ndim != 1 or output.ndim != 2:
         return ""
