@@ -1,7 +1,8 @@
 """Resolves ``uv.lock``, and leaves out what none of its environments can use: ``python .ci/lock.py``.
 
-uv keeps the wheels of each Python from the lowest on, those of other C libraries, and when each was
-uploaded: half a megabyte. Arguments go to ``uv lock``, such as ``--upgrade``.
+uv keeps the wheels of each Python from the lowest on, those of other C libraries, sources beside a wheel
+that fits everywhere, how large each file is and when it was uploaded: half a megabyte. Arguments go to
+``uv lock``, such as ``--upgrade``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 FILE = Path(__file__).resolve().parents[1] / "uv.lock"
 PYTHONS = ("cp311", "cp312", "cp313")
 """Those of ``tool.uv.environments`` in pyproject.toml."""
+SOURCE = re.compile(r'^sdist = .*\n(?=wheels = \[\n    .*-none-any\.whl")', re.M)
 WHEEL = re.compile(r'^    \{ url = ".*-([^-]+)-([^-]+)-([^-]+)\.whl".*\n', re.M)
 
 
@@ -27,6 +29,7 @@ def used(wheel: re.Match[str]) -> bool:
 if __name__ == "__main__":
     subprocess.run(["uv", "lock", *sys.argv[1:]], cwd=FILE.parent, check=True)
     wheels = WHEEL.sub(lambda m: m[0] if used(m) else "", FILE.read_text())
-    FILE.write_text(re.sub(r', upload-time = "[^"]*"', "", wheels))
+    unused = r', size = \d+|, upload-time = "[^"]*"'
+    FILE.write_text(re.sub(unused, "", SOURCE.sub("", wheels)))
     subprocess.run(["uv", "lock", "--check"], cwd=FILE.parent, check=True)
     print(f"{FILE.name}: {FILE.stat().st_size:,} bytes")

@@ -1,10 +1,11 @@
 """The comparisons that the documents show: kept results, tables, pictures, and whether they still hold.
 
 ``python -m benchmarks.comparisons keep FOLDER NAME`` keeps what ``flwr-regs bench`` wrote into FOLDER as
-``docs/studies/NAME.tar.xz``, without models, and with totals of rounds alone. ``... report`` writes tables
-into the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may
-name methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again
-and compares; data sets that are no part of a package need ``--data-dir``.
+``docs/studies/NAME.tar.xz``, without models, the accuracies of single clients and the times of single
+rounds. ``... report`` writes tables into the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``,
+and draws the pictures; a mark may name methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check``
+trains one seed of every study again and compares; data sets that are no part of a package need
+``--data-dir``.
 """
 
 from __future__ import annotations
@@ -77,11 +78,15 @@ def _texts(folder: Path, made: dict[str, Any]) -> dict[str, str]:
         run = records.read(path)
         lines = [{"run": _head(run)}, *_rounds(run), {"end": _end(run)}]
         texts[f"runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
-    for path in sorted(folder.glob("tuning/runs/*.jsonl")):  # what it cost, and its last rounds
+    for path in sorted(
+        folder.glob("tuning/runs/*.jsonl")
+    ):  # what it cost, and the mean of its last rounds
         run = records.read(path)
         steps = sum(sum(entry.get("steps", {}).values()) for entry in run.rounds)
         lines = [{"run": _head(run)}, {"round": {"steps": {"all": steps}}}]
-        lines += [{"test": _test(point)} for point in run.trained[-metrics.LAST :]]
+        if run.trained:
+            mean = {"round": run.trained[-1]["round"], "accuracy": round(metrics.last(run), 6)}
+            lines.append({"test": mean})
         lines += [{"end": {**_end(run), "per_client": {}}}]
         texts[f"tuning/runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
     return texts
@@ -95,7 +100,8 @@ def pack(texts: dict[str, str], target: Path) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(text.encode())
             archive.addfile(info, io.BytesIO(text.encode()))
-    target.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+    for_text = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}
+    target.write_bytes(lzma.compress(packed.getvalue(), filters=[for_text]))
 
 
 def studies() -> list[str]:
@@ -120,19 +126,20 @@ def _head(run: RunRecord) -> dict[str, Any]:
 
 
 def _rounds(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the lines of a run's rounds; each has taken their mean time."""
     lines: list[dict[str, Any]] = [
         {"test": _test(point)} for point in run.test if not point["round"]
     ]
+    seconds = round(run.clock[-1] / len(run.rounds), 5) if run.rounds else 0.0
     for entry, point in zip(run.rounds, run.trained, strict=False):
         ways = {
             w: {"all": sum(entry[w].values())} for w in ("bytes_down", "bytes_up") if w in entry
         }
-        seconds = {"all": round(sum(entry["seconds"].values()), 3)}
         more = {k: entry[k] for k in ("failures", "epsilon", "delta", "clipped") if entry.get(k)}
         more["turns"] = entry.get("turns", len(entry.get("bytes_down", ())))
         if tests := metrics.on_clients(entry):  # their mean, as one client's
             more["evaluate"] = {"clients": {"all": {"accuracy": round(sum(tests) / len(tests), 5)}}}
-        lines.append({"round": {**ways, "seconds": seconds, **more}, "test": _test(point)})
+        lines.append({"round": {**ways, "seconds": {"all": seconds}, **more}, "test": _test(point)})
     return lines
 
 
@@ -148,7 +155,6 @@ def _end(run: RunRecord) -> dict[str, Any]:
         "processor_seconds": None if ticks is None else round(ticks, 3),
     }
     clients = {k: round(run.per_client[k], 5) for k in ("worst", "std") if k in run.per_client}
-    clients["clients"] = [round(a, 4) for a in run.per_client.get("clients", ())]
     return {**took, **{name: getattr(run, name) for name in names}, "per_client": clients}
 
 

@@ -1,7 +1,8 @@
 """The pages of docs/results/: a benchmark's raw runs as one file, and the page that is made of them alone.
 
 ``python -m benchmarks.results keep FOLDER NAME`` packs what ``flwr-regs bench CARD`` wrote into FOLDER as
-``docs/results/NAME.tar.xz``: a folder of results again, without models and with totals of rounds alone.
+``docs/results/NAME.tar.xz``: a folder of results again, without models, the accuracies of single clients
+and the times of single rounds; a trial of tuning keeps the mean of its last rounds.
 ``... report`` writes ``docs/results/NAME.md`` of each, and its picture of ranks.
 """
 

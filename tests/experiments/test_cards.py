@@ -56,8 +56,9 @@ def planned(*line: str) -> Experiment:
 def test_an_experiment_is_the_same_in_its_file() -> None:
     """Text is read once: what is written is read as an equal value, reduced or not."""
     for name in ("card.toml", *SAMPLE):
-        for level in choices.levels(card := load(name)):
-            experiment = choices.at(card, level)
+        card = load(name)
+        levels = [choices.at(card, level) for level in choices.levels(card)]
+        for experiment in (*levels, replace(card, settings={})):
             text = card_files.text(experiment, {"card": card.name, "commit": None})
             assert card_files.read(text, card.name) == experiment
     assert tomllib.loads(text)["made"] == {"card": card.name}

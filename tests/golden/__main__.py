@@ -7,5 +7,4 @@ from tests.golden.messages import write
 from tests.golden.scenarios import SCENARIOS, messages
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
-for name in sys.argv[1:] or SCENARIOS:
-    write(name, messages(name))
+write({name: messages(name) for name in sys.argv[1:] or SCENARIOS})

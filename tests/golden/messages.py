@@ -1,14 +1,17 @@
 """Messages as plain values: what of them is recorded, stored and compared.
 
-A file holds one message a line. Structure is compared exactly: names, dtypes, shapes, keys, types, texts,
-whole numbers. The order of arrays and keys has no meaning. Floating-point values may differ by what another
-version of torch makes of them, and what follows from their bits (digests) by anything of the same length.
+The file holds one message a line, after the name of its scenario: ``xzcat`` shows it. Structure is compared
+exactly: names, dtypes, shapes, keys, types, texts, whole numbers. The order of arrays and keys has no
+meaning. Floating-point values may differ by what another version of torch makes of them, and what follows
+from their bits (digests) by anything of the same length.
 """
 
 import json
+import lzma
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from flwr_regs.wire import keys
 
-FOLDER = Path(__file__).parent / "files"
+FILE = Path(__file__).with_name("messages.jsonl.xz")
 ROUNDING, RTOL, ATOL = 6, 1e-3, 1e-5
 HALVES = ("float16", "uint16")
 """Dtypes in which values that were rounded travel; they may differ by one unit."""
@@ -72,16 +75,25 @@ def _code(data: bytes) -> dict[str, Any]:
     return {"STC": head, "mu": _value("", mu), "body": data[48:].hex()}
 
 
-def write(name: str, messages: list[dict[str, Any]]) -> None:
-    """Store the messages of a scenario."""
-    FOLDER.mkdir(exist_ok=True)
-    lines = ",\n".join(json.dumps(m, separators=(",", ":")) for m in messages)
-    (FOLDER / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+def write(runs: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Store the messages of some scenarios in place of theirs."""
+    lines = [
+        json.dumps([name, message], separators=(",", ":")) + "\n"
+        for name, messages in sorted({**stored(), **runs}.items())
+        for message in messages
+    ]
+    FILE.write_bytes(lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME))
+    stored.cache_clear()
 
 
-def read(name: str) -> Any:
-    """Return the stored messages of a scenario."""
-    return json.loads((FOLDER / f"{name}.json").read_text())
+@cache
+def stored() -> dict[str, list[Any]]:
+    """Return the stored messages of each scenario."""
+    runs: dict[str, list[Any]] = {}
+    for line in lzma.decompress(FILE.read_bytes()).decode().splitlines():
+        name, message = json.loads(line)
+        runs.setdefault(name, []).append(message)
+    return runs
 
 
 def differences(found: Any, golden: Any, at: str = "") -> Iterator[str]:

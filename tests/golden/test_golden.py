@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from flwr_regs.wire import keys
-from tests.golden import messages as stored
+from tests.golden.messages import differences, stored
 from tests.golden.scenarios import SCENARIOS, messages
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_messages_are_as_they_were(name: str) -> None:
-    assert list(stored.differences(messages(name), stored.read(name), name)) == []
+    assert list(differences(messages(name), stored()[name], name)) == []
 
 
 def keys_of(nest: Any) -> set[str]:
@@ -21,7 +21,7 @@ def keys_of(nest: Any) -> set[str]:
 
 
 def test_the_protocols_keys_and_messages_occur() -> None:
-    golden = [stored.read(name) for name in SCENARIOS]
+    golden = [*stored().values()]
     found = keys_of(golden) | {m["type"] for run in golden for m in run}
     contents = [m.get("content", {}) for run in golden for m in run]
     configs = [c["config"]["ConfigRecord"] for c in contents if "config" in c]

@@ -83,7 +83,7 @@ def read(text: str, name: str) -> Experiment:
     base, picked, made = (values.pop(key, None) for key in ("extends", "pick", "made"))
     if picked and not base:
         raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
-    for key in () if base else NEEDED if made is None else ("settings", "methods"):
+    for key in () if base else NEEDED if made is None else ("methods",):
         if key not in given:
             raise ValueError(f"it lacks '{key}': {KEYS[key][1]}")
     if methods := values.pop("methods", None):
@@ -94,7 +94,7 @@ def read(text: str, name: str) -> Experiment:
             values[key] = {**getattr(under, key), **values.get(key, {})}
         card = replace(under, name=name, **values)
     else:
-        card = Experiment(**{"name": name, "baseline": True, **values})
+        card = Experiment(**{"name": name, "baseline": True, "settings": {}, **values})
     if made is None and not card.metrics:
         raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     _check(card)

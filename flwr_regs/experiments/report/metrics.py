@@ -155,7 +155,7 @@ def figures(run: RunRecord) -> dict[str, float | None]:
         "best-participants": max(of_clients, default=None),
         "clients": _at(of_clients),
         "ensemble": trained[-1].get("ensemble") if trained else None,
-        "worst": min(each, default=None),
+        "worst": run.per_client.get("worst"),
         "worst-tenth": mean(each[: max(len(each) // 10, 1)]),
         "training-loss": _at(losses),
         "rounds-to": reached,

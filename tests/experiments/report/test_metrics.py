@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flwr_regs.experiments.report import metrics
@@ -20,7 +21,7 @@ def made(accuracy: list[float], seed: int = 1, ended: bool = True, **more: Any) 
     for t in range(1, len(accuracy) + 1):
         run.rounds.append({"round": t, "train_metrics": {"train-loss": 1.0 / t}, **sent, **spent})
         run.rounds[-1] |= more
-    run.per_client = {"clients": [0.9, 0.5, 0.7, 0.8]}
+    run.keep_clients(np.array([0.9, 0.5, 0.7, 0.8]))
     return run
 
 
@@ -31,14 +32,14 @@ LOW = made([0.2, 0.3])
 LONG = made([0.9, 0.1, 0.5, 0.3, 0.4, 1.0], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
 LONG.job["rounds"] = 3  # planned: the first is its half
 LONG.test[-1]["ensemble"] = 0.7
-LONG.per_client = {"clients": [0.01 * i for i in reversed(range(39))]}
+LONG.keep_clients(np.array([0.01 * i for i in reversed(range(39))]))
 TWICE = {"clients": 1.5, "aggregate": 0.5, "probe": 0.5}
 PROBED = made([0.5], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7}, seconds=TWICE)
 OWN = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
 TESTED = made([0.2, 0.3], evaluate={"clients": OWN})
 TESTED.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}
 KEPT = made([0.2, 0.6, 0.4])
-del KEPT.rounds[1:]  # as an archive keeps a trial: all tests, and one entry with the rounds' totals
+del KEPT.rounds[1:]  # as an archive keeps a trial: one entry, with the rounds' totals
 VALUES: list[tuple[RunRecord, dict[str, float | None]]] = [
     (RUN, {"final": 0.8, "last5": 0.5, "best": 0.8, "best-half": 0.6, "mean": 0.5, "worst": 0.5}),
     (RUN, {"worst-tenth": 0.5, "training-loss": 0.25, "rounds-to": 2, "seconds-to": 4.0}),
