@@ -112,25 +112,23 @@ class ClientData:
 
     def test_rows(self, pid: int) -> Array:
         """Return the test examples of a client that tests the model."""
-        settings, data = self.settings, self.data
-        if settings.test_split == "classes" and self._groups is None:
-            rows = np.flatnonzero(np.isin(data.test_y, data.train_y[self.parts[pid]]))
+        data = self.data
+        if self._matched:
+            rows = self._matched[pid]
         else:
-            rows = self._test_parts[pid]
-        return self._bounded(rows, (settings.seed, pid))
+            rows = np.flatnonzero(np.isin(data.test_y, data.train_y[self.parts[pid]]))
+        return self._bounded(rows, (self.settings.seed, pid))
 
     @cached_property
-    def _test_parts(self) -> list[Array]:
-        train, test = self._groups or (self.data.train_y, self.data.test_y)
-        return test_split(train, self.parts, test, self.settings.seed)
-
-    @property
-    def _groups(self) -> tuple[Array, Array] | None:
-        """The groups of the training and of the test examples, where they decide who has what."""
-        train, test = self.data.groups, self.data.test_groups
-        if self.settings.partition not in BY_GROUP or train is None or test is None:
-            return None
-        return train, test
+    def _matched(self) -> list[Array]:
+        """The test examples of each client, as its training examples are distributed; [] if by class."""
+        data, settings = self.data, self.settings
+        train, test = data.groups, data.test_groups
+        if settings.partition not in BY_GROUP or train is None or test is None:
+            if settings.test_split == "classes":
+                return []
+            train, test = data.train_y, data.test_y
+        return test_split(train, self.parts, test, settings.seed)
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""
