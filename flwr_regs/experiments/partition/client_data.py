@@ -18,12 +18,10 @@ Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-PARTITION_SETTINGS = [*map(field, OF_PARTITIONS)]
-"""The settings that some partition takes beside the seed and the number of clients."""
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", *PARTITION_SETTINGS),
+    *("drop_out", *map(field, OF_PARTITIONS)),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
@@ -47,15 +45,8 @@ class ClientData:
     @cached_property
     def every_part(self) -> list[Array]:
         """The examples of each client, then of each client that is held out."""
-        settings, data = self.settings, self.data
-        given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
-        clients = self.num_clients + settings.held_out_clients
-        parts = partition(
-            *(data.train_y, settings.partition, clients, settings.seed),
-            groups=data.groups,
-            coarse=data.coarse,
-            **given,
-        )
+        data, clients = self.data, self.num_clients + self.settings.held_out_clients
+        parts = partition(data.train_y, self.settings, clients, data.groups, data.coarse)
         return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
