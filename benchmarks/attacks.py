@@ -26,6 +26,7 @@ from benchmarks.common import NOT_FINITE, filled, read_lines, table, write_lines
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
+from flwr_regs.experiments.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "studies" / "attacks.jsonl.gz"
@@ -96,9 +97,8 @@ def hostile(seed: int) -> set[int]:
 def loaders(seed: int, flipped: set[int]) -> list[DataLoader[Any]]:
     """Return the clients' data; that of the `flipped` ones has labels 9 − y."""
     loaded, out = digits(), []
-    parts = partition(
-        loaded.train_y, "dirichlet", num_clients=CLIENTS, seed=seed, dirichlet_alpha=DIRICHLET
-    )
+    split = {"partition": "dirichlet", "dirichlet-alpha": DIRICHLET, "seed": seed}
+    parts = partition(loaded.train_y, Settings.of(split), CLIENTS)
     for k, part in enumerate(parts):
         y = loaded.train_y[part]
         dataset = TensorDataset(

@@ -37,6 +37,7 @@ from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
 from flwr_regs.experiments.report.drawing import Look, Picture, style
+from flwr_regs.experiments.settings import Settings
 
 NOT_FINITE = r"NaN|nan|infinity|inf\b|beyond"
 """What the server says of a reply, or a step, that has left the numbers: the training diverges."""
@@ -125,10 +126,10 @@ def clients_data(
 ) -> tuple[list[DataLoader[Any]], torch.Tensor, torch.Tensor]:
     """Return each client's batches, and the images and labels that accuracy is measured on."""
     loaded = data.load(setting.data, data_dir)
-    split: dict[str, Any] = {"kind": "similarity", "similarity": 20}
+    split: dict[str, Any] = {"partition": "similarity", "similarity": 20}
     if setting.dirichlet:
-        split = {"kind": "dirichlet", "dirichlet_alpha": setting.dirichlet}
-    parts = partition(loaded.train_y, num_clients=setting.clients, seed=seed, **split)
+        split = {"partition": "dirichlet", "dirichlet-alpha": setting.dirichlet}
+    parts = partition(loaded.train_y, Settings.of({**split, "seed": seed}), setting.clients)
     test_x, test_y = loaded.test_x, loaded.test_y
     if tuning:
         order = [np.random.default_rng((seed, k)).permutation(p) for k, p in enumerate(parts)]

@@ -36,6 +36,7 @@ from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.model import accuracy, initial
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.partitions import partition
+from flwr_regs.experiments.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "studies" / "conformity.jsonl.gz"
@@ -118,13 +119,8 @@ def runs() -> Iterator[tuple[Row, int]]:
 def task(seed: int, momentum: bool, batch_norm: bool) -> tuple[Task, np.ndarray, np.ndarray]:
     """Return a seed's task, the same for all rows but for the optimiser or the BatchNorm, and test data."""
     loaded, rng = data.load("digits"), np.random.default_rng((seed, 41))
-    parts = partition(
-        loaded.train_y,
-        num_clients=CLIENTS,
-        seed=seed,
-        kind="dirichlet",
-        dirichlet_alpha=DIRICHLET,
-    )
+    split = {"partition": "dirichlet", "dirichlet-alpha": DIRICHLET, "seed": seed}
+    parts = partition(loaded.train_y, Settings.of(split), CLIENTS)
     x, y = loaded.train_x.reshape(len(loaded.train_x), -1).astype(np.float64), loaded.train_y
     clients = tuple((x[p], y[p]) for p in map(rng.permutation, parts))
     cohorts = tuple(

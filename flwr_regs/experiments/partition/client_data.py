@@ -18,12 +18,10 @@ Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-PARTITION_SETTINGS = [*map(field, OF_PARTITIONS)]
-"""The settings that some partition takes beside the seed and the number of clients."""
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", *PARTITION_SETTINGS),
+    *("drop_out", *map(field, OF_PARTITIONS)),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
@@ -47,15 +45,8 @@ class ClientData:
     @cached_property
     def every_part(self) -> list[Array]:
         """The examples of each client, then of each client that is held out."""
-        settings, data = self.settings, self.data
-        given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
-        clients = self.num_clients + settings.held_out_clients
-        parts = partition(
-            *(data.train_y, settings.partition, clients, settings.seed),
-            groups=data.groups,
-            coarse=data.coarse,
-            **given,
-        )
+        data, clients = self.data, self.num_clients + self.settings.held_out_clients
+        parts = partition(data.train_y, self.settings, clients, data.groups, data.coarse)
         return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
@@ -112,25 +103,23 @@ class ClientData:
 
     def test_rows(self, pid: int) -> Array:
         """Return the test examples of a client that tests the model."""
-        settings, data = self.settings, self.data
-        if settings.test_split == "classes" and self._groups is None:
-            rows = np.flatnonzero(np.isin(data.test_y, data.train_y[self.parts[pid]]))
+        data = self.data
+        if self._matched:
+            rows = self._matched[pid]
         else:
-            rows = self._test_parts[pid]
-        return self._bounded(rows, (settings.seed, pid))
+            rows = np.flatnonzero(np.isin(data.test_y, data.train_y[self.parts[pid]]))
+        return self._bounded(rows, (self.settings.seed, pid))
 
     @cached_property
-    def _test_parts(self) -> list[Array]:
-        train, test = self._groups or (self.data.train_y, self.data.test_y)
-        return test_split(train, self.parts, test, self.settings.seed)
-
-    @property
-    def _groups(self) -> tuple[Array, Array] | None:
-        """The groups of the training and of the test examples, where they decide who has what."""
-        train, test = self.data.groups, self.data.test_groups
-        if self.settings.partition not in BY_GROUP or train is None or test is None:
-            return None
-        return train, test
+    def _matched(self) -> list[Array]:
+        """The test examples of each client, as its training examples are distributed; [] if by class."""
+        data, settings = self.data, self.settings
+        train, test = data.groups, data.test_groups
+        if settings.partition not in BY_GROUP or train is None or test is None:
+            if settings.test_split == "classes":
+                return []
+            train, test = data.train_y, data.test_y
+        return test_split(train, self.parts, test, settings.seed)
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""

@@ -12,15 +12,13 @@ import numpy as np
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.partition import splits
-from flwr_regs.experiments.settings import SETTINGS, Settings, key
+from flwr_regs.experiments.settings import Settings
 from flwr_regs.wire.config import nearest
 
 Array = np.ndarray[Any, Any]
 
 PREFIX = "fds:"
 """What the partitions of Flower Datasets begin with."""
-PARTITIONS = SETTINGS["partition"].choices
-"""Name -> what each client gets, in one line."""
 BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
@@ -29,15 +27,12 @@ BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 
 def partition(
     labels: Array,
-    kind: str,
+    settings: Settings,
     num_clients: int,
-    seed: int,
-    *,
     groups: Array | None = None,
     coarse: Array | None = None,
-    **settings: Any,
 ) -> list[Array]:
-    """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
+    """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 
     Every example goes to exactly one client, but for ``natural``, ``interpolated`` (groups that no client
     stands for are left out) and ``long-tail-rounds`` (clients draw from all examples).
@@ -45,13 +40,11 @@ def partition(
     Parameters
     ----------
     labels : integers, ``(n,)``
-    kind : str
-        See below.
-    num_clients, seed : int
+    settings : Settings
+        ``partition`` is one of the kinds below, each with the settings that it names; ``seed``.
+    num_clients : int
     groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
     coarse : the coarse label of each example, ``(n,)``, for ``pachinko``
-    **settings
-        Each belongs to the kinds that name it; what is not given has its default.
 
     ``shards``
         FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
@@ -108,10 +101,7 @@ def partition(
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
-    if kind not in PARTITIONS and not kind.startswith(PREFIX):
-        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    of, n = np.asarray(labels), num_clients
-    s = Settings.of({key(name): value for name, value in {"seed": seed, **settings}.items()})
+    of, n, kind = np.asarray(labels), num_clients, settings.partition
     like = kind
     if kind == "label-swaps-rounds":
         like = "iid" if groups is None else "domains"
@@ -119,14 +109,14 @@ def partition(
         if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
         if like.startswith(PREFIX):
-            parts = _of_flower(kind, of, groups, n, seed)
+            parts = _of_flower(kind, of, groups, n, settings.seed)
         else:
             if like in BY_GROUP:
                 of = _told(groups, "group (writer, speaker, user or domain)")
             elif like == "pachinko":
                 of = np.stack([_told(coarse, "coarse label"), of])
             split = getattr(splits, like.replace("-", "_"))
-            parts = split(of, n, np.random.default_rng(seed), s)
+            parts = split(of, n, np.random.default_rng(settings.seed), settings)
         if empty := sum(len(p) == 0 for p in parts):
             raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
     except ValueError as error:

@@ -100,13 +100,9 @@ def dirichlet_hsu(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return Hsu et al.'s split: each of n equal clients draws class shares from Dir(α · prior)."""
     classes = [rng.permutation(rows) for rows in _by_label(labels)]
     left = np.array([len(rows) for rows in classes])
-    prior = left / len(labels)
-    parts = []
-    for of_client in np.array_split(labels, n):
-        taken = _drawn(len(of_client), s.dirichlet_alpha * prior, left, rng)
-        left = left - taken
-        parts.append(_taken(classes, left, taken))
-    return parts
+    alphas = s.dirichlet_alpha * (left / len(labels))
+    sizes = map(len, np.array_split(labels, n))
+    return [_take(classes, left, _drawn(size, alphas, left, rng)) for size in sizes]
 
 
 def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -129,9 +125,8 @@ def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
         chunks = []
         for i, count in enumerate(_drawn(len(of_client), alphas, room, rng)):
             if count:
-                taken = _drawn(count, np.full(len(trees[i]), s.pachinko_beta), left[i], rng)
-                left[i] = left[i] - taken
-                chunks.append(_taken(trees[i], left[i], taken))
+                betas = np.full(len(trees[i]), s.pachinko_beta)
+                chunks.append(_take(trees[i], left[i], _drawn(count, betas, left[i], rng)))
         parts.append(np.concatenate(chunks))
     return parts
 
@@ -153,9 +148,10 @@ def _drawn(size: int, concentration: Array, left: Array, rng: Rng) -> Array:
     return taken
 
 
-def _taken(kinds: list[Array], left: Array, taken: Array) -> Array:
-    """Return the next `taken` examples of each kind; `left` are those behind them."""
-    return np.concatenate([c[k : k + t] for c, k, t in zip(kinds, left, taken, strict=True)])
+def _take(kinds: list[Array], left: Array, counts: Array) -> Array:
+    """Return the next examples of each kind, so many; of what is `left` they are gone then."""
+    left -= counts
+    return np.concatenate([c[k : k + t] for c, k, t in zip(kinds, left, counts, strict=True)])
 
 
 def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -167,8 +163,8 @@ def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[A
         )
 
     def draw() -> list[Array]:
-        each = [_in_shares(rng.permutation(c), n, s.dirichlet_alpha, rng) for c in classes]
-        return [np.concatenate(chunks) for chunks in zip(*each, strict=True)]
+        alpha = s.dirichlet_alpha
+        return _joined(*(_in_shares(rng.permutation(c), n, alpha, rng) for c in classes))
 
     return _first_enough(draw, "a larger dirichlet-alpha, or partition=dirichlet-hsu")
 
@@ -209,10 +205,12 @@ def similarity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     cut = round(len(labels) * s.similarity / 100)
     rest = order[cut:]
     rest = rest[np.argsort(labels[rest], kind="stable")]
-    return [
-        np.concatenate(pair)
-        for pair in zip(np.array_split(order[:cut], n), np.array_split(rest, n), strict=True)
-    ]
+    return _joined(np.array_split(order[:cut], n), np.array_split(rest, n))
+
+
+def _joined(*dealt: list[Array]) -> list[Array]:
+    """Return what each client got in all, of examples that were dealt several times."""
+    return [np.concatenate(of_client) for of_client in zip(*dealt, strict=True)]
 
 
 def _by_label(labels: Array) -> list[Array]:
@@ -272,8 +270,8 @@ def interpolated(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     parts = [rng.permutation(rows) for rows in natural(groups, n, rng, s)]
     cuts = [round(s.interpolation * len(rows)) for rows in parts]
     pool = rng.permutation(np.concatenate([p[:cut] for p, cut in zip(parts, cuts, strict=True)]))
-    dealt = np.split(pool, np.cumsum(cuts)[:-1])
-    return [np.concatenate([p[cut:], d]) for p, cut, d in zip(parts, cuts, dealt, strict=True)]
+    kept = [p[cut:] for p, cut in zip(parts, cuts, strict=True)]
+    return _joined(kept, np.split(pool, np.cumsum(cuts)[:-1]))
 
 
 def long_tail_rounds(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -303,15 +301,12 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     held = np.stack([np.bincount(of, minlength=len(kinds)) for of in cells])  # of each kind
     order = np.argsort(test, kind="stable")
     ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
-    chunks_of: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
+    dealt = []
     for counts, first, last in zip(held.T, *ends, strict=True):
-        if first == last:
-            continue
         rows = rng.permutation(order[first:last])
         cuts = np.rint(np.cumsum(counts)[:-1] / counts.sum() * len(rows)).astype(int)
-        for client, chunk in zip(chunks_of, np.split(rows, cuts), strict=True):
-            client.append(chunk)
-    test_parts = [np.concatenate(chunks) for chunks in chunks_of]
+        dealt.append(np.split(rows, cuts))
+    test_parts = _joined(*dealt)
     for number, of_client in enumerate(held):
         if not len(test_parts[number]):
             commonest = kinds[of_client.argmax()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -23,6 +24,11 @@ from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.app import MessageContext
 from flwr_regs.flower.client import client_class
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
+    from flwr_regs import RegStrategy
 
 MOST_KEPT = 2**30
 """The bytes of a data set up to which a process also keeps each client's examples."""
@@ -112,6 +118,18 @@ class ClientFactory:
         else:
             return train, None
         return train, TensorDataset(*tensors(x, y, 1))
+
+    def train(self, strategy: RegStrategy, grid: Grid, **how: Any) -> None:
+        """Train the clients on a grid from the initial model, as the settings say; `how` is the rest."""
+        settings = self.run.settings
+        strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(self.new_model().state_dict()),
+            num_rounds=settings.rounds,
+            train_config=ConfigRecord(settings.train_config),
+            evaluate_config=ConfigRecord(settings.evaluate_config),
+            **how,
+        )
 
     def new_model(self) -> nn.Module:
         """Return a new model; the server's weights replace its own.

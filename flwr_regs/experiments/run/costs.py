@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from flwr_regs import InProcessGrid, Mean, StackedGrid
@@ -61,13 +61,7 @@ def _trained(run: Run, rounds: int, one: bool, grid: Callable[..., Grid], **chan
     with quiet(), threads(1), torch.random.fork_rng(devices=[]):
         warm_up()
         try:
-            strategy.start(
-                grid=made,
-                initial_arrays=ArrayRecord(factory.new_model().state_dict()),
-                num_rounds=rounds,
-                train_config=ConfigRecord(settings.train_config),
-                evaluate_config=ConfigRecord(settings.evaluate_config),
-            )
+            factory.train(strategy, made)
         except Exception as error:
             raise RuntimeError(f"{run.method}: {type(error).__name__}: {error}") from error
     return strategy, made

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from torch.utils.data import TensorDataset
 
 from flwr_regs import InProcessGrid
@@ -42,8 +42,7 @@ class _OneClient(ClientFactory):
     """Makes one client, which trains on the data of all `members`."""
 
     def __init__(self, run: Run, clients: ClientData, members: Sequence[int]) -> None:
-        swift = replace(clients.settings, straggler_share=0.0, drop_out=0.0)
-        super().__init__(run, replace(clients, settings=swift))
+        super().__init__(run, clients)
         self.members = members
 
     def _made(self, pid: int, server_round: int) -> Examples:
@@ -51,6 +50,34 @@ class _OneClient(ClientFactory):
         whole = [torch.cat(tensors) for tensors in zip(*each, strict=True)]
         augment = self.clients.data.augment
         return Augmented(augment, *whole) if augment else TensorDataset(*whole), None
+
+    def train_alone(
+        self, turns: Sequence[int], test: Test
+    ) -> tuple[list[Array], list[dict[str, Any]], str]:
+        """Train as FedAvg with one client does; `turns` says how many turns are done after each round.
+
+        Return the model's test after each turn, the history, and why the training ended early.
+        """
+        run, curve, error = self.run, list[Array](), ""
+        strategy = build(
+            run.calls,
+            seed=run.seed,
+            on_divergence=run.settings.on_divergence,
+            lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+            min_available_nodes=1,
+        )
+
+        def after_turn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+            curve.append(test(self.members, arrays, server_round))
+            return MetricRecord({})
+
+        try:
+            self.train(strategy, InProcessGrid(self.app(), 1), evaluate_fn=after_turn)
+        except RoundFailed as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        return curve, strategy.history, error
 
 
 def _tester(run: Run, clients: ClientData, threads: int) -> Test:
@@ -93,10 +120,10 @@ def train(
 
     If one of its models diverges, the run does.
     """
-    settings, clients = run.settings, client_data_of(run.settings)
-    number, last_round, config = clients.num_clients, settings.rounds, {**settings.train_config}
+    settings = replace(run.settings, straggler_share=0.0, drop_out=0.0)
+    clients, number, last_round = client_data_of(settings), settings.num_clients, settings.rounds
     record = RunRecord(
-        *(run.label, run.method, run.seed, settings.config, number, {}),
+        *(run.label, run.method, run.seed, run.settings.config, number, {}),
         *(left(settings, clients), run.row, {**run.point}),
     )
     began, ticks = time.monotonic(), time.process_time()
@@ -107,12 +134,13 @@ def train(
         groups, turns = [[*range(number)]], [*range(last_round + 1)]
         epoch = np.ceil(clients.label_counts.sum(1) / settings.batch_size).sum()
         steps = settings.local_steps * number or settings.local_epochs * epoch
-        config.pop("local-epochs", None)
-        config["local-steps"] = max(round(share * steps), 1)
+        settings = replace(settings, local_steps=max(round(share * steps), 1))
+    alone = replace(run, settings=replace(settings, rounds=turns[-1]))
     test, curves, histories = _tester(run, clients, threads), list[list[Array]](), list[Any]()
     for done, members in enumerate(groups, 1):
         heartbeat.at(f"model {done}/{len(groups)}")
-        curve, history, record.error = _alone(run, clients, members, turns, config, test)
+        factory = _OneClient(alone, clients, members)
+        curve, history, record.error = factory.train_alone(turns, test)
         curves.append(curve)
         histories.append(history)
         if record.error:
@@ -137,45 +165,3 @@ def train(
     if record.test:
         on_round(record)
     return record
-
-
-def _alone(
-    run: Run,
-    clients: ClientData,
-    members: Sequence[int],
-    turns: Sequence[int],
-    config: dict[str, Any],
-    test: Test,
-) -> tuple[list[Array], list[dict[str, Any]], str]:
-    """Train a model by itself on the members' data, as FedAvg with one client does.
-
-    `turns` says how many turns are done after each round. Return the model's test after each turn, the
-    history, and why the training ended early.
-    """
-    curve, error = list[Array](), ""
-    strategy = build(
-        run.calls,
-        seed=run.seed,
-        on_divergence=run.settings.on_divergence,
-        lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
-        fraction_evaluate=0.0,
-        min_train_nodes=1,
-        min_available_nodes=1,
-    )
-
-    def after_turn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        curve.append(test(members, arrays, server_round))
-        return MetricRecord({})
-
-    factory = _OneClient(run, clients, members)
-    try:
-        strategy.start(
-            InProcessGrid(factory.app(), 1),
-            ArrayRecord(factory.new_model().state_dict()),
-            turns[-1],
-            train_config=ConfigRecord(config),
-            evaluate_fn=after_turn,
-        )
-    except RoundFailed as failed:
-        error = f"{type(failed).__name__}: {failed}"
-    return curve, strategy.history, error

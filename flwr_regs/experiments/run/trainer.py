@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from safetensors.torch import save_file
 
@@ -70,8 +70,7 @@ class Trainer:
         warnings: Collection[str],
     ) -> None:
         self.run, self.folder, self.heartbeat, self._warnings = run, folder, heartbeat, warnings
-        self.strategy, clients = run.strategy(), factory.clients
-        self.start = ArrayRecord(factory.new_model().state_dict())
+        self.strategy, self.factory, clients = run.strategy(), factory, factory.clients
         factory.told = self._client_begins
         self._test: ServerTest | None = None
         if not run.settings.test_on_clients:
@@ -126,15 +125,8 @@ class Trainer:
         counts = clock if resumed is None else None
         self._spent = (lambda: counts() - ticks) if counts else None
         try:
-            strategy.start(
-                grid=grid,
-                initial_arrays=self.start,
-                num_rounds=settings.rounds,
-                train_config=ConfigRecord(settings.train_config),
-                evaluate_config=ConfigRecord(settings.evaluate_config),
-                evaluate_fn=partial(self._after_round, recorder, on_round),
-                resume_from=resumed,
-            )
+            after_round = partial(self._after_round, recorder, on_round)
+            self.factory.train(strategy, grid, evaluate_fn=after_round, resume_from=resumed)
             record.ended = True
         except CannotWrite:
             raise

@@ -12,14 +12,19 @@ import pytest
 from datasets import Dataset
 from flwr_datasets.partitioner import DirichletPartitioner
 
-from flwr_regs.experiments.partition.partitions import BY_GROUP, partition, partition_hash
-from flwr_regs.experiments.partition.splits import (
-    test_split as split_test,  # pytest collects `test_…`
-)
+from flwr_regs.experiments.partition import partitions, splits
+from flwr_regs.experiments.partition.partitions import BY_GROUP, partition_hash
+from flwr_regs.experiments.settings import Settings, key
 
 Array = np.ndarray[Any, Any]
 LABELS = np.random.default_rng(0).integers(0, 10, 1000)
 FEW = np.random.default_rng(0).integers(0, 5, 400)
+
+
+def partition(labels: Array, kind: str, n: int, seed: int, **given: Any) -> list[Array]:
+    of_examples = {name: given.pop(name, None) for name in ("groups", "coarse")}
+    settings = {"partition": kind, "seed": seed, **{key(k): value for k, value in given.items()}}
+    return partitions.partition(labels, Settings.of(settings), n, **of_examples)
 
 
 def labels_of(sizes: Any, seed: int = 0) -> Array:
@@ -256,21 +261,21 @@ def test_test_data_is_distributed_as_the_training_data() -> None:
     rng = np.random.default_rng(3)
     train, test = rng.integers(0, 5, 4000), rng.integers(0, 5, 2000)
     parts = partition(train, "dirichlet", 6, 1, dirichlet_alpha=0.5)
-    tests = split_test(train, parts, test, 1)
+    tests = splits.test_split(train, parts, test, 1)
     assert sorted(np.concatenate(tests)) == list(range(2000))
     scaled = held(train, parts) * np.bincount(test) / np.bincount(train)
     assert abs(held(test, tests) - scaled).max() <= 1
-    assert not np.array_equal(tests[0], split_test(train, parts, test, 2)[0])
+    assert not np.array_equal(tests[0], splits.test_split(train, parts, test, 2)[0])
     # what nobody trains on is left out
     train, test = np.array([0, 0, 1, 1, 2]), np.array([2, 0, 1, 1, 0, 2])
-    tests = split_test(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
+    tests = splits.test_split(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
     assert [sorted(rows) for rows in tests] == [[1, 4], [2, 3]]
     # the smallest of three takes one from the largest
-    tests = split_test(np.zeros(30), np.split(np.arange(30), [1, 10]), np.zeros(4), 0)
+    tests = splits.test_split(np.zeros(30), np.split(np.arange(30), [1, 10]), np.zeros(4), 0)
     assert [len(rows) for rows in tests] == [1, 1, 2]
     assert sorted(np.concatenate(tests)) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="1 of 2 clients would get no test data"):
-        split_test(train, [np.array([0, 1]), np.array([4])], test[1:5], 0)
+        splits.test_split(train, [np.array([0, 1]), np.array([4])], test[1:5], 0)
 
 
 def test_the_hash_tells_partitions_apart_and_no_platform() -> None:

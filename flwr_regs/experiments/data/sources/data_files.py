@@ -142,11 +142,16 @@ def drawn(names: Iterable[str], count: int) -> list[str]:
     return sorted(np.random.default_rng(0).choice(every, count, replace=False).tolist())
 
 
-def users_of(paths: Iterable[Path]) -> Users:
-    """Return the users of LEAF's JSON files: ``{"users": [...], "user_data": {user: {"x": …, "y": …}}}``.
+def leaf(data_dir: str, folders: Iterable[str]) -> list[Users]:
+    """Return the users of LEAF's ``train/*.json`` and of its ``test/*.json``; [] without these files.
 
-    Raises ValueError, with the file, for another layout.
+    They are ``{"users": [...], "user_data": {user: {"x": …, "y": …}}}``. Raises ValueError, with the file,
+    for another layout.
     """
+    return [*map(_users_of, matching(data_dir, folders, "train/*.json", "test/*.json") or ())]
+
+
+def _users_of(paths: Iterable[Path]) -> Users:
     users: Users = {}
     for path in paths:
         try:
@@ -161,38 +166,42 @@ def users_of(paths: Iterable[Path]) -> Users:
     return users
 
 
-def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return user -> columns of a file of TFF's, ``examples/USER/COLUMN``; with no `users`, their names.
+def hdf5(train: Path, test: Path, count: int) -> list[dict[str, dict[str, Any]]]:
+    """Return user -> columns of TFF's two files, ``examples/USER/COLUMN``.
 
-    Users that the file does not have are left out. Raises ImportError without h5py, ValueError for another
-    layout.
+    The users are `count` of those that train, drawn as :func:`drawn` does, and in the test file those of
+    them that it has. Raises ImportError without h5py, ValueError for another layout.
     """
-    h5py = needed("h5py", "h5py", f"reading {path.name}", "hdf5")
-    with h5py.File(path, "r") as file:
-        if "examples" not in file:
-            raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")
-        examples = file["examples"]
-        if users is None:
-            return {user: {} for user in examples}
-        return {
-            user: {name: values[()] for name, values in examples[user].items()}
-            for user in users
-            if user in examples
-        }
+    h5py = needed("h5py", "h5py", f"reading {train.name}", "hdf5")
+    users: list[str] = []
+    parts = []
+    for path in (train, test):
+        with h5py.File(path, "r") as file:
+            if "examples" not in file:
+                raise ValueError(
+                    f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN"
+                )
+            examples = file["examples"]
+            users = users or drawn(examples, count)
+            there = [user for user in users if user in examples]
+            parts.append({u: {name: of[()] for name, of in examples[u].items()} for u in there})
+    return parts
 
 
-def table_of(files: Sequence[Path]) -> pd.DataFrame:
-    """Return parquet files as one table; ImportError without pandas or pyarrow."""
+def tables(data_dir: str, folders: Sequence[str], name: str, **splits: str) -> list[pd.DataFrame]:
+    """Return splits of a data set of the hub: split -> its parquet files; no `folders`: it is downloaded.
+
+    Raises `Missing` without files of each split, ImportError without what reads or downloads them.
+    """
+    if not folders:
+        datasets = needed("datasets", "flwr-datasets", f"downloading '{name}'", "fds")
+        return [datasets.load_dataset(name, split=split).to_pandas() for split in splits]
+    if not (paths := matching(data_dir, folders, *splits.values())):
+        raise Missing
     import pandas as pd
 
     needed("pyarrow", "pyarrow", "reading parquet files")
-    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-
-
-def downloaded(name: str, split: str) -> pd.DataFrame:
-    """Return a split of a data set of the hub; ImportError without the library under flwr-datasets."""
-    datasets = needed("datasets", "flwr-datasets", f"downloading '{name}'", "fds")
-    return datasets.load_dataset(name, split=split).to_pandas()
+    return [pd.concat(map(pd.read_parquet, files), ignore_index=True) for files in paths]
 
 
 def column(table: pd.DataFrame, *names: str) -> list[Any]:

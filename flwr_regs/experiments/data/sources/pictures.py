@@ -51,8 +51,7 @@ def idx(data_dir: str, kind: str, mean: float, std: float, **split: str) -> Part
 
 def _grey(x: Array) -> Array:
     """Return images of bytes, ``(n, height, width)``, in [0, 1], ``(n, 1, height, width)``."""
-    shades = (np.arange(256) / 255).astype(np.float32)
-    return np.asarray(shades[x][:, None])
+    return x[:, None].astype(np.float32) / 255
 
 
 def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
@@ -63,26 +62,19 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     or the hub's ``*.parquet`` (`hub` downloads them), of which the last tenth of a writer's examples is
     for testing.
     """
-    folders = ("", "femnist", "femnist/data")
-    h5 = files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
-    leaf = files.matching(data_dir, folders, "train/*.json", "test/*.json")
-    parquet = files.matching(data_dir, folders, "*.parquet")
-    if hub:
-        train, test = _of_table(files.downloaded("flwrlabs/femnist", "train"), writers)
-    elif h5:
+    folders = () if hub else ("", "femnist", "femnist/data")
+    if h5 := files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5"):
         (first,), (last,) = h5
-        users = files.drawn(files.hdf5(first), writers)
         train, test = (
-            {user: (of["pixels"], of["label"]) for user, of in files.hdf5(path, users).items()}
-            for path in (first, last)
+            {user: (of["pixels"], of["label"]) for user, of in part.items()}
+            for part in files.hdf5(first, last, writers)
         )
-    elif leaf:
-        train, test = map(files.users_of, leaf)
+    elif leaf := files.leaf(data_dir, folders):
+        train, test = leaf
         train = {user: train[user] for user in files.drawn(train, writers)}
-    elif parquet:
-        train, test = _of_table(files.table_of(parquet[0]), writers)
     else:
-        raise files.Missing
+        (table,) = files.tables(data_dir, folders, "flwrlabs/femnist", train="*.parquet")
+        train, test = _of_table(table, writers)
     if writers:  # without, test writers may be others: LEAF can also split by writer
         test = {user: of for user, of in test.items() if user in train}
 
@@ -118,20 +110,17 @@ def cifar(
     itself after it was cut out; otherwise they are standardised by channel. With
     `superclasses`, ``coarse`` has those of the training images.
     """
-    name = f"cifar{classes}"
+    name, splits = f"cifar{classes}", {"train": "train*.parquet", "test": "test*.parquet"}
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
-    if hub:
-        both = [files.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
-    else:
-        paths = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
-        both = [*map(files.table_of, paths or ())]
-    if both:
-        images = [files.pictures(files.column(t, "img", "image"), "RGB", 32) for t in both]
-        labels = [np.array(files.column(t, "label", "fine_label"), np.int64) for t in both]
-    else:
+    try:
+        both = files.tables(data_dir, () if hub else folders, f"uoft-cs/{name}", **splits)
+    except files.Missing:
         raw = _torchvision(f"CIFAR{classes}", data_dir)
         images = [part.data.transpose(0, 3, 1, 2).astype(np.float32) / 255 for part in raw]
         labels = [np.array(part.targets) for part in raw]
+    else:
+        images = [files.pictures(files.column(t, "img", "image"), "RGB", 32) for t in both]
+        labels = [np.array(files.column(t, "label", "fine_label"), np.int64) for t in both]
     for x in images:
         if augment == "crop-24":
             x *= 255
@@ -199,29 +188,20 @@ def image_folder(data_dir: str, size: int, grey: bool, groups: bool) -> Parts:
     of the folders, in order of the alphabet.
     """
     depth = "*/*/*" if groups else "*/*"
-    listed = {
-        part: sorted(
-            path
-            for path in (files.root(data_dir) / part).glob(depth)
-            if path.suffix.lower() in ENDINGS
-        )
-        for part in ("train", "test")
-    }
-    if not all(listed.values()):
+    both = files.matching(data_dir, [""], f"train/{depth}", f"test/{depth}") or [[], []]
+    train, test = ([path for path in part if path.suffix.lower() in ENDINGS] for part in both)
+    if not train or not test:
         raise files.Missing
 
-    def numbers(paths: list[Path], level: int) -> Array:
-        """Return the places of the paths' folders among the names of all folders of this level."""
-        names = np.unique([path.parts[level] for path in (*listed["train"], *listed["test"])])
-        return np.searchsorted(names, [path.parts[level] for path in paths])
+    def numbers(level: int) -> list[Array]:
+        """Return the places of the pictures' folders among the names of all folders of this level."""
+        names = [path.parts[level] for path in (*train, *test)]
+        return np.split(np.unique(names, return_inverse=True)[1], [len(train)])
 
-    train, test = (
-        (files.pictures(paths, "L" if grey else "RGB", size), numbers(paths, -2))
-        for paths in listed.values()
-    )
-    parts = files.parts_of(train, test)
+    x = [files.pictures(paths, "L" if grey else "RGB", size) for paths in (train, test)]
+    parts = files.parts_of(*zip(x, numbers(-2), strict=True))
     if groups:
-        parts["groups"], parts["test_groups"] = (numbers(paths, -3) for paths in listed.values())
+        parts["groups"], parts["test_groups"] = numbers(-3)
     return parts
 
 

@@ -43,8 +43,8 @@ def shakespeare(data_dir: str, least: int) -> Parts:
     empty one begins a speech: ``input.txt``, ``shakespeare.txt`` or the only ``*.txt``.
     """
     folders = ("", "shakespeare", "shakespeare/data")
-    if leaf := files.matching(data_dir, folders, "train/*.json", "test/*.json"):
-        train, test = map(files.users_of, leaf)
+    if leaf := files.leaf(data_dir, folders):
+        train, test = leaf
         return files.by_group(train, test, _windows_of)
     ((*every,),) = files.matching(data_dir, folders, "*.txt") or [[]]
     texts = [p for p in every if p.name in ("input.txt", "shakespeare.txt")]
@@ -81,9 +81,13 @@ def speeches(path: Path) -> dict[str, list[str]]:
 
 def windows(text: str) -> tuple[Array, Array]:
     """Return each character's (80 characters before it, place in `LETTERS`)."""
-    codes = encoded(" " * WINDOW + text)
-    views = np.lib.stride_tricks.sliding_window_view(codes[:-1], WINDOW)
-    return views.astype(np.int32), codes[WINDOW:]
+    return _next(encoded(" " * WINDOW + text), WINDOW)
+
+
+def _next(tokens: Array, length: int) -> tuple[Array, Array]:
+    """Return each token behind the first `length` ones as (as many tokens before it, the token)."""
+    views = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+    return views.astype(np.int32), tokens[length:]
 
 
 def encoded(text: str) -> Array:
@@ -158,19 +162,14 @@ def _split(text: str) -> list[str]:
 
 def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     """Return the training and the test tweets: user, text and label, a user's in order of time."""
-    leaf = files.matching(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
-    raw = files.matching(data_dir, SENT_FOLDERS, "training*.csv")
-    parquet = files.matching(data_dir, SENT_FOLDERS, "train*.parquet")
-    if leaf and not hub:
-        return [_of_users(files.users_of(part)) for part in leaf]
-    if hub:
-        tweets = files.downloaded("stanfordnlp/sentiment140", "train")
-    elif raw:
+    folders = () if hub else SENT_FOLDERS
+    if leaf := files.leaf(data_dir, folders):
+        return [*map(_of_users, leaf)]
+    if raw := files.matching(data_dir, folders, "training*.csv"):
         tweets = read_csv(raw[0][0])
-    elif parquet:
-        tweets = files.table_of(parquet[0])
     else:
-        raise files.Missing
+        name = "stanfordnlp/sentiment140"
+        (tweets,) = files.tables(data_dir, folders, name, train="train*.parquet")
     columns = {name: files.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
     tweets = pd.DataFrame(columns).assign(
         time=_times(columns["date"]),
@@ -254,13 +253,21 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
     if paths is None:
         raise files.Missing
     (train,), (test,), (counts,) = paths
-    vocabulary = _vocabulary(counts, words)
-    chosen = files.drawn(files.hdf5(train), users)
-    first, last = (files.hdf5(path, chosen) for path in (train, test))
+    place = _vocabulary(counts, words)
+    other, begin, end = words + 1, words + 2, words + 3
 
     def convert(columns: Any) -> tuple[Array, Array]:
-        return _examples(columns["tokens"][:most], vocabulary, words, length)
+        x, y = [np.zeros((0, length), np.int32)], [np.zeros(0, np.int64)]
+        for sentence in columns["tokens"][:most]:
+            text = sentence.decode() if isinstance(sentence, bytes) else str(sentence)
+            known = [place.get(word, other) for word in text.split()]
+            tokens = [*[PADDING] * (length - 1), begin, *[*known, end][:length]]
+            before, token = _next(np.array(tokens), length)
+            x.append(before)
+            y.append(token)
+        return np.concatenate(x), np.concatenate(y)
 
+    first, last = files.hdf5(train, test, users)
     return files.by_group(first, last, convert)
 
 
@@ -276,20 +283,3 @@ def _vocabulary(path: Path, words: int) -> dict[str, int]:
                 )
             place[word] = len(place) + 1
     return place
-
-
-def _examples(
-    sentences: Any, vocabulary: dict[str, int], words: int, length: int
-) -> tuple[Array, Array]:
-    other, begin, end = words + 1, words + 2, words + 3
-    x: list[list[int]] = []
-    y: list[int] = []
-    for sentence in sentences:
-        text = sentence.decode() if isinstance(sentence, bytes) else str(sentence)
-        tokens = [begin, *(vocabulary.get(word, other) for word in text.split()[:length])]
-        if len(tokens) <= length:
-            tokens.append(end)
-        for i in range(1, len(tokens)):
-            x.append([PADDING] * (length - i) + tokens[:i])
-            y.append(tokens[i])
-    return np.array(x, np.int32).reshape(-1, length), np.array(y, np.int64)
