@@ -21,12 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import (
-    Affine2D,
-    BboxTransformTo,
-    ScaledTranslation,
-    blended_transform_factory,
-)
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
@@ -189,8 +183,8 @@ def over_rounds(
                 picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
         caption = " ".join(text for text, said in sentences.items() if said)
         drawing.head(picture, title, caption)  # they take room from labels
-        height = _label_ends(picture, axes, lines, heading)
-        drawing.finish(picture, axes, height)
+        height = _name_lines(axes, lines, heading, picture.get_figwidth())
+        drawing.finish(picture, axes, max(3.1, height))
     return picture
 
 
@@ -288,57 +282,22 @@ def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> None
             axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **cross)
 
 
-def _label_ends(
-    picture: Picture,
-    axes: Axes,
-    lines: Sequence[tuple[float, str, dict[str, Any]]],
-    heading: str,
+def _name_lines(
+    axes: Axes, lines: Sequence[tuple[float, str, dict[str, Any]]], heading: str, width: float
 ) -> float:
-    """Write each line's label beside its end, right of the axes; return the axes' height, in inches.
-
-    A piece of the line is before the label. Labels stand in the order of the ends, near their heights if
-    there is room, and none covers another.
-    """
-    width = picture.get_figwidth()
-    lines = sorted(lines, key=lambda line: -line[0])
+    """Name the lines right of the axes, in the order of their ends; return the height of all, in inches."""
     room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
-    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
-    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
-    where = blended_transform_factory(right, axes.transAxes)
-    beside: dict[str, Any] = {"transform": where, "clip_on": False}
-    samples, texts = [], []
-    for _, label, line in lines:
-        samples.append(Line2D([0.8, 2, 3.2], [0.5] * 3, **beside, **{**line, "markevery": [1]}))
-        axes.add_line(samples[-1])
-        text = axes.text(3.9, 0.5, drawing.wrap(label, room), gid="label", **beside)
-        text.set(va="center", parse_math=False)
-        texts.append(text)
-    if heading:
-        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+    lines = sorted(lines, key=lambda line: -line[0])
+    samples = [Line2D([], [], **{**line, "markevery": None}) for *_, line in lines]
+    names = [drawing.wrap(label, room) for _, label, _ in lines]
+    how: dict[str, Any] = {"handlelength": 2.4, "labelspacing": 0.35, "alignment": "left"}
+    how |= {"frameon": False, "borderpad": 0, "loc": "upper left", "bbox_to_anchor": (1, 1)}
+    legend = axes.legend(samples, names, title=heading or None, **how)
+    legend.get_title().set(parse_math=False, gid="heading")
+    for text in legend.get_texts():
+        text.set(parse_math=False, gid="label")
     row = 1.35 * rcParams["font.size"] / 72
-    sizes = np.array([row * (1 + text.get_text().count("\n")) for text in texts])
-    height = max(3.1, float(1.02 * sizes.sum()))
-    if picture.look.size:
-        drawing.lay_out(picture)  # beside the labels
-        height = axes.bbox.height / picture.dpi
-        if sizes.sum() > height:
-            drawing.no_room(picture)
-    sizes /= height
-    (left, _), (low, high) = axes.get_xlim(), axes.get_ylim()
-    to_axes = axes.transData + axes.transAxes.inverted()
-    places = np.array([to_axes.transform((left, min(max(y, low), high)))[1] for y, *_ in lines])
-    edge = 1.0
-    for i, size in enumerate(sizes):  # down from the top, then up from the bottom
-        places[i] = min(places[i], edge - size / 2)
-        edge = places[i] - size / 2
-    edge = 0.0
-    for i, size in reversed([*enumerate(sizes)]):
-        places[i] = max(places[i], edge + size / 2)
-        edge = places[i] + size / 2
-    for place, sample, text in zip(places, samples, texts, strict=True):
-        sample.set_ydata([place] * 3)
-        text.set_y(place)
-    return height
+    return float(row * sum(1 + name.count("\n") for name in (*names, heading)))
 
 
 def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> Picture:
