@@ -431,18 +431,13 @@ def _gaps(claim: dict[str, str]) -> Any:
     for panel, _, results in bench.panels:
         if panel.name == claim["panel"]:
             labels = {row.name: label for label, row in bench.experiment.rows_of(panel).items()}
-            first = [run for run in results.runs if run.label == results.baseline]
-            pair = []
-            for name in (claim["method"], claim["against"]):
-                runs = [run for run in results.runs if run.label == labels.get(name)]
-                each = {
-                    run.seed: metrics.mean_and_spread(claim["metric"], [run], first)[0]
-                    for run in runs
-                }
-                of_all = pd.Series(each, dtype=float)
-                if claim["metric"] == "rounds-to":  # the least that it can be
-                    of_all = of_all.fillna(1 + max(run.job["rounds"] for run in runs or first))
-                pair.append(of_all)
+            each = metrics.of_runs(results.runs, results.baseline)[claim["metric"]]
+            if claim["metric"] == "rounds-to":  # the least that it can be
+                each = each.fillna(1 + max(run.job["rounds"] for run in results.runs))
+            pair = [
+                each[each.index.get_level_values("label") == labels.get(claim[who])].droplevel(0)
+                for who in ("method", "against")
+            ]
             higher = metrics.METRICS[claim["metric"]].unit == "%"
             return ((pair[0] - pair[1]) * (1 if higher else -1)).dropna().to_numpy()
     return None

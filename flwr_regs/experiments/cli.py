@@ -64,13 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141
-    except KeyboardInterrupt:
-        say_farewell()
-        return 130
-    except SystemExit as end:
-        if end.code == 143:  # SIGTERM
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = 130 if isinstance(end, KeyboardInterrupt) else end.code
+        if code not in (0, 2):  # which argparse has explained
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
             say_farewell()
-        raise
+        raise SystemExit(code) from None
     except (ValueError, OSError, ImportError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
         return 2

@@ -6,13 +6,12 @@ import argparse
 import os
 import random
 import shlex
-import signal
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -30,7 +29,7 @@ from flwr_regs.experiments.report.folders import check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
-from flwr_regs.experiments.run.process_family import on_farewell, say_farewell
+from flwr_regs.experiments.run.process_family import on_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
@@ -69,7 +68,8 @@ def train(args: argparse.Namespace) -> int:
         experiment = choices.with_notes(experiment)
     if not args.resume:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
-    with locked(folder), keeping(folder, args.command):
+    _keep_farewell(folder, args.command)
+    with locked(folder):
         if experiment.tune:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
@@ -299,9 +299,8 @@ def _train(
     engine.execute(runs, folder, progress(lacking), *how, gpus=args.gpus_per_client)
 
 
-@contextmanager
-def keeping(folder: Path, command: str) -> Iterator[None]:
-    """Say where the results so far are, and how to go on, if this is interrupted."""
+def _keep_farewell(folder: Path, command: str) -> None:
+    """Note what an interruption will say: where the results so far are, and how to go on."""
     name = shlex.quote(str(folder))
     once = ", once tuning has ended" * (command == "bench")
     on_farewell(
@@ -310,12 +309,6 @@ def keeping(folder: Path, command: str) -> Iterator[None]:
         f"flwr-regs plot {name}\n"
         f"to resume: flwr-regs {command} --resume {name}"
     )
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
-        say_farewell()
-        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
 
 
 def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool = False) -> None:
@@ -407,23 +400,21 @@ def resources(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     """Train one run of results again; return 1 if it does not come out the same."""
-    here = _places_here(args)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = args.verify
         if folder.is_file():
             folder = Path(temporary)
             with tarfile.open(args.verify) as archive:
                 archive.extractall(folder, filter="data")
-        kept, _ = card_files.of_folder(folder)
+        kept, again = _kept(args, folder)
         panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
         wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
-        seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
         ended = [
             (panel, record, card_files.of_folder(place)[1], run)
             for panel, place in places(kept, folder)
             if panel in panels and (place / "runs").is_dir()
-            for run in kept.given(here).tests(panel, chosen_of(kept, place))
-            if run.seed in seeds and kept.rows_of(panel)[run.label] in wanted
+            for run in again.tests(panel, chosen_of(kept, place))
+            if kept.rows_of(panel)[run.label] in wanted
             for record in recorded([run], place).values()
             if record.ended
         ]
@@ -464,19 +455,22 @@ def _is_same(kept: float | None, new: float | None) -> bool:
     return kept == new or (kept is not None and new is not None and kept == round(new, 5))
 
 
-def _places_here(args: argparse.Namespace) -> dict[str, Any]:
-    """Return where files are here, the only settings that may differ from those of results."""
+def _kept(args: argparse.Namespace, folder: Path) -> tuple[Experiment, Experiment]:
+    """Return the experiment of a folder, and what of it is trained again: its seeds that are asked for.
+
+    The latter has its files where they are here, the only settings that may differ.
+    """
+    kept, _ = card_files.of_folder(folder)
     here = {"code-dir": os.getcwd(), **words.read_words(args.settings)}
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    return here
+    seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
+    return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds)).given(here)
 
 
 def reproduce(args: argparse.Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
-    kept, here = card_files.of_folder(args.folder)[0], _places_here(args)
-    seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
-    again = replace(kept, seeds=tuple(seed for seed in kept.seeds if seed in seeds)).given(here)
+    kept, again = _kept(args, args.folder)
     if not again.seeds:
         raise ValueError(
             f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"

@@ -20,16 +20,17 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
     rows = []
     for panel, of_panel in zip(card.panels, results, strict=True):
         labels = card.rows_of(panel)
-        first = [run for run in of_panel.runs if run.label == next(iter(labels))]
+        each = metrics.of_runs(of_panel.runs, next(iter(labels))).groupby(level="label")
+        means = each[[*card.metrics]].agg(["mean", "std", "count"])
         for label, row in labels.items():
-            of_row = [run for run in of_panel.runs if run.label == label]
             for metric in card.metrics:
-                ours = metrics.mean_and_spread(metric, of_row, first)
+                *ours, n = means.loc[label, metric]
+                ours = [None if x != x else x for x in ours]
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
                 reported = panel.reports.get(metric, {}).get(row.name)
                 theirs = reported if isinstance(reported, list) else [reported]
                 scaled = [None if value is None else scale * value for value in theirs]
-                cells = (panel.name, row.name, metric, *ours, *scaled, None)
+                cells = (panel.name, row.name, metric, *ours, int(n), *scaled, None)
                 rows.append(dict(zip(names, cells, strict=False)))
     return rows
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.report.run_records import RunRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
@@ -67,15 +70,12 @@ METRICS = {name: Metric(**row) for name, row in tomllib.loads(_FILE).items()}
 
 def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order; :meth:`Results.table` says what it holds."""
-    needed("pandas", "pandas", "the table")
+    numbers = of_runs(runs)
     import pandas as pd
 
     from flwr_regs.experiments.report import statistics
 
-    labels, seeds = [run.label for run in runs], [run.seed for run in runs]
-    names = [*COUNTED, *SPREAD, *MEANS, *SOME]
-    numbers = pd.DataFrame([_in_row(run) for run in runs], [labels, seeds], names, dtype=float)
-    groups = numbers.groupby(level=0, sort=False)
+    groups = numbers.groupby(level="label", sort=False)
     means, sums = groups.mean(), groups[[*COUNTED]].sum().astype(int)
     deviations = groups[[*SPREAD]].std().add_suffix("_std")
     parts = [groups.size().rename("n"), sums, means[[*SPREAD, *MEANS, *SOME]], deviations]
@@ -98,8 +98,26 @@ def references(runs: Sequence[RunRecord]) -> set[str]:
     return {run.label for run in runs if run.method in REFERENCES}
 
 
-def _in_row(run: RunRecord) -> dict[str, Any]:
-    """Return what a run adds to its row."""
+def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
+    """Return what each run adds to means, by label and seed: its metrics, and the columns of a table.
+
+    NaN where it has none, or does not count: a run that diverged counts only in the accuracies of
+    :data:`OF_ALL`, one that stopped in none. With the label of the `first` method, its number is subtracted
+    from the metrics beside it, seed by seed.
+    """
+    needed("pandas", "pandas", "the table")
+    import pandas as pd
+
+    index = pd.MultiIndex.from_tuples([(r.label, r.seed) for r in runs], names=("label", "seed"))
+    names = dict.fromkeys([*COUNTED, *SPREAD, *MEANS, *SOME, *METRICS])
+    table = pd.DataFrame([_counted(run) for run in runs], index, [*names], dtype=float)
+    for name in (name for name, metric in METRICS.items() if first and metric.beside):
+        table[name] = table[name].sub(table[name].xs(first), level="seed")
+    return table
+
+
+def _counted(run: RunRecord) -> dict[str, Any]:
+    """Return what a run adds to means."""
     of_run = figures(run)
     row: dict[str, float | None] = {status: run.status == status for status in ENDS}
     row["failures"] = run.rejected
@@ -115,7 +133,7 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
             row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
             row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
     if run.whole:
-        row |= {name: of_run[name] for name in ("best", "own", "personal")}
+        row |= of_run
         row |= {
             "averaged": run.averaged,
             "collapsed": collapsed(run) or exploded(run),
@@ -125,7 +143,7 @@ def _in_row(run: RunRecord) -> dict[str, Any]:
             "seconds": run.seconds,
             "processor_seconds": run.processor_seconds,
         }
-    if run.whole or run.diverged:
+    if run.diverged:
         row |= {name: of_run[name] for name in OF_ALL}
     return row
 
@@ -323,26 +341,6 @@ def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
     turns = sum(r.get("turns", len(r.get(ways[0], {}))) for r in run.rounds)
     return float(sum(sent)) / turns if turns else None
-
-
-def mean_and_spread(
-    name: str, runs: Sequence[RunRecord], first: Sequence[RunRecord] = ()
-) -> tuple[float | None, float | None, int]:
-    """Return (mean, sample standard deviation, number) of a metric over the runs that ended and have it.
-
-    Those that diverged have the accuracies of :data:`OF_ALL`. `first` are the first method's runs, for a
-    metric beside it. The standard deviation of fewer than two is None.
-    """
-    beside = METRICS[name].beside
-    base = {run.seed: figures(run)[name] if beside else 0.0 for run in first or runs}
-    values = []
-    for run in runs:
-        counts = run.whole or (run.diverged and name in OF_ALL)
-        value, less = figures(run)[name] if counts else None, base.get(run.seed)
-        if value is not None and less is not None:
-            values.append(value - less)
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return mean(values), deviation, len(values)
 
 
 def shown(name: str, value: float | None, spread: float | None = None) -> str:

@@ -21,12 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import (
-    Affine2D,
-    BboxTransformTo,
-    ScaledTranslation,
-    blended_transform_factory,
-)
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
@@ -134,14 +128,16 @@ def over_rounds(
             lost = of_label["broken"]
             shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
             most = 100 if y == "accuracy" else np.inf
-            end = _draw_mean(axes, of_label[~lost], second_best, line, shade, most)
-            end = max(end, _draw_broken(axes, of_label[lost], line), key=lambda xy: xy[1])
-            lines.append((*end, text, line))
-        curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
+            before = len(axes.lines)
+            _draw_mean(axes, of_label[~lost], second_best, line, shade, most)
+            _draw_broken(axes, of_label[lost], line)
+            curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
+            ends = [heights[-1] for heights in curves[before:] if len(heights)]
+            lines.append((max(ends, default=-np.inf), text, line))
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(target, gid="target", **line)
-            lines.append((np.inf, target, f"target {target:.4g} %", line))
+            lines.append((target, f"target {target:.4g} %", line))
         axes.margins(x=0.015, y=0.04)
         if y == "accuracy":
             low, top = axes.get_ylim()
@@ -161,41 +157,34 @@ def over_rounds(
             axes.xaxis.set_major_locator(ticks)
         axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
         words = seeds_in_words(seeds or counted.to_dict())
-        caption = f"{words}." if words else ""
-        if counted.max() > 1:
-            what = "Mean and 95 % interval over " if counted.max() > 2 else "Mean over "
-            if second_best:
-                what = "Tuning's best point, by its last rounds' mean, with stripes to the second best; "
-            caption = f"{what}{caption}"
-        if kind == "expected":
-            caption += " Expected from each client's label shares."
-        if x == "seconds":
-            caption += " By the clock, with all that ran beside."
-        if x == "hours":
-            caption += " Time by Eqs. 9 and 10 of the Field Guide."
-        if x == "round" and points["x"].min() == 1:
-            caption += " There is no test before round 1."
+        over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(counted.max(), 3)]
+        if second_best and over:
+            over = (
+                "Tuning's best point, by its last rounds' mean, with stripes to the second best; "
+            )
+        stopped = "the mean leaves it out." if words else "none finished."
         parts = {*points["part"]}
-        if "stopped" in parts:
-            caption += " Thin line with a cross: a run that stopped there"
-            if "filled" in parts:
-                caption += "; if it diverged, it counts in the mean as untrained from there."
-            else:
-                caption += "; the mean leaves it out." if words else "; none finished."
-        if "unfinished" in parts:
-            caption += " Thin line: a run that has not ended; the mean leaves it out."
-        if look.accuracy is None and y == "accuracy" and points["y"].min() < axes.get_ylim()[0]:
-            caption += " Lower accuracies of the first rounds are not shown."
+        if "filled" in parts:
+            stopped = "if it diverged, it counts in the mean as untrained from there."
+        hidden = look.accuracy is None and points["y"].min() < axes.get_ylim()[0]
+        sentences = {
+            f"{over}{words}.": bool(words),
+            "Expected from each client's label shares.": kind == "expected",
+            "By the clock, with all that ran beside.": x == "seconds",
+            "Time by Eqs. 9 and 10 of the Field Guide.": x == "hours",
+            "There is no test before round 1.": x == "round" and points["x"].min() == 1,
+            f"Thin line with a cross: a run that stopped there; {stopped}": "stopped" in parts,
+            "Thin line: a run that has not ended; the mean leaves it out.": "unfinished" in parts,
+            "Lower accuracies of the first rounds are not shown.": y == "accuracy" and hidden,
+        }
         if look.accuracy and y == "accuracy":
             low, top = look.accuracy
-            if not any(
-                np.nanmin(of, initial=np.inf) <= top and np.nanmax(of, initial=-np.inf) >= low
-                for of in curves
-            ):
+            if not any(min(of) <= top and max(of) >= low for of in curves if len(of)):
                 picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
-        drawing.head(picture, title, caption.strip())  # they take room from labels
-        height = _label_ends(picture, axes, lines, heading)
-        drawing.finish(picture, axes, height)
+        caption = " ".join(text for text, said in sentences.items() if said)
+        drawing.head(picture, title, caption)  # they take room from labels
+        height = _name_lines(axes, lines, heading, picture.get_figwidth())
+        drawing.finish(picture, axes, max(3.1, height))
     return picture
 
 
@@ -254,8 +243,8 @@ def _draw_mean(
     line: dict[str, Any],
     shade: float,
     most: float,
-) -> tuple[float, float]:
-    """Draw the mean of a method's whole runs and its band; return the point at which its line ends.
+) -> None:
+    """Draw the mean of a method's whole runs, and its band.
 
     The band ends at 0 and at `most`, beyond which no value can be.
     """
@@ -264,7 +253,7 @@ def _draw_mean(
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
     across, mean = rounds["x"].mean(), rounds["y"].mean()
     if mean.empty:
-        return -np.inf, -np.inf
+        return
     label = points["label"].iloc[0]
     interval = stats.t.ppf(1 - LEVEL / 2, seeds - 1) * rounds["y"].sem()
     low, high = (mean - interval).clip(lower=0), (mean + interval).clip(upper=most)
@@ -279,12 +268,10 @@ def _draw_mean(
         axes.fill_between(across, low, high, gid=f"band {label}", **fill)
     every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure
     axes.plot(across, mean, gid=f"mean {label}", **{**line, "markevery": every})
-    return float(across.iloc[-1]), float(mean.iloc[-1])
 
 
-def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> tuple[float, float]:
-    """Draw a method's broken runs; return the point at which the highest one ends."""
-    ends = [(-np.inf, -np.inf)]
+def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> None:
+    """Draw a method's broken runs."""
     thin = {**line, "linestyle": "-", "linewidth": 0.6, "marker": "", "markevery": None}
     cross: dict[str, Any] = {**thin, "marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for (label, _), run in points.groupby(["label", "seed"]):
@@ -293,61 +280,24 @@ def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> tupl
         last = run[-1:]
         if {*run["part"]} == {"stopped"}:
             axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **cross)
-        ends += zip(last["x"], last["y"], strict=True)
-    return max(ends, key=lambda xy: xy[1])
 
 
-def _label_ends(
-    picture: Picture,
-    axes: Axes,
-    lines: Sequence[tuple[float, float, str, dict[str, Any]]],
-    heading: str,
+def _name_lines(
+    axes: Axes, lines: Sequence[tuple[float, str, dict[str, Any]]], heading: str, width: float
 ) -> float:
-    """Write each line's label beside its end, right of the axes; return the axes' height, in inches.
-
-    A piece of the line is before the label. Labels stand in the order of the ends, near their heights if
-    there is room, and none covers another.
-    """
-    width = picture.get_figwidth()
-    lines = sorted(lines, key=lambda line: -line[1])
+    """Name the lines right of the axes, in the order of their ends; return the height of all, in inches."""
     room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
-    letters = Affine2D().scale(rcParams["font.size"] / 72) + picture.dpi_scale_trans
-    right = letters + ScaledTranslation(1, 0, BboxTransformTo(axes.bbox))  # of the axes, in letters
-    where = blended_transform_factory(right, axes.transAxes)
-    beside: dict[str, Any] = {"transform": where, "clip_on": False}
-    samples, texts = [], []
-    for _, _, label, line in lines:
-        samples.append(Line2D([0.8, 2, 3.2], [0.5] * 3, **beside, **{**line, "markevery": [1]}))
-        axes.add_line(samples[-1])
-        text = axes.text(3.9, 0.5, drawing.wrap(label, room), gid="label", **beside)
-        text.set(va="center", parse_math=False)
-        texts.append(text)
-    if heading:
-        axes.text(0.8, 1.01, heading, va="bottom", parse_math=False, gid="heading", **beside)
+    lines = sorted(lines, key=lambda line: -line[0])
+    samples = [Line2D([], [], **{**line, "markevery": None}) for *_, line in lines]
+    names = [drawing.wrap(label, room) for _, label, _ in lines]
+    how: dict[str, Any] = {"handlelength": 2.4, "labelspacing": 0.35, "alignment": "left"}
+    how |= {"frameon": False, "borderpad": 0, "loc": "upper left", "bbox_to_anchor": (1, 1)}
+    legend = axes.legend(samples, names, title=heading or None, **how)
+    legend.get_title().set(parse_math=False, gid="heading")
+    for text in legend.get_texts():
+        text.set(parse_math=False, gid="label")
     row = 1.35 * rcParams["font.size"] / 72
-    sizes = np.array([row * (1 + text.get_text().count("\n")) for text in texts])
-    height = max(3.1, float(1.02 * sizes.sum()))
-    if picture.look.size:
-        drawing.lay_out(picture)  # beside the labels
-        height = axes.bbox.height / picture.dpi
-        if sizes.sum() > height:
-            drawing.no_room(picture)
-    sizes /= height
-    (left, _), (low, high) = axes.get_xlim(), axes.get_ylim()
-    to_axes = axes.transData + axes.transAxes.inverted()
-    places = np.array([to_axes.transform((left, min(max(y, low), high)))[1] for _, y, *_ in lines])
-    edge = 1.0
-    for i, size in enumerate(sizes):  # down from the top, then up from the bottom
-        places[i] = min(places[i], edge - size / 2)
-        edge = places[i] - size / 2
-    edge = 0.0
-    for i, size in reversed([*enumerate(sizes)]):
-        places[i] = max(places[i], edge + size / 2)
-        edge = places[i] + size / 2
-    for place, sample, text in zip(places, samples, texts, strict=True):
-        sample.set_ydata([place] * 3)
-        text.set_y(place)
-    return height
+    return float(row * sum(1 + name.count("\n") for name in (*names, heading)))
 
 
 def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> Picture:

@@ -1,5 +1,6 @@
 """What papers report, computed from hand-made histories."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,14 @@ def test_each_metric_is_what_its_meaning_says(
 
 def test_means_are_over_the_seeds_that_ended_and_beside_the_first_method() -> None:
     runs = [made([0.4], 1), made([0.6], 2), made([0.9], 3, ended=False)]
-    assert metrics.mean_and_spread("final", runs) == pytest.approx((0.5, 0.02**0.5, 2))
+    ends = metrics.of_runs(runs)["final"]
+    assert (ends.mean(), ends.std(), ends.count()) == pytest.approx((0.5, 0.02**0.5, 2))
     # each seed beside its own; one that the first method does not have is left out
     first = [made([0.4], seed=1), made([0.6], seed=2, bytes_down={0: 110, 1: 130})]
     more = [made([0.4], seed=s, bytes_down={0: 130, 1: 150}) for s in (1, 2, 3)]
-    assert metrics.mean_and_spread("bytes-beside", more, first) == pytest.approx((30, 200**0.5, 2))
-    assert metrics.mean_and_spread("bytes-beside", first, first)[0] == 0
-    assert metrics.mean_and_spread("bytes-beside", [PROBED], [made([0.5])])[0] == 20
+    probed = replace(PROBED, label="C")
+    more = [replace(run, label="B") for run in more]
+    each = metrics.of_runs([*first, *more, probed], "A")["bytes-beside"]
+    assert each["A"].tolist() == [0, 0]
+    assert each["B"].tolist() == pytest.approx([40, 20, np.nan], nan_ok=True)
+    assert each["C"].tolist() == [20]
