@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--package", default="flwr_regs", help="the package's folder (flwr_regs)")
     parser.add_argument("--folders", nargs="*", default=FOLDERS, help="of the package")
     parser.add_argument("--tests", nargs="*", default=[], help="paths for pytest (all)")
-    parser.add_argument("--most", type=int, default=60, help="tests for a mutant (60)")
+    parser.add_argument("--most", type=int, default=120, help="tests for a mutant (120)")
     parser.add_argument("--seconds", type=float, default=60, help="of tests for a mutant (60)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     parser.add_argument("--json", type=Path, help="write each mutant's fate to this file")
