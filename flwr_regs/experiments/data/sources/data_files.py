@@ -102,8 +102,8 @@ def parts_of(train: tuple[Array, Array], test: tuple[Array, Array]) -> Parts:
 
 
 def by_group(
-    train: Mapping[str, Any],
-    test: Mapping[str, Any],
+    train: Mapping[Any, Any],
+    test: Mapping[Any, Any],
     convert: Callable[[Any], tuple[Array, Array]] = lambda pair: pair,
 ) -> Parts:
     """Return groups' examples in order of the groups' names, as one data set.
@@ -113,17 +113,16 @@ def by_group(
     train, test : mapping
         Group -> what `convert` makes inputs and labels of. The two may differ in their groups.
     """
-    names = sorted({*train, *test})
-    joined: list[Any] = []
-    of_groups = []
+    names, parts = sorted({*train, *test}), []
     for part, groups in (("train", train), ("test", test)):
         pairs = {i: convert(groups[name]) for i, name in enumerate(names) if name in groups}
         pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
         if not pairs:
             raise ValueError(f"the {part} data has no examples")
-        joined.append(tuple(map(np.concatenate, zip(*pairs.values(), strict=True))))
-        of_groups.append(np.repeat([*pairs], [len(y) for _, y in pairs.values()]))
-    return {**parts_of(*joined), "groups": of_groups[0], "test_groups": of_groups[1]}
+        x, y = map(np.concatenate, zip(*pairs.values(), strict=True))
+        parts.append(((x, y), np.repeat([*pairs], [len(y) for _, y in pairs.values()])))
+    (first, of_first), (last, of_last) = parts
+    return {**parts_of(first, last), "groups": of_first, "test_groups": of_last}
 
 
 def cut(rows: Any, share: float) -> tuple[Any, Any]:
@@ -166,8 +165,8 @@ def _users_of(paths: Iterable[Path]) -> Users:
     return users
 
 
-def hdf5(train: Path, test: Path, count: int) -> list[dict[str, dict[str, Any]]]:
-    """Return user -> columns of TFF's two files, ``examples/USER/COLUMN``.
+def hdf5(train: Path, test: Path, count: int, *columns: str) -> list[dict[str, tuple[Any, ...]]]:
+    """Return user -> some columns of TFF's two files, ``examples/USER/COLUMN``.
 
     The users are `count` of those that train, drawn as :func:`drawn` does, and in the test file those of
     them that it has. Raises ImportError without h5py, ValueError for another layout.
@@ -184,7 +183,7 @@ def hdf5(train: Path, test: Path, count: int) -> list[dict[str, dict[str, Any]]]
             examples = file["examples"]
             users = users or drawn(examples, count)
             there = [user for user in users if user in examples]
-            parts.append({u: {name: of[()] for name, of in examples[u].items()} for u in there})
+            parts.append({u: tuple(examples[u][name][()] for name in columns) for u in there})
     return parts
 
 

@@ -29,10 +29,10 @@ def digits_five(data_dir: str, domains: Sequence[str], share: float) -> Parts:
     if not 1 <= tenths <= PARTS_OF_DIGITS:
         raise ValueError(f"share must be from 0.1 to 1, not {share}")
     train = {
-        str(i): [f"{domain}/partitions/train_part{k}.pkl" for k in range(tenths)]
+        i: [f"{domain}/partitions/train_part{k}.pkl" for k in range(tenths)]
         for i, domain in enumerate(domains)
     }
-    test = {str(i): [f"{domain}/test.pkl"] for i, domain in enumerate(domains)}
+    test = {i: [f"{domain}/test.pkl"] for i, domain in enumerate(domains)}
     needed = [path for paths in (*train.values(), *test.values()) for path in paths]
     folder = _folder(data_dir, ("", "digit_dataset", "data"), needed)
 
@@ -74,7 +74,7 @@ def listed(
     needed = [f"{within}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
     folder = _folder(data_dir, ("", "data", ".."), needed)
     train, test = (
-        {str(i): _pair(folder / within / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
+        {i: _pair(folder / within / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
         for part in ("train", "test")
     )
     fewest = int(min(len(paths) for paths, _ in train.values()) * share)

@@ -65,10 +65,7 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     folders = () if hub else ("", "femnist", "femnist/data")
     if h5 := files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5"):
         (first,), (last,) = h5
-        train, test = (
-            {user: (of["pixels"], of["label"]) for user, of in part.items()}
-            for part in files.hdf5(first, last, writers)
-        )
+        train, test = files.hdf5(first, last, writers, "pixels", "label")
     elif leaf := files.leaf(data_dir, folders):
         train, test = leaf
         train = {user: train[user] for user in files.drawn(train, writers)}

@@ -34,8 +34,8 @@ def synthetic(
     spread = np.sqrt(np.arange(1, INPUTS + 1) ** -1.2)
     if iid:
         model = rng.normal(0, 1, (INPUTS, CLASSES)), rng.normal(0, 1, CLASSES)
-    train: dict[str, tuple[Array, Array]] = {}
-    test: dict[str, tuple[Array, Array]] = {}
+    train: dict[int, tuple[Array, Array]] = {}
+    test: dict[int, tuple[Array, Array]] = {}
     for k in range(clients):
         mean = np.zeros(INPUTS) if iid else rng.normal(centre[k], 1, INPUTS)
         if not iid:
@@ -43,9 +43,9 @@ def synthetic(
         weights, bias = model
         x = rng.normal(mean, spread, (sizes[k], INPUTS))
         y = (x @ weights + bias).argmax(axis=1)
-        cut, name = int(TRAINED * sizes[k]), f"{k:06d}"
-        train[name] = x[:cut].astype(np.float32), y[:cut]
-        test[name] = x[cut:].astype(np.float32), y[cut:]
+        cut = int(TRAINED * sizes[k])
+        train[k] = x[:cut].astype(np.float32), y[:cut]
+        test[k] = x[cut:].astype(np.float32), y[cut:]
     return files.by_group(train, test)
 
 
@@ -72,15 +72,13 @@ def quadratics(
     if clients < 1 or dimension < 1 or min(spread, curvature) < 0:
         raise ValueError("quadratics needs clients and dimension >= 1, spread and curvature >= 0")
     rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(clients):
+    problems = {}
+    for client in range(clients):
         axes, _ = np.linalg.qr(rng.normal(size=(dimension, dimension)))
         values = 1 + curvature * rng.random(dimension)
         root = (axes * np.sqrt(values)) @ axes.T  # symmetric: its columns are its rows
         optimum = rng.normal(0, spread, dimension)
         a = np.sqrt(dimension) * root
-        rows.append(np.column_stack([a, a @ optimum]).astype(np.float32))
-    x, n = np.concatenate(rows), clients * dimension
-    y, groups = np.zeros(n, np.int64), np.repeat(np.arange(clients), dimension)
-    both = files.parts_of((x, y), (x, y))
-    return {**both, "groups": groups, "test_groups": groups, "loss": "half-square"}
+        rows = np.column_stack([a, a @ optimum]).astype(np.float32)
+        problems[client] = rows, np.zeros(dimension, np.int64)
+    return {**files.by_group(problems, problems), "loss": "half-square"}
