@@ -283,19 +283,17 @@ class Results:
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
-        import pandas as pd
-
-        of_runs = self.clients().groupby(["method", "seed"], sort=False)["accuracy"]
-        tables = []
-        for (label, seed), each in of_runs:
-            if each.notna().all():
-                shares = np.linspace(0, 1, min(len(each), POINTS))  # of few clients, each one
-                columns = {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
-                accuracy = 100 * np.quantile(each, shares)
-                tables.append(pd.DataFrame(columns).assign(accuracy=accuracy, part="whole"))
-        if not tables:
+        of_runs = self.clients().groupby(["method", "seed"], sort=False)
+        known = of_runs.filter(lambda run: run["accuracy"].notna().all())
+        if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
-        return pd.concat(tables)
+
+        def quantiles(each: pd.Series) -> pd.Series:  # of few clients, each one
+            return 100 * each.quantile(np.linspace(0, 1, min(len(each), POINTS)))
+
+        of_runs = known.groupby(["method", "seed"], sort=False)["accuracy"]
+        points = of_runs.apply(quantiles).rename_axis(["label", "seed", "round"]).reset_index()
+        return points.assign(clients=100 * points["round"], part="whole")
 
     def _points(self) -> pd.DataFrame:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
