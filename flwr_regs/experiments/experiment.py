@@ -81,19 +81,18 @@ class Run:
         """What names it among the runs of a panel."""
         return self.label, self.seed
 
-    def meets(self, needs: str) -> bool:
+    def meets(self, needs: Mapping[str, Collection[str]]) -> bool:
         """Return whether a setting's `needs` are met: see settings.toml."""
 
-        def met(need: str) -> bool:
-            owner, equals, values = need.partition("=")
+        def met(owner: str, values: Collection[str]) -> bool:
             if owner == "methods":
                 takes = [strategies.of_call(c, self.settings.code_dir) for c in self.calls]
-                return any(values in one.parameters for one in takes)
-            if equals:
-                return as_word(self.settings.config[owner]) in values.split(",")
+                return any({*values} <= {*one.parameters} for one in takes)
+            if values:
+                return as_word(self.settings.config[owner]) in values
             return owner in self.settings.changed
 
-        return any(map(met, needs.split(" or ")))
+        return any(met(*need) for need in needs.items())
 
     def strategy(self, only_check: bool = False) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
@@ -473,9 +472,10 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
         needs, config = SETTINGS[name].needs, run.settings.config
         values = " and ".join(
             f"with {owner}={word}" if (word := as_word(config[owner])) else f"without {owner}"
-            for owner in _owners(needs)
+            for owner in needs
         )
-        needed = needs.replace(",", " or ").replace("methods=server_lr_schedule", SERVER_LR)
+        each = (f"{owner}={' or '.join(of)}" if of else owner for owner, of in needs.items())
+        needed = " or ".join(each).replace("methods=server_lr_schedule", SERVER_LR)
         raise ValueError(
             f"setting '{name}' needs {needed}; it has no effect "
             f"{values.replace(' and with ', ' and ')}; remove it"
@@ -489,12 +489,8 @@ def dead(runs: Sequence[Run], but: str = "") -> Iterator[tuple[str, Run]]:
     """
     for name, of in SETTINGS.items():
         having = [run for run in runs if of.needs and name in run.stated]
-        if having and but not in _owners(of.needs) and not any(r.meets(of.needs) for r in having):
+        if having and but not in of.needs and not any(r.meets(of.needs) for r in having):
             yield name, having[0]
-
-
-def _owners(needs: str) -> list[str]:
-    return [need.partition("=")[0] for need in needs.split(" or ")]
 
 
 def _privacy(settings: Settings, only_check: bool) -> CentralDP:

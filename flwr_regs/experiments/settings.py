@@ -5,6 +5,7 @@ The command line, ``[tool.flwr.app.config]`` and :func:`flwr_regs.simulate` take
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import operator
@@ -34,7 +35,7 @@ class Setting:
     below: float | None = None
     choices: Collection[str] = ()
     own: str = ""
-    needs: str = ""
+    needs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     smoke: Any = None
     smoke_most: int = 0
 
@@ -48,11 +49,7 @@ SETTINGS = {
 """Setting -> its declaration."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
-OF_PARTITIONS = {
-    name: of.needs.removeprefix("partition=").split(",")
-    for name, of in SETTINGS.items()
-    if of.needs.startswith("partition=")
-}
+OF_PARTITIONS = {n: of.needs["partition"] for n, of in SETTINGS.items() if "partition" in of.needs}
 """Setting of partitions -> those that take it."""
 PLACES = ("out", "code-dir", "data-dir")
 """Those that are folders of a machine."""

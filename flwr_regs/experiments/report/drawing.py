@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report.folders import write
+from flwr_regs.experiments.report.terminal import folded
 
 try:
     from matplotlib import colormaps, rc_context, rcParams
@@ -122,15 +122,8 @@ def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
 
 
 def wrap(text: str, width: float, scale: float = 1.0) -> str:
-    """Break a text of `scale` times the font's size into lines of about `width`.
-
-    It breaks after a space or one of ``,;+/``, or a bracket of a call; if there is none, after ``=``, and
-    only as a last resort anywhere.
-    """
-    most = max(int(width * 72 / (0.62 * scale * rcParams["font.size"])), 8)
-    gap = r"(?:(?<=[ ,;+/])|(?<=\w\()|$)"
-    lines = re.findall("|".join(rf"\S.{{0,{most - 1}}}{end}" for end in (gap, "(?<==)", "")), text)
-    return "\n".join(line.strip() for line in lines)
+    """Break a text of `scale` times the font's size into lines of about `width`."""
+    return folded(text, int(width * 72 / (0.62 * scale * rcParams["font.size"])))
 
 
 def head(picture: Picture, title: str, caption: str) -> None:
@@ -193,7 +186,11 @@ def check_room(picture: Picture) -> None:
     )
     least = 5 * rcParams["font.size"] / 72 * picture.dpi
     if cut_off or met or max(axes.bbox.height for axes in parts) < least:
-        no_room(picture)
+        width, height = picture.look.size or picture.get_size_inches()
+        picture.flaws.append(
+            f"{width:.3g}x{height:.3g} inches have no room for its texts at "
+            f"{picture.look.font_size:g} points: give a larger size, a smaller font size, or fewer methods"
+        )
 
 
 def _numbers(axis: Axis) -> list[Bbox]:
@@ -201,15 +198,6 @@ def _numbers(axis: Axis) -> list[Bbox]:
     low, high = sorted(axis.get_view_interval())
     texts = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
     return [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
-
-
-def no_room(picture: Picture) -> None:
-    """Note that a picture is too small for its texts."""
-    width, height = picture.look.size or picture.get_size_inches()
-    picture.flaws.append(
-        f"{width:.3g}x{height:.3g} inches have no room for its texts at {picture.look.font_size:g} points: "
-        "give a larger size, a smaller font size, or fewer methods"
-    )
 
 
 def save(picture: Picture, path: Path) -> list[Path]:

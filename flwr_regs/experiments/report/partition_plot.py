@@ -155,10 +155,9 @@ def label_counts(
         drawing.finish(picture, axes, tall)
         digit = 0.53 * look.font_size / 72  # a small digit's width
         room = (axes.bbox.width / picture.dpi / many - 0.02) / digit
-        if counts.size <= MOST and len(f"{most:,}") < room:
-            for (x, y), count in np.ndenumerate(counts):
-                if count:  # white says that a cell is empty
-                    _write(axes, x, y, count, "white" if count > 0.6 * most else "black")
+        if len(f"{most:,}") < room:
+            colours = np.where(counts > 0.6 * most, "white", "black")
+            _write(axes, counts, np.where(counts == 0, "none", colours))
     return picture
 
 
@@ -178,10 +177,8 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
         shades: dict[str, Any] = {"cmap": "viridis", "vmin": -0.6 * classes, "vmax": classes - 1}
         _cells(axes, look, np.ma.masked_array(table, unmoved).T, **shades)
         axes.set(xlabel="round", ylabel="class of the example")
-        if table.size <= MOST:
-            for (x, y), label in np.ndenumerate(table):
-                colour = "white" if label < 0.2 * classes else "black"
-                _write(axes, x, y, label, "0.6" if unmoved[x, y] else colour)
+        colours = np.where(table < 0.2 * classes, "white", "black")
+        _write(axes, table, np.where(unmoved, "0.6", colours))
         caption = (
             "A cell is the label that a class has in a round, coloured if it is not its own. "
             f"In {rounds - 1} rounds, two labels swap {swapped} times."
@@ -201,7 +198,9 @@ def _cells(axes: Axes, look: Look, cells: Any, **shades: Any) -> Any:
     return axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
 
 
-def _write(axes: Axes, x: int, y: int, number: int, colour: str) -> None:
-    """Write a number into a cell."""
+def _write(axes: Axes, table: np.ndarray, colours: np.ndarray) -> None:
+    """Write the numbers of a table into its cells, if they are not too many for that."""
     how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count"}
-    axes.text(x, y, f"{number:,}", color=colour, fontsize="small", **how)
+    for (x, y), number in np.ndenumerate(table):
+        if table.size <= MOST and colours[x, y] != "none":  # of an empty cell, which is white
+            axes.text(x, y, f"{number:,}", color=str(colours[x, y]), fontsize="small", **how)

@@ -421,20 +421,19 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
     look = look or Look()
     chosen = trials["label"].isin(look.methods)
     trials = trials[chosen] if chosen.any() else trials
-    labels = [*trials["label"].unique()]
+    groups = trials.groupby("label", sort=False)
     keys = [*trials.columns.drop(["label", "point", "rounds", "accuracy"])]
     lengths = sorted(trials["rounds"].unique())
     most = lengths[-1]
     with drawing.style(look):
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
         width = picture.get_figwidth()
-        columns = min(len(labels), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
+        columns = min(len(groups), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
         finite = trials["accuracy"].dropna()
         low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
         coloured, curves = None, set()
-        grid = picture.subplots(-(-len(labels) // columns), columns, squeeze=False)
-        for axes, label in zip(grid.flat, labels, strict=False):
-            of_label = trials[trials["label"] == label]
+        grid = picture.subplots(-(-len(groups) // columns), columns, squeeze=False)
+        for axes, (label, of_label) in zip(grid.flat, groups, strict=False):
             x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
             y = ys[0] if ys else None
             for place, rounds in enumerate(lengths if y is None else ()):
@@ -457,35 +456,31 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.plot(across[short], up[short], "ow", markersize=3, gid=f"short {label}")
             coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
-            best = of_label.index[~lost][:2]  # their marks are around the points
-            for at, name, marker, size in zip(
-                best, ("best", "second"), "*o", (15, 10), strict=False
+            marks = {"best": ("*", 15), "second": ("o", 10)}  # around the points
+            for at, (name, (marker, size)) in zip(
+                of_label.index[~lost], marks.items(), strict=False
             ):
                 mark = {"marker": marker, "markersize": size, "fillstyle": "none", "color": circled}
                 axes.plot(across[at], up[at], clip_on=False, gid=f"{name} {label}", **mark)
-            logarithmic = []
-            for axis, key, places in ((axes.xaxis, x, across), (axes.yaxis, y, up)):
-                name = "accuracy (%)" if key is None else key.rpartition(".")[2]
+            axes.margins(0.15)
+            sides = (axes.xaxis, x, across, axes.bbox.width), (axes.yaxis, y, up, axes.bbox.height)
+            for axis, key, places, length in sides:
+                axis.set_label_text("accuracy (%)" if key is None else key.rpartition(".")[2])
                 if key in values:
                     texts = [f"{v:g}" if isinstance(v, float) else f"{v}" for v in values[key]]
                     axis.set_ticks(range(len(texts)), texts)
                 elif key is not None and places.dtype.kind == "f" and places.min() > 0:
                     getattr(axes, f"set_{axis.axis_name}scale")("log")
-                    logarithmic.append(axis)
-                axis.set_label_text(name)
-            axes.margins(0.15)
+                    _plain_ticks(axis, length / picture.dpi)
             if y is None:
                 room = 1 + 0.2 * (high - low)
                 axes.set_ylim(low - room, high + room)
                 if len(keys) == 1 and not axes.get_subplotspec().is_first_col():
                     axes.tick_params(labelleft=False)
                     axes.set_ylabel("")
-            for axis in logarithmic:
-                sides = axes.bbox.width, axes.bbox.height
-                _plain_ticks(axis, sides[axis is axes.yaxis] / picture.dpi)
             name = drawing.wrap(label, 0.8 * width / columns)
             axes.set_title(name, fontsize="medium", parse_math=False)
-        for axes in grid.flat[len(labels) :]:
+        for axes in grid.flat[len(groups) :]:
             axes.set_visible(False)
         if coloured is not None:
             picture.colorbar(
@@ -499,12 +494,10 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."
         if curves:
             *fewer, last = (f"{rounds:g}" for rounds in sorted(curves))
-            words = (
-                f"{', '.join(fewer)} or {last} rounds, from light to dark"
-                if fewer
-                else f"{last} rounds"
+            lighter = f"{', '.join(fewer)} or " * bool(fewer)
+            caption += (
+                f" Lines: after {lighter}{last} rounds{', from light to dark' * bool(fewer)}."
             )
-            caption += f" Lines: after {words}."
         font = look.font_size
         height = 0.1 * font + (1.2 + 0.09 * font) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)

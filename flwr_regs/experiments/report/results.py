@@ -6,7 +6,8 @@ import os
 import platform
 import subprocess
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +51,16 @@ AN_HOUR = 3600.0
 
 POINTS = 21
 """Of the clients' quantiles, at most."""
+
+BESIDE = {
+    "personal": "{method}, mean over the clients' own test data: global model {own:.2%}, personalised "
+    "{personal:.2%}",
+    "averaged": "{method}: the table has the model that clients receive; the averaged model, by which its "
+    "paper judges it, ends at {averaged:.2%}",
+    "epsilon": "{method}: epsilon {epsilon:.3g} at delta {delta:g}, one client replaced; {clipped:.0%} of "
+    "the updates were clipped",
+}
+"""A figure that only some rows have -> what is said below the table."""
 
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
@@ -283,19 +294,17 @@ class Results:
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
-        import pandas as pd
-
-        of_runs = self.clients().groupby(["method", "seed"], sort=False)["accuracy"]
-        tables = []
-        for (label, seed), each in of_runs:
-            if each.notna().all():
-                shares = np.linspace(0, 1, min(len(each), POINTS))  # of few clients, each one
-                columns = {"round": shares, "clients": 100 * shares, "label": label, "seed": seed}
-                accuracy = 100 * np.quantile(each, shares)
-                tables.append(pd.DataFrame(columns).assign(accuracy=accuracy, part="whole"))
-        if not tables:
+        of_runs = self.clients().groupby(["method", "seed"], sort=False)
+        known = of_runs.filter(lambda run: run["accuracy"].notna().all())
+        if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
-        return pd.concat(tables)
+
+        def quantiles(each: pd.Series) -> pd.Series:  # of few clients, each one
+            return 100 * each.quantile(np.linspace(0, 1, min(len(each), POINTS)))
+
+        of_runs = known.groupby(["method", "seed"], sort=False)["accuracy"]
+        points = of_runs.apply(quantiles).rename_axis(["label", "seed", "round"]).reset_index()
+        return points.assign(clients=100 * points["round"], part="whole")
 
     def _points(self) -> pd.DataFrame:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
@@ -374,7 +383,7 @@ class Results:
     def _legend(self) -> list[str]:
         job = self.runs[0].job
         seeds, goal = ", ".join(map(str, self.seeds)), f"{100 * self.target:.4g}%"
-        counts = [len(runs) for runs in metrics.by_label(self.runs).values()]
+        counts = Counter(run.label for run in self.runs).values()
         n, least = max(counts), min(counts)
         data = "the server's test set"
         if job["held-out-clients"]:
@@ -383,14 +392,12 @@ class Results:
             data = "what the clients hold out"
         worst = "worst: the lowest expected accuracy of a client, from its label shares"
         if self._clients_test:
-            labels = [
-                label
-                for label, runs in metrics.by_label(self.runs).items()
-                if any("personal-accuracy" in c for r in runs for c in metrics.tests_of_clients(r))
-            ]
             data = "what the clients test, a mean over clients"
-            if labels:
-                data += f" (models of the clients' own: {', '.join(labels)})"
+            own = self._labels(
+                lambda run: any("personal-accuracy" in c for c in metrics.tests_of_clients(run))
+            )
+            if own:
+                data += f" (models of the clients' own: {own})"
             worst = "worst: the lowest of a client, on its own test data"
             if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
                 worst += " (all test examples of its classes; test-split=matched follows its class shares)"
@@ -402,15 +409,12 @@ class Results:
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
         clock = "; s: by the clock, as a run was resumed or in Ray" if self._by_clock else ""
-        weighed: dict[str, dict[str, None]] = {}
-        for run in self.runs:
-            weighed.setdefault(run.weighting, {})[run.label] = None
-        by_examples, equal = (weighed.get(how, {}) for how in ("num-examples", "uniform"))
-        weights = ""
+        by_examples = self._labels(lambda run: run.weighting == "num-examples")
+        equal, weights = self._labels(lambda run: run.weighting == "uniform"), ""
         if by_examples and equal:
             weights = (
-                f" Clients are weighted by their examples in {', '.join(by_examples)}, but equally in "
-                f"{', '.join(equal)}; weighting=uniform weights them equally in all."
+                f" Clients are weighted by their examples in {by_examples}, but equally in {equal}; "
+                "weighting=uniform weights them equally in all."
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
@@ -420,6 +424,10 @@ class Results:
             f"{self._last}: {mean}; to {goal}: rounds to it{mean_of}; {worst}; MB: "
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
+
+    def _labels(self, has: Callable[[RunRecord], bool]) -> str:
+        """Return the labels of the runs that have something."""
+        return ", ".join(dict.fromkeys(run.label for run in self.runs if has(run)))
 
     def compared(self) -> list[dict[str, Any]]:
         """Return the rows of methods whose difference to the baseline is tested; none before all ended."""
@@ -459,24 +467,8 @@ class Results:
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
-        said = []
-        for row in self.rows():
-            if "personal" in row:
-                said.append(
-                    f"{row['method']}, mean over the clients' own test data: global model "
-                    f"{row['own']:.2%}, personalised {row['personal']:.2%}"
-                )
-            if "averaged" in row:
-                said.append(
-                    f"{row['method']}: the table has the model that clients receive; the averaged model, "
-                    f"by which its paper judges it, ends at {row['averaged']:.2%}"
-                )
-            if row.get("epsilon") is not None:
-                said.append(
-                    f"{row['method']}: epsilon {row['epsilon']:.3g} at delta {row['delta']:g}, one client "
-                    f"replaced; {row['clipped']:.0%} of the updates were clipped"
-                )
-        return said
+        pairs = [(row, name) for row in self.rows() for name in BESIDE]
+        return [BESIDE[name].format(**row) for row, name in pairs if row.get(name) is not None]
 
     def latex(self) -> str:
         """Return the table for a paper, decided differences in bold; it needs LaTeX's package booktabs."""

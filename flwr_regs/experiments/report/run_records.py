@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,6 @@ import numpy as np
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
-HEAD = (
-    *("label", "method", "seed", "job", "clients", "settings"),
-    *("left", "row", "point", "weighting"),
-)
-"""What a record's first line holds."""
-END = (
-    *("per_client", "seconds", "processor_seconds", "spent", "averaged"),
-    *("error", "warnings", "diverged", "ended"),
-)
-"""What a record's last line holds."""
 NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge|over [0-9]+ times the")
 """What the server says of a reply, a step or a round that has left the numbers."""
 
@@ -163,6 +153,13 @@ class RunRecord:
         return sum(len(r.get("failures", {})) for r in self.rounds)
 
 
+_FIELDS = [of.name for of in fields(RunRecord)]
+HEAD = _FIELDS[: _FIELDS.index("test")]
+"""What a record's first line holds: all that is known before the first round."""
+END = _FIELDS[_FIELDS.index("per_client") : _FIELDS.index("torn")]
+"""What a record's last line holds."""
+
+
 def file_name(label: str) -> str:
     """Return a label without what file systems refuse; a long or changed one ends in a number."""
     plain = re.sub(r"[^\w.+=,()-]+", "_", label)
@@ -239,31 +236,27 @@ def read(path: Path) -> RunRecord:
     The last line may be torn: the process was killed while it wrote it. Raises ValueError for any other
     line that cannot be read; the message names the file.
     """
-    written = path.read_bytes()
-    lines = written.splitlines()
-    contents: list[dict[str, Any]] = []
+    *lines, rest = path.read_bytes().split(b"\n")
+    checked = b'"check": ' in b"".join(lines[:1])  # older records have none
+    run: RunRecord | None = None
     try:
-        if not lines:
-            raise ValueError("it is empty")
         for number, text in enumerate(lines, start=1):
             try:
-                contents.append(json.loads(text))
+                content = json.loads(text)
             except ValueError as error:
-                if 1 < number == len(lines) and not written.endswith(b"\n"):
-                    break
                 raise ValueError(f"line {number} is no JSON") from error
-        checks = [content.pop("check", "") for content in contents]
-        for number, (check, content) in enumerate(zip(checks, contents, strict=True), start=1):
-            if any(checks) and check != _check(json.dumps(content)):  # older ones have none
+            check = content.pop("check", "")
+            if checked and check != _check(json.dumps(content)):
                 raise ValueError(f"line {number} is not as it was written")
-        run = RunRecord(**contents[0]["run"])
-        run.torn = len(contents) < len(lines)
-        for content in contents[1:]:
+            run = run or RunRecord(**content["run"])
             if "round" in content:
                 run.rounds.append(content["round"])
             if "test" in content:
                 run.test.append(content["test"])
             vars(run).update(content.get("end", {}))
+        if run is None:
+            raise ValueError("it has no whole line")
+        run.torn = bool(rest)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} is damaged ({error}): restore it; or remove it, and --resume trains the run again"

@@ -28,7 +28,7 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     head, *rows = lines
     if width:
         others = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][1:]
-        rows = [[_folded(row[0], width - 2 - sum(others)), *row[1:]] for row in rows]
+        rows = [[folded(row[0], width - 2 - sum(others)), *row[1:]] for row in rows]
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     else:
         grid, rows = Table.grid(padding=(0, 2, 0, 0)), [head, *rows]
@@ -44,11 +44,12 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _folded(text: str, width: int) -> str:
-    """Return a call in lines of a width, where its punctuation allows."""
-    lines = [""]
-    for piece in re.findall(r"[^+(, ]*[+(, ]*", text):
-        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines)
+def folded(text: str, most: int) -> str:
+    """Return a text in lines of at most so many characters.
+
+    It breaks after a space or one of ``,;+/``, or a bracket of a call; if there is none, after ``=``, and
+    only as a last resort anywhere.
+    """
+    gap = r"(?:(?<=[ ,;+/])|(?<=\w\()|$)"
+    ends = (rf"\S.{{0,{max(most, 8) - 1}}}{end}" for end in (gap, "(?<==)", ""))
+    return "\n".join(line.strip() for line in re.findall("|".join(ends), text))

@@ -48,21 +48,18 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    points: dict[tuple[str, str, int], list[RunRecord]] = {}
-    for run in tried:
-        points.setdefault((run.row, shown(run.point), run.job["rounds"]), []).append(run)
     rows = []
-    for (label, point, rounds), equal in points.items():
-        whole = all(run.whole for run in equal)
-        accuracy = 100 * np.mean([last(run) for run in equal]) if whole else np.nan
-        tuned = equal[0].point.items()
-        keys = {key: value if type(value) in (int, float) else str(value) for key, value in tuned}
-        rows.append(
-            {"label": label, "point": point, "rounds": rounds, "accuracy": accuracy, **keys}
-        )
+    for run in tried:
+        row = {"label": run.row, "point": shown(run.point), "rounds": run.job["rounds"]}
+        row["accuracy"] = 100 * last(run) if run.whole else np.nan
+        tuned = run.point.items()
+        rows.append(row | {k: v if type(v) in (int, float) else str(v) for k, v in tuned})
+    trials = pd.DataFrame(rows)
+    equal = trials.groupby(["label", "point", "rounds"], sort=False)
+    accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False))
+    points = equal.first().assign(accuracy=accuracy).reset_index()
     order = ["label", "rounds", "accuracy"]
-    best_first = pd.DataFrame(rows).sort_values(order, ascending=[True, False, False])
-    return best_first.reset_index(drop=True)
+    return points.sort_values(order, ascending=[True, False, False], ignore_index=True)
 
 
 def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> dict[str, Picture]:
