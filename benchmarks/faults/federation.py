@@ -49,6 +49,8 @@ class Federation:
     ----------
     processes : dict
         The processes of ``"superlink"`` and ``"node<partition>"``, each as it was last started.
+    served : bool
+        Whether there was a run since the nodes were last started together.
     logs : dict
         Their logs, by the same names. Children of a killed process write on into its log, so each start
         has a file of its own.
@@ -59,6 +61,7 @@ class Federation:
         self.port = free_port()
         self.mark = uuid.uuid4().hex
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.served = False
         self.logs: dict[str, Path] = {}
         self.env = {
             **environment(folder / "home"),
@@ -160,6 +163,7 @@ class Federation:
         """
         for name in [n for n in self.processes if n != "superlink"]:
             self.end(name, signal.SIGTERM)
+        self.served = False
         for partition in range(self.nodes):
             self.start_node(partition)
         for partition in range(self.nodes):
@@ -220,6 +224,7 @@ class Federation:
         """Start a run of an app and return its id; `config` is its run config, with _ for -."""
         words = [f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in config.items()]
         options = ["-c", " ".join(words)] if words else []
+        self.served = True
         return int(self._json("run", app, CONNECTION, "--format", "json", *options)["run-id"])
 
     def status(self, run: int) -> tuple[str, str]:
@@ -236,14 +241,14 @@ class Federation:
 
     def wait(self, run: int, seconds: float = 300) -> tuple[str, str]:
         """Wait until a run has ended; return its status and details."""
-        end = time.monotonic() + seconds
-        while not (state := self.status(run))[0].startswith("finished"):
-            left = end - time.monotonic()
-            assert left > 0, f"after {seconds:.0f} s: run {run} is {state}\n{self.log(run)}"
-            words = [str(w) for w in (BIN / "flwr", "log", run, CONNECTION, "--stream")]
+        end, words = time.monotonic() + seconds, ("log", run, CONNECTION, "--stream")
+        while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it returns when the run ends
-                subprocess.run(words, env=self.env, capture_output=True, timeout=left, check=False)
-        return state
+                line = [str(word) for word in (BIN / "flwr", *words)]
+                subprocess.run(line, env=self.env, capture_output=True, timeout=left, check=False)
+            if (state := self.status(run))[0].startswith("finished"):
+                return state
+        raise AssertionError(f"after {seconds:.0f} s: run {run} is {state}\n{self.log(run)}")
 
     def log(self, run: int) -> str:
         """Return what the ServerApp of a run has logged so far."""

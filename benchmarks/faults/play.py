@@ -51,7 +51,7 @@ class Play:
     Parameters
     ----------
     federation : Federation
-        With its nodes running.
+        With its nodes running; if they have served a run, they are started anew.
     folder : Path
         Does not exist yet; gets the app, the marks, the checkpoints and the results.
     kind : str
@@ -74,6 +74,8 @@ class Play:
         task: str = "",
         **config: Any,
     ) -> None:
+        if federation.served:
+            federation.restart_nodes()
         self.federation, self.folder, self.at = federation, folder, at
         self.marks = folder / "marks"
         self.marks.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """Methods on a real federation, with TLS and node authentication, give the weights that one process gives.
 
-The app is that of docs/deployment.md.
+The app is that of docs/deployment.md, or the package's own.
 """
 
 import json
@@ -19,17 +19,18 @@ from safetensors.numpy import load_file
 
 from benchmarks.faults.federation import Federation
 from flwr_regs import InProcessGrid
+from flwr_regs.experiments.report.run_records import read, record_path
+from tests import processes
 from tests.conftest import ROOT
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]
 APP = ROOT / "docs/examples/deployment/app"
 PAGE = ROOT / "docs/deployment.md"
-NODES = 3
+NODES = 2
 METHODS = [
-    "FedFOR(alpha=0.1, downlink='delta')",
     "EFL(lam=0.1, density_up=0.1, density_down=0.1)",
-    "RFedAvgPlus(lam=0.01)",
+    "RFedAvgPlus(lam=0.01, downlink='delta')",
 ]
 
 
@@ -70,6 +71,29 @@ def test_a_federation_gives_the_weights_of_one_process(
     assert [entry["lost_state"] for entry in history] == [[], []]
     got = dict(load_file(tmp_path / "deployed/model.safetensors"))
     assert_same(got, in_process(monkeypatch, tmp_path / "in-process", **config))
+
+
+def test_private_entries_survive_on_supernodes(federation: Federation, tmp_path: Path) -> None:
+    """Every message is a new process there: what is private lives in the node's state alone."""
+    settings = {"rounds": 2, "local_epochs": 1, "num_clients": NODES, "dataset": "digits-domains"}
+    settings["partition"] = "iid"
+    method, out = "FedBN+FedFOR", tmp_path / "out"
+    run = federation.run(ROOT, **settings, methods=method, out=str(out))
+    assert federation.wait(run)[0] == "finished:completed", federation.log(run)
+    record = read(record_path(out, method, 7))
+    assert [entry["lost_private"] for entry in record.rounds] == [[], []]
+    here = processes.in_process(tmp_path / "x", method, **settings)
+    assert_same(dict(load_file(out / f"{method}-seed7.safetensors")), here)
+    told, want = (
+        [
+            {pid: m["accuracy"] for pid, m in r["evaluate"]["clients"].items()}
+            for r in read(record_path(folder, method, 7)).rounds
+        ]
+        for folder in (out, tmp_path / "x")
+    )
+    for there, theirs in zip(told, want, strict=True):  # tested with BatchNorm of their own
+        assert there == pytest.approx(theirs)
+    assert all(len(set(clients.values())) == 2 for clients in told[1:])
 
 
 def test_the_operators_commands_of_the_page_run(federation: Federation) -> None:
