@@ -230,7 +230,6 @@ class Gradient:
         corrected = view.shared.term.correct(given, params, ctx)
         if all(map(torch.equal, before, random_state(view.shared.device))):
             return {n: g.expand(given[n].shape) for n, g in corrected.items()}
-        set_random_state(view.shared.device, before)
         self._together = False
         return None
 

@@ -341,7 +341,6 @@ class Stack:
             for key, v in state.items():
                 if _is_like(v, p):
                     state[key] = v[:active]
-            p.grad = None
             p.data = self._values[n][:active]
         self._rows, self._of_each = active, self._own_of(slice(0, active))
 

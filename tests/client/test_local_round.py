@@ -149,6 +149,18 @@ def test_a_model_that_does_not_move_is_said() -> None:
     with pytest.warns(UserWarning, match="is the optimiser's step"):
         loop.finish()
     assert torch.equal(model[0].weight, make_model()[0].weight)
+    loop = LocalTraining(make_model(), FEDAVG, data, lr=0.1, epochs=1, device="cpu")
+    assert loop.finish(2).num_steps == 2  # of steps that it has not seen, nothing is said
+
+
+def test_a_label_without_an_output_is_named_before_a_gpu_fails_on_it() -> None:
+    """Its own error says nothing, and stays for all that follows."""
+    (x, y), *_ = data = make_clients()[0]
+    loop = LocalTraining(make_model(), FEDAVG, data, lr=0.1, epochs=1, device="cpu")
+    loop.device = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"a label is .* but the model has 3 outputs") as refused:
+        loop.objective(x, y + 3)
+    assert "torch:" not in str(refused.value)
 
 
 def test_an_iterable_dataset_is_counted_by_reading_it() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.cohort import processes
+from flwr_regs.cohort import gradients_of_stack, processes
 from flwr_regs.cohort.stacks import Stacks
 from tests import conftest
 from tests.conftest import Log
@@ -205,10 +205,15 @@ def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.full  # compiling takes half a minute
 @pytest.mark.parametrize("config", [{}, {"momentum": 0.9}, {"clip-norm": 0.1}], ids=str)
-def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_compiled_step_gives_the_same_up_to_rounding(
+    config: dict[str, Any], eager: bool, monkeypatch: pytest.MonkeyPatch, log: Log
+) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
+    monkeypatch.setattr(gradients_of_stack, "_STEPS", steps := {})
+    if eager:  # compiling takes half a minute
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
 
     def end(drop: float, compile: bool) -> dict[str, np.ndarray]:
         model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
@@ -222,6 +227,10 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(config: dict[str, Any]) -
     close(end(0.0, True), end(0.0, False))
     first, again = end(0.5, True), end(0.5, True)
     assert all(np.array_equal(first[n], a) for n, a in again.items())
+    assert len(steps) == 2
+    assert not log("not compiled")
+    if eager:
+        close(first, end(0.5, False))
 
 
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:

@@ -159,6 +159,14 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
 
 
+def test_a_metric_that_no_round_has_is_said_once(log: Log) -> None:
+    history = [{"round": 1, "train_metrics": {"train-loss": 1.0}}]
+    for rule in (fr.Target(0.3, "acuracy"), fr.Patience(1, "acuracy")):
+        assert [rule(history), rule([*history, {"round": 2}])] == ["", ""]
+        (said,) = log("acuracy")
+        assert said == "no metric 'acuracy' in round 1, only ['train-loss']"
+
+
 @pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5])
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""

@@ -57,6 +57,11 @@ def test_clients_with_other_layers_are_named_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
+def test_the_history_names_the_output_layer(reader: str) -> None:
+    assert [entry["output_layer"] for entry in train(reader).history] == ["2", "2"]
+
+
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
     ("use", "why"),
     [

@@ -384,6 +384,12 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
         assert np.all(a != clipped[name])
 
 
+def test_a_mod_is_refused_before_a_client_trains_that_sends_more_than_its_update() -> None:
+    grid = fr.InProcessGrid(app_of(client_of("SCAFFOLD"), mods=[LocalDpMod(1, 0.1, 1, 1e-5)]), 3)
+    with pytest.raises(fr.RoundFailed, match=r"LocalDpMod does not go with .* needs more of a"):
+        start(example("SCAFFOLD"), grid, 1)
+
+
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
     grid = Watching(app_of(fr.FedAvgClient), 3)
     inner = example("FedAvg")

@@ -73,9 +73,6 @@ class FisherSums(Term, Folds, Checks):
                 out[n] = (out[n] / (1 + ctx.lr * strength * wide)).to(g.dtype)
         return out
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        return delta, self.uploaded(self.measured(delta, ctx), ctx), {}
-
     def uploaded(self, client_sums: Slot, ctx: ClientContext) -> Slot:
         """Return what of `measured` the server cannot compute."""
         plain = ctx.delta_is_sent and keys.HALF_KEY not in ctx.config

@@ -202,6 +202,16 @@ def test_a_zero_vector_has_no_direction() -> None:
     assert not grad[[0, 2]].any()
 
 
+def test_features_in_half_precision_are_compared_in_single() -> None:
+    parts = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def loss(z: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        where = {"client": {"v": far}, "features_at": lambda p, layer: far if p else near}
+        return fr.ModelContrast(1.0, 0.1).loss(ZERO, {}, batch(z, None, features=z, **where))
+
+    assert torch.equal(loss(*parts), loss(*parts.float()))
+
+
 COUNTS = torch.tensor([16, 0, 81, 0])
 
 

@@ -13,10 +13,12 @@ from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
 from flwr_regs.client import memory
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.personal import calibrate
+from flwr_regs.client.personal import calibrate, trained_model
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
@@ -265,6 +267,17 @@ def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(strategy.history[-1]["evaluate"]["clients"]) == 3
     with pytest.raises(ValueError, match="clients of this method keep no entries of the model"):
         fr.load_private(tmp_path, 0)
+
+
+def test_what_is_saved_leaves_the_clients_model_as_the_round_did() -> None:
+    """``w_t`` and the client's update, in the mode in which it trained."""
+    model, data, term = make_model(), make_clients()[0], chain([fr.PersonalModel(0.4)])
+    result = local_round(model, term, data, lr=0.1, steps=3, device="cpu")
+    how = {"lr": 0.1, "config": {}}
+    saved = trained_model(term, Measures(model, data, Task(), torch.device("cpu")), result, **how)
+    assert any(np.any(a != result.state[n].numpy()) for n, a in saved.items())
+    close(model.state_dict(), result.state, 0.0)
+    assert model.training
 
 
 # FedAMP's clouds

@@ -21,6 +21,9 @@ def test_a_claim_of_many_planned_steps_drops_nobody_else() -> None:
     for t in range(4):
         ended(who, [0, 1, 2], {0: honest, 1: honest if t else idle, 2: liar})
     assert who.remaining([0, 1, 2], Round(5)) == [0, 1, 2]
+    for _ in range(3):  # in 4 of 7
+        ended(who, [0, 1, 2], {0: honest, 1: idle, 2: liar})
+    assert who.remaining([0, 1, 2], Round(8)) == [0, 2]
 
 
 def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None:
