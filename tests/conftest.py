@@ -1,9 +1,11 @@
 """What several test files need: a small model, unequal clients, and a run in one process."""
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from flwr import serverapp
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 from torch import nn
+from torch.utils.data import Dataset
 
 from flwr_regs import InProcessGrid
 from flwr_regs.client.memory import decode
@@ -22,16 +25,24 @@ from flwr_regs.testing.problem import to_numpy as to_numpy
 
 ROOT = Path(__file__).parents[1]
 Log = Callable[..., list[str]]
+T = TypeVar("T")
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
-def make_model(dtype: torch.dtype = torch.float64, batch_norm: bool = False) -> nn.Sequential:
+def make_model(
+    dtype: torch.dtype = torch.float64, batch_norm: bool = False, drop: float | None = None
+) -> nn.Sequential:
     """The perceptron of the laws, with the state_dict names of tests/oracles/model.py."""
     if not batch_norm:
         return problem.make_model(dtype)
     with drawn():
-        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)]
+        dropout = [] if drop is None else [nn.Dropout(drop)]
+        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), *dropout, nn.Tanh(), nn.Linear(6, 3)]
         return nn.Sequential(*layers).to(dtype)
+
+
+norm_model = partial(make_model, batch_norm=True)
+dropping = partial(norm_model, drop=0.5)
 
 
 def run(
@@ -66,6 +77,15 @@ def accounting() -> Any:
     return serverapp
 
 
+def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 0.2) -> T:
+    """Return the first true value of `ask`; AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (value := ask()):
+        assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
+        time.sleep(pause)
+    return value
+
+
 class Tampered(InProcessGrid):
     """Gives each exchange to ``change(kind, partition id, message, reply)``: what it returns is the reply.
 
@@ -86,6 +106,19 @@ class Tampered(InProcessGrid):
                 reply = Message(Error(2, reply), reply_to=message)
             self._replies[i] = reply
         return ids
+
+
+class Items(Dataset[Any]):
+    """A map-style data set of what `make` returns for an input and a label."""
+
+    def __init__(self, x: Any, y: Any, make: Any = lambda x, y: (x, y)) -> None:
+        self.x, self.y, self.make = x, y, make
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.make(self.x[i], self.y[i])
 
 
 def budgeted(base: Any, done: Sequence[dict[int, int]]) -> Any:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flwr
 import numpy as np
@@ -20,20 +20,11 @@ from flwr_regs.experiments.report.run_records import record_path
 from flwr_regs.experiments.run.engine import execute
 from flwr_regs.experiments.run.progress import Progress
 from tests.conftest import ROOT
+from tests.conftest import until as until
 from tests.experiments.runs import runs_of
 
-T = TypeVar("T")
 BIN = Path(sys.executable).parent
 FLOWER = tuple(map(int, flwr.__version__.split(".")[:2]))
-
-
-def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 0.2) -> T:
-    """Return the first true value of `ask`; AssertionError after `seconds`."""
-    end = time.monotonic() + seconds
-    while not (value := ask()):
-        assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
-        time.sleep(pause)
-    return value
 
 
 def free_port() -> int:

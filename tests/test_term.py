@@ -44,9 +44,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         class Sums(Term):
             def fold(self, *args: Any) -> Any: ...
 
-    with pytest.raises(
-        TypeError, match=r"Bounded.ranges: 'mu' must have a Range, .* not '\[0, 5\]'"
-    ):
+    with pytest.raises(TypeError, match=r"Bounded.ranges: 'mu' must have a Range, .*5\]'"):
 
         class Bounded(Term):
             ranges: ClassVar[Any] = {"mu": "[0, 5]"}
@@ -107,11 +105,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("update", lambda server, *_: server, r"\(server slot, delta\), not a dict"),
         ("release", lambda _, step, __: (step,), r"\(server slot, step\), not a tuple of 1"),
         ("release", lambda slot, *_: (slot, {}), r"step with an array for each of .*, not {}"),
-        (
-            "update",
-            lambda slot, d, *_: (slot, {n: a[:1] for n, a in d.items()}),
-            r"'0.weight' of shape",
-        ),
+        ("update", lambda slot, d, *_: (slot, {n: a[:1] for n, a in d.items()}), "'0.weight' of"),
         ("loss", lambda *_: None, "the loss, a scalar array; .* of type NoneType"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of the shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),

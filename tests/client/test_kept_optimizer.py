@@ -11,7 +11,7 @@ import flwr_regs as fr
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
-from tests.conftest import close, descend, make_clients, make_model
+from tests.conftest import close, descend, make_clients, make_model, norm_model
 from tests.flower.clients.test_own_loop import own_app
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
@@ -63,8 +63,7 @@ def test_one_client_is_one_long_run_if_its_optimiser_goes_on(name: str, keep: bo
 def test_the_state_is_client_state(grid: Any) -> None:
     """It goes through bytes, and a round that the server repeats begins with the state from before it."""
     settings = {"optimizer": MAKERS["AdamW"], "keep_optimizer": True}
-    model = partial(make_model, batch_norm=True)  # FedBN's private parameters have state, too
-    found = []
+    model, found = norm_model, []  # FedBN's private parameters have state, too
     for kind in (fr.InProcessGrid, grid):
         app = app_of(fr.FedBNClient, make_clients(), model=model, **settings)
         places = kind(app, 4)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import flwr_regs as fr
-from tests.conftest import Log
+from tests.conftest import Items, Log
 from tests.flower.stacks import SIZES, Cohort, Stacked, compare, data_of, perceptron, values_of
 
 CONFIG = {"local-epochs": 2}
@@ -52,18 +52,8 @@ def drawn_rate(params: Any, lr: float) -> Any:
     return torch.optim.SGD(params, lr=lr * random.uniform(0.1, 2.0))
 
 
-class Caching(Dataset[Any]):
-    """The same tensors at every access, each time scaled."""
-
-    def __init__(self, k: int) -> None:
-        self.x, self.y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        """Return an example."""
-        return self.x[i].mul_(0.5), self.y[i]
+def items(k: int, make: Any) -> Items:
+    return Items(*data_of(k).dataset.tensors, make)  # type: ignore[attr-defined]
 
 
 class Buffered:
@@ -111,7 +101,9 @@ BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
         "loader": lambda k, **_: Setting(k),
     },
     "an optimiser's factory that draws": lambda: {"settings": {"optimizer": drawn_rate}},
-    "a data set that caches": lambda: {"loader": cache(lambda k, **_: DataLoader(Caching(k), 8))},
+    "a data set that scales its own tensors": lambda: {
+        "loader": cache(lambda k, **_: DataLoader(items(k, lambda x, y: (x.mul_(0.5), y)), 8))
+    },
     "data in one buffer": lambda: {"loader": Buffered},
 }
 ALONE_TOO = ("a loss that reads a global", "a mode of its own")
@@ -145,20 +137,10 @@ def noisy(model: Any, x: Any) -> Any:
     return model.layer[1](kept * hidden + 0.3 * torch.randn_like(hidden))
 
 
-class Augmented(Dataset[Any]):
-    """Adds torch's noise to each example, and draws in vain from the other generators."""
-
-    def __init__(self, k: int) -> None:
-        self.pairs = data_of(k).dataset
-
-    def __len__(self) -> int:
-        return len(self.pairs)  # type: ignore[arg-type]
-
-    def __getitem__(self, i: int) -> Any:
-        """Return an example."""
-        x, y = self.pairs[i]
-        _ = random.random(), np.random.rand()  # noqa: NPY002
-        return x + 0.1 * torch.randn(6), y
+def augmented(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Add torch's noise to an example, and draw in vain from the other generators."""
+    _ = random.random(), np.random.rand()  # noqa: NPY002
+    return x + 0.1 * torch.randn(6), y
 
 
 KEEPING: dict[str, dict[str, Any]] = {
@@ -189,7 +171,8 @@ def test_the_check_changes_nothing() -> None:
 
         def client_fn(context: Any) -> Any:
             k = int(context.node_config["partition-id"])
-            return fr.FedBNClient(models[k], DataLoader(Augmented(k), 8, True), device="cpu")
+            loader = DataLoader(items(k, augmented), 8, True)
+            return fr.FedBNClient(models[k], loader, device="cpu")
 
         torch.manual_seed(int(check))
         before = torch.get_rng_state()

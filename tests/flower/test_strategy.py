@@ -88,23 +88,6 @@ def test_fedavg_equals_flowers_own_fedavg() -> None:
     close(ours, {k: a.numpy() for k, a in theirs.arrays.items()}, 1e-6)
 
 
-def test_integer_boolean_and_infinite_buffers() -> None:
-    def model() -> nn.Module:
-        m = make_model(torch.float32, batch_norm=True)
-        m.register_buffer("flag", torch.tensor([True, False]))
-        m.register_buffer("mask", torch.tensor([0.0, -float("inf")]))  # no divergence
-        return m
-
-    strategy = fr.FedFOR(alpha=0.5, seed=1, downlink="delta")
-    got = run(strategy, fr.FedFORClient, clients=make_clients(4, torch.float32), model=model)
-    assert got["1.num_batches_tracked"].dtype == np.int64
-    # 4 rounds of 2 epochs over 2, 3, 4, 5 batches; means rounded each round: 2·(4+9+16+25)/14 ≈ 8
-    assert got["1.num_batches_tracked"] == 32
-    assert got["flag"].tolist() == [True, False]
-    assert got["mask"].tolist() == [0.0, -float("inf")]
-    assert got["0.weight"].dtype == np.float32
-
-
 # Downlinks
 
 
@@ -247,6 +230,23 @@ def test_a_model_that_cannot_be_trained_is_refused_before_it_is_evaluated(
     assert asked == []
 
 
+ADAM: Any = torch.optim.Adam(make_model().parameters())
+
+
+def made(kind: Any, **wrong: Any) -> Any:
+    return kind(make_model(), make_clients(1)[0], **wrong)
+
+
+def asked(client_fn: Any) -> fr.InProcessGrid:
+    return fr.InProcessGrid(ClientApp(client_fn), 3)
+
+
+def flowers_own(context: Context) -> Any:
+    return fr.FedAvgClient(make_model(), []).to_client()
+
+
+NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
+NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
@@ -259,29 +259,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number from 1, not 0"),
     (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must not be negative, but"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
+    (lambda: made(fr.FedFORClient, optimiser=None), TypeError, "'optimiser'.*'optimizer'"),
+    (lambda: made(fr.FedAvgClient, optimizer=ADAM), TypeError, r"optimizer\(params, .*of Adam"),
+    (lambda: made(fr.Clients, batchsize=8), TypeError, "no argument 'batchsize'.*'batch_size'"),
+    (lambda: made(fr.Clients).app(fr.FedFOR), TypeError, "as FedFORClient, not the class FedFOR"),
+    (lambda: run(NO_METRICS, fr.FedAvgClient), TypeError, "return a MetricRecord, not a float"),
     (
-        lambda: fr.Clients(make_model(), make_clients(1)).app(fr.FedFOR),  # type: ignore[arg-type]
-        TypeError,
-        "such as FedFORClient, not the class FedFOR",
-    ),
-    (
-        lambda: run(fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0), fr.FedAvgClient),
-        TypeError,
-        "train_metrics_aggr_fn must return a MetricRecord, not a float",
-    ),
-    (
-        lambda: start(fr.FedAvg(lr_schedule=lambda t: 0.0), fr.InProcessGrid(ClientApp(None), 3)),
+        lambda: start(NO_RATE, asked(None)),
         ValueError,
-        r"lr_schedule\(1\) makes the learning rate 0, with which clients cannot train",
+        r"lr_schedule\(1\) makes the learning rate 0",
     ),
-    (
-        lambda: start(
-            fr.FedAvg(),
-            fr.InProcessGrid(ClientApp(lambda c: fr.FedAvgClient(make_model(), []).to_client()), 3),
-        ),
-        PopulationError,
-        r"flwr_regs\.client_app",
-    ),
+    (lambda: start(fr.FedAvg(), asked(flowers_own)), PopulationError, r"flwr_regs\.client_app"),
 ]
 
 
@@ -336,11 +324,7 @@ FAILING: list[tuple[Any, Any, str]] = [
     (fr.FedFOR(), app_of(fr.FedProxClient), r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'"),
     (fr.FedFOR(), fr.client_app(lambda _: Plain(0, torch.float64)), "no method.*FedFORClient"),
     (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*without eval_data"),
-    (
-        fr.FedAvg(),
-        fr.client_app(lambda context: 3),  # type: ignore[arg-type,return-value]
-        "client_fn must return a NumPyClient or Client, not int",
-    ),
+    (fr.FedAvg(), fr.client_app(id), "client_fn must return a NumPyClient or Client, not int"),
     (fr.RegStrategy([Overflow()]), app_of(fr.RegClient), r"diverged.*strategy\.arrays"),
 ]
 

@@ -23,8 +23,7 @@ from flwr_regs import InProcessGrid, client_app
 from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
-from tests.conftest import ROOT, drawn
-from tests.processes import until
+from tests.conftest import ROOT, drawn, until
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", pytest.param("FedBN", marks=pytest.mark.full), "SCAFFOLD")

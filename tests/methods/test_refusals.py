@@ -25,11 +25,8 @@ BOUNDS: list[tuple[str, float, str]] = [
         "FedGATE.server_lr FedSMOO.lam FedSpeed.lam FedYogi.server_lr SCAFFOLD.server_lr "
         "Ditto.personal_lr RFedAvgPlus.clip_norm",
     ),
-    (
-        "a number from 0 to below 1",
-        1.0,
-        "FedACG.lam FedADC.beta FedAdam.beta_1 FedNova.momentum Mime.beta MimeLite.beta SlowMo.beta",
-    ),
+    ("a number from 0 to below 1", 1.0, "FedACG.lam FedADC.beta FedAdam.beta_1 FedNova.momentum"),
+    ("a number from 0 to below 1", 1.0, "Mime.beta MimeLite.beta SlowMo.beta"),
     ("a number from 0 to 1", 1.1, "APFL.alpha FedADCPlus.lam FedSpeed.alpha"),
     ("a number above 0, up to 1", 0.0, "EFL.density_up EFL.sums_density FedCM.alpha"),
     ("a number above 0, up to 1", 1.1, "EFL.density_down FedCM.alpha"),

@@ -71,7 +71,10 @@ def test_a_change_for_each_step_has_bounds() -> None:
         fr.ControlVariates(2).fold({}, 2, {"w": np.full(2, 5e14)}, {}, 1.0, ctx)
 
 
-@pytest.mark.parametrize("told", [(6, 10**9), (11, 10), (5.5, 10), (0, 0), (-1, 10)])
+TOLD = [(6, 10**9), (11, 10), (5.5, 10), (10.0, 10), (0, 0), (-1, 10), (float("nan"), 10)]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=str)
 @pytest.mark.parametrize("length", [{"local-epochs": 2}, {"local-steps": 10}], ids=str)
 def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(
     told: Any, length: Any

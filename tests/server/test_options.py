@@ -51,6 +51,7 @@ class Even(fr.Term, Weighs):
         return dict.fromkeys(weights, 1 / len(weights))
 
 
+SUMS = partial(fr.RFedAvgPlus, 0.1, sum_only=True)
 DP = {"privacy": fr.CentralDP(1.0, 1.0), "weighting": "uniform"}
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     # in the order of `pairs`: a method, its settings, the sentence
@@ -59,11 +60,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (fr.FedFOR, {"downlink": "delta", "wire_dtype": "float16"}, "needs downlink='model'"),
     (fr.FedFOR, {"overlap": True}, "with downlink='model' each round .* write downlink='delta'"),
     (fr.EFL, {"lam": 0.0, "density_down": 0.1, "overlap": True}, "sends whole models ahead"),
-    (
-        partial(fr.RFedAvgPlus, 0.1, sum_only=True),
-        {"aggregator": fr.CoordinateMedian()},
-        r"CoordinateMedian\(\) does not reach .* of RFedAvgPlus upload.* sum_only=False",
-    ),
+    (SUMS, {"aggregator": fr.CoordinateMedian()}, r"not reach .* RFedAvgPlus upload.*_only=False"),
     (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does Even: leave one"),
     (fr.EFL, {"lam": 0.1, **DP}, "CentralDP.* of EFL reads more of its clients than"),
     (fr.FedAvg, {"aggregator": fr.NormBound(), **DP}, "noise is for the mean, not for aggregator"),

@@ -49,12 +49,3 @@ def test(net, testloader, device):
             loss += float(nn.functional.cross_entropy(output, batch["label"].to(device)))
             correct += int((output.argmax(1) == batch["label"]).sum())
     return loss / len(testloader), correct / len(testloader.dataset)
-
-
-def get_weights(net):
-    return [v.numpy() for v in net.state_dict().values()]
-
-
-def set_weights(net, arrays):
-    values = map(torch.tensor, arrays)
-    net.load_state_dict(dict(zip(net.state_dict(), values, strict=True)))

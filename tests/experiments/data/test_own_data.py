@@ -8,31 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.data.own_data import fields_of
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.user_code import offer
+from tests.conftest import Items
 
 X = np.random.default_rng(0).normal(size=(12, 3, 2))
 Y = np.arange(12) % 3
 PARTS = {"train_x": X[:8], "train_y": Y[:8], "test_x": X[8:], "test_y": Y[8:]}
 TRAIN, TEST = (X[:8], Y[:8]), (X[8:], Y[8:])
-
-
-class Items(Dataset[Any]):
-    """A map-style data set of the items that `make` returns for an input and a label."""
-
-    def __init__(self, x: Any, y: Any, make: Any) -> None:
-        self.x, self.y, self.make = x, y, make
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.make(self.x[i], self.y[i])
 
 
 def datasets(make: Any) -> tuple[Any, Any]:

@@ -77,10 +77,8 @@ def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None
     each = metrics.of_runs(both)
     assert each["final"].tolist() == pytest.approx([0.94, 0.1])
     assert each["seconds-round"].count() == 1
-    assert metrics.warnings(both) == [
-        "A: 1 of 2 seeds diverged (they count in the means as untrained, 10.0%); seed 2: diverged in "
-        "round 3"
-    ]
+    (said,) = metrics.warnings(both)
+    assert said.endswith("as untrained, 10.0%); seed 2: diverged in round 3")
     points = Results(both)._points()
     filled = points[points["part"] == "filled"]
     assert filled["accuracy"].tolist() == pytest.approx([10, 90, 90, *[10] * 28])
@@ -155,20 +153,16 @@ def test_a_collapse_and_rejected_replies_are_said() -> None:
     assert metrics.collapsed(fallen)
     assert not metrics.collapsed(run("A", GOOD))
     assert not metrics.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
-    assert metrics.warnings([fallen]) == [
-        "A: 1 of 1 seed collapsed; seed 1 ends at 10.0%, its best was 86.0% in round 4",
-        "A: 1 replies were rejected, the first in round 10 of seed 1: client 41: array 'w' holds NaN or "
-        "infinity",
-    ]
+    collapse, rejected = metrics.warnings([fallen])
+    assert collapse.endswith("seed 1 ends at 10.0%, its best was 86.0% in round 4")
+    assert "1 replies were rejected, the first in round 10 of seed 1: client 41: array" in rejected
 
 
 def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
     lost = run("A", [0.09, 0.09])
     lost.test[-1]["loss"] = 70.2
-    assert metrics.warnings([lost]) == [
-        "A: 1 of 1 seed diverged; the test loss of seed 1 ends at 70.2, and was 1 before training: try a "
-        "smaller lr"
-    ]
+    (said,) = metrics.warnings([lost])
+    assert "the test loss of seed 1 ends at 70.2, and was 1 before training" in said
     (row,) = metrics.rows([lost])
     assert row["collapsed"] == 1
     for loss in (NAN_LOSS, None, 10.1):

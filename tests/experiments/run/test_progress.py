@@ -96,8 +96,6 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     known: dict[Any, Any] = {}
     lines = [*costs.estimate([*runs, *again], 1, known, {})]
     assert len(asked) == 1
-    assert "partition shards(2) over 10 clients, 10 rounds" in lines[0]
-    assert lines[1] == "model auto: a step of 32 examples takes 2 ms, a test of 250 takes 250 ms"
     each = f"2 x {duration(cost.run)} (1 trial and 1 test), 4 local steps a round"
     assert lines[2] == f"{'FedAvg':<50}  {each}"
     each = each.replace(" (1 trial and 1 test)", "")
@@ -105,9 +103,7 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
     assert lines[4] == f"in all {whole}"
     (line,) = costs.estimate([*runs, *again], 1, known, {}, "card, two")
-    assert line.startswith(
-        "card, two: digits, partition shards(2) over 10 clients, 10 rounds; 2 rows"
-    )
+    assert line.startswith("card, two: digits, ")
     assert line.endswith(f", {whole}")
     lines = [*costs.estimate(runs, 1, known, {runs[0].key: 5})]
     assert lines[1] == f"FedAvg, seed {runs[0].seed}: 5 of 10 rounds are there"

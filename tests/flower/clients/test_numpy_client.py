@@ -12,7 +12,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import ROOT, drawn, make_clients, make_model
+from tests.conftest import ROOT, drawn
 
 FILE = ROOT / "docs/examples/numpy-client/client.py"
 EXAMPLE = runpy.run_path(str(FILE))
@@ -72,18 +72,3 @@ def test_it_says_what_it_cannot_do() -> None:
     strategy = fr.FedProx(0.1, seed=3, fraction_evaluate=0.0)
     _, history = run(strategy, fr.FedProxClient, {2}, {"local-steps": 1})
     assert "speaks protocol 4 of flwr-regs, and FedAvg and FedFOR" in history[0]["failures"][2]
-
-
-def test_an_optimisers_instance_is_refused_with_what_to_give() -> None:
-    model = make_model()
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"called as optimizer\(params, lr=lr\).*instance of SGD"):
-        fr.FedAvgClient(model, make_clients(1)[0], optimizer=made)  # type: ignore[arg-type]
-
-
-def test_an_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
-    loader = make_clients(1)[0]
-    with pytest.raises(TypeError, match=r"FedFORClient takes no argument 'optimiser'.*'optimizer'"):
-        fr.FedFORClient(make_model(), loader, optimiser=None)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Clients takes no argument 'batchsize'.*'batch_size'"):
-        fr.Clients(make_model(), [loader], batchsize=8)  # type: ignore[call-arg]

@@ -8,7 +8,7 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import make_clients, start_weights, to_numpy, train
-from tests.conftest import close, make_model
+from tests.conftest import close, norm_model
 from tests.oracles.client_step.fedadamw import fedadamw
 
 OWN = partial(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)
@@ -34,8 +34,7 @@ def test_what_stays_with_a_client_begins_with_moments_of_its_own() -> None:
     terms = [fr.LocalBatchNorm(), fr.SharedMoments()]
     strategy = fr.RegStrategy(terms, seed=3, fraction_evaluate=0.0)
     client = partial(fr.RegClient, terms=[type(t) for t in terms])
-    model = partial(make_model, batch_norm=True)
-    train(strategy, client, rounds=3, model=model, lr=0.02, length={"local-steps": 4})
+    train(strategy, client, rounds=3, model=norm_model, lr=0.02, length={"local-steps": 4})
     server = {**strategy.training.model.server["fedadamw"]}
     assert server.pop("step") == 12
     assert set(server) == {f"exp_avg_sq.{i}.{n}" for i in "03" for n in ("weight", "bias")}

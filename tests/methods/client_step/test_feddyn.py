@@ -7,16 +7,14 @@ import numpy as np
 import flwr_regs as fr
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import train
-from tests.conftest import make_model
-
-MODEL = partial(make_model, batch_norm=True)
+from tests.conftest import norm_model
 
 
 def test_batch_norm_that_stays_with_the_clients_has_no_h() -> None:
     terms = [fr.LocalBatchNorm(), fr.DynamicRegulariser(0.3)]
     strategy = fr.RegStrategy(terms, seed=3, fraction_evaluate=0.0)
     client = partial(fr.RegClient, terms=[type(t) for t in terms])
-    train(strategy, client, rounds=2, model=MODEL)
+    train(strategy, client, rounds=2, model=norm_model)
     h = strategy.training.model.server["feddyn"]
     assert set(h) == {"0.weight", "0.bias", "3.weight", "3.bias"}
     # a bias in front of BatchNorm has no gradient

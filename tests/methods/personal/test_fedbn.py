@@ -1,6 +1,5 @@
 """FedBN and private entries: what stays, what never travels, and which entries they are."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import Tampered, close, make_clients, make_model, plain_fedavg, remembered
+from tests.conftest import Tampered, close, make_clients, norm_model, plain_fedavg, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-MODEL, DATA = partial(make_model, batch_norm=True), make_clients(3)
+DATA = make_clients(3)
 
 
 def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
@@ -25,9 +24,9 @@ def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
         names.update(*message.content.array_records.values(), *reply.content.array_records.values())
         return reply
 
-    grid, strategy = Tampered(app_of(fr.FedBNClient, DATA, MODEL), 3, note), fr.FedBN(seed=1)
-    models = train(strategy, fr.FedBNClient, rounds=3, model=MODEL, grid=grid)
-    shared, local = plain_fedavg(MODEL, DATA, 3, 0.2, own=BN)  # Alg. 1
+    grid, strategy = Tampered(app_of(fr.FedBNClient, DATA, norm_model), 3, note), fr.FedBN(seed=1)
+    models = train(strategy, fr.FedBNClient, rounds=3, model=norm_model, grid=grid)
+    shared, local = plain_fedavg(norm_model, DATA, 3, 0.2, own=BN)  # Alg. 1
     close(models[-1], shared, 1e-12)
     assert names == set(shared)  # in train and evaluate messages and replies alike
     for pid, model in enumerate(local):

@@ -21,7 +21,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of
-from tests.conftest import make_clients, make_model, start
+from tests.conftest import make_clients, make_model, norm_model, start
 
 BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
@@ -98,11 +98,6 @@ def half_model() -> nn.Module:
     return make_model(torch.float32)
 
 
-def norm_model() -> nn.Module:
-    """The perceptron with BatchNorm: buffers, integers among them."""
-    return make_model(batch_norm=True)
-
-
 def still_model() -> nn.Module:
     """The perceptron with its first layer frozen."""
     model = make_model()
@@ -170,6 +165,10 @@ CASES: dict[str, Case] = {
         fr.FedAvgClient,
         settings={"share_label_counts": True},
     ),
+    "FedDyn": Case(lambda: fr.FedDyn(0.1, **SEED), fr.FedDynClient),
+    "FedNova": Case(lambda: fr.FedNova(**SEED), fr.FedNovaClient),
+    "Mime": Case(lambda: fr.Mime(0.5, **SEED), fr.MimeClient),
+    "QFedAvg": Case(lambda: fr.QFedAvg(0.5, **SEED), fr.QFedAvgClient),
 }
 
 # Bytes

@@ -168,7 +168,8 @@ def check(name: str, damage: Any) -> None:
             assert len(why) <= 700
             assert why.isprintable()
     got = {n: a.numpy() for n, a in strategy.arrays.items()}
-    assert all(np.isfinite(a).all() for a in got.values())
+    norms = [np.linalg.norm(a) for a in got.values()]
+    assert max(norms) < 1e6  # no step is beyond 1,000 times an honest one
     if not used and name != "private":  # its noise differs from run to run
         want = {n: a.numpy() for n, a in model.items()}
         assert all(np.array_equal(got[n], want[n]) for n in want)
@@ -176,12 +177,18 @@ def check(name: str, damage: Any) -> None:
             assert entry["train_metrics"] == expected["train_metrics"]
 
 
-@pytest.mark.parametrize("name", CASES)
+FULL = ("FedDyn", "FedNova", "Mime", "QFedAvg")
+"""Cases of full runs, with other damage each time."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES]
+)
 def test_a_damaged_reply_costs_its_client_alone(name: str) -> None:
     @settings(
         max_examples=EXAMPLES * FUZZ,
         deadline=None,
-        derandomize=True,
+        derandomize=name not in FULL,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
