@@ -16,7 +16,7 @@ import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
-from tests.conftest import Batch, close, drawn, make_model, to_numpy
+from tests.conftest import Batch, close, dropping, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
 from tests.oracles.rounds import examples
@@ -134,13 +134,6 @@ class Look(fr.Term):
         return grads
 
 
-def noisy() -> nn.Module:
-    """A model with BatchNorm and dropout."""
-    with drawn():
-        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3)]
-        return nn.Sequential(*layers).double()
-
-
 NO_SINGLE = [[batch for batch in client if len(batch[1]) > 1] for client in DATA]
 """The data without batches of one example, which BatchNorm refuses."""
 
@@ -152,7 +145,7 @@ def test_the_gradient_elsewhere_is_that_of_the_whole_loss() -> None:
     train(fr.RegStrategy(terms, **ALL), app, **{"local-epochs": 2})
     assert len(NOTES["there"]) == 2 * sum(map(len, DATA))
     for at, got, x, y in NOTES["there"]:
-        g = oracle.plain(at, (x, y))
+        g = oracle.gradient(at, x, y)
         close(got, {n: g[n] + (2 * 0.05 + 0.3) * at[n] for n in at}, 1e-10)
 
 
@@ -255,8 +248,8 @@ def test_functions_leave_no_trace_and_the_loss_is_the_clients_own() -> None:
     """With dropout masks and BatchNorm's statistics, the model is to the bit what it is without them."""
     models = []
     for terms in ([Reads(), Look(True)], [Look(False)]):
-        app = numpy_app([type(t) for t in terms], NO_SINGLE, model=noisy, loss_fn=smoothed)
-        models.append(train(fr.RegStrategy(terms, **ALL), app, rounds=2, model=noisy))
+        app = numpy_app([type(t) for t in terms], NO_SINGLE, model=dropping, loss_fn=smoothed)
+        models.append(train(fr.RegStrategy(terms, **ALL), app, rounds=2, model=dropping))
     for read, unread in zip(*models, strict=True):
         close(read, unread, 0.0)
     for seen in NOTES["batch"]:

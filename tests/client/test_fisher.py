@@ -18,6 +18,7 @@ from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA
 from flwr_regs.client.train.task import Task
 from tests.conftest import close, drawn, make_model
+from tests.methods.test_models import TiedLinear
 
 SAMPLE = 51 * 8  # bytes of one gradient of make_model()
 
@@ -187,20 +188,11 @@ def test_what_vmap_cannot_batch_goes_one_at_a_time(
 
 
 def test_frozen_tied_and_unused_parameters() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-            self.b.weight = self.a.weight
-            self.c.bias.requires_grad_(False)
-            self.spare = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-    model, ((x, y),) = odd(Tied), make_data((6,))
+    model, ((x, y),) = odd(TiedLinear), make_data((6,))
+    model.head.bias.requires_grad_(False)
+    model.spare = nn.Parameter(torch.ones(2).double())
     got = go(model, [(x, y)])
-    assert set(got) == {"spare", "a.weight", "a.bias", "b.bias", "c.weight"}
+    assert set(got) == {"spare", "a.weight", "a.bias", "b.bias", "head.weight"}
     close(got, plain(model, x, y), 1e-15)
     assert not got["spare"].any()
 

@@ -18,7 +18,7 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import Log, accounting, budgeted, make_clients, make_model
+from tests.conftest import Log, accounting, budgeted, make_clients, make_model, norm_model
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -72,10 +72,6 @@ class Case:
         return kind(problem.app_of(self.client, make_clients(3, dtype), self.model), 3)
 
 
-def batch_norm() -> Any:
-    return make_model(batch_norm=True)
-
-
 def single() -> Any:
     return make_model().float()
 
@@ -94,7 +90,7 @@ def halving(t: int) -> float:
 
 
 METHODS = [Case(m.name, m.build, m.make_client) for m in CASES] + [
-    Case("FedBN", fr.FedBN, fr.FedBNClient, batch_norm),
+    Case("FedBN", fr.FedBN, fr.FedBNClient, norm_model),
     Case("FedPer", lambda **s: fr.FedPer("2.*", **s), fr.FedPerClient),
 ]
 OF = {m.name: m for m in METHODS}

@@ -14,7 +14,7 @@ import flwr_regs as fr
 from flwr_regs import FedBuff, InProcessGrid, TooFewReplies
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, start, to_numpy
+from tests.conftest import close, make_clients, make_model, norm_model, start, to_numpy
 from tests.flower.clients.test_plain_clients import plain_app
 from tests.oracles.server_step.fedbuff import fedbuff
 
@@ -94,7 +94,8 @@ def test_a_buffer_of_one_cohort_and_equal_durations_are_fedavg_to_the_bit(
 
 
 def test_a_seed_is_a_run_and_a_stack_gives_the_same_up_to_rounding() -> None:
-    model, data = make_model(), [torch.utils.data.TensorDataset(*zip_of(b)) for b in make_clients()]
+    whole = [map(torch.cat, zip(*batches, strict=True)) for batches in make_clients()]
+    model, data = make_model(), [torch.utils.data.TensorDataset(*parts) for parts in whole]
 
     def trained(seed: int, kind: Any = InProcessGrid) -> dict[str, np.ndarray]:
         grid = kind(fr.Clients(model, data, data, batch_size=5))
@@ -110,16 +111,8 @@ def test_a_seed_is_a_run_and_a_stack_gives_the_same_up_to_rounding() -> None:
     assert any(np.any(a != first[n]) for n, a in trained(2).items())
 
 
-def zip_of(batches: Any) -> Any:
-    return (torch.cat(parts) for parts in zip(*batches, strict=True))
-
-
 class Stop(BaseException):
     """The run ends here."""
-
-
-def norm_model() -> Any:
-    return make_model(batch_norm=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 Clients have the losses ``a_k/2 (v − c_k)²``: see :mod:`flwr_regs.testing.problem`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,13 +29,10 @@ def path(
     name: str,
     steps: int,
     rounds: int,
-    lr: float = 0.1,
-    curvatures: Sequence[float] = CURVATURES,
-    centres: Sequence[float] = CENTRES,
     budgets: dict[int, int] | None = None,
     **settings: Any,
 ) -> list[float]:
-    """Return w from 0 after each round of a method, with its own weights or uniform ones."""
+    """Return w from 0 after each round of a method, with uniform weights."""
     options = {"weighting": "uniform", "on_divergence": "warn", "fraction_evaluate": 0.0, "seed": 3}
     few = {"min_train_nodes": 1, "min_available_nodes": 1}
     strategy = getattr(fr, name)(**{**options, **few, **settings})
@@ -44,9 +40,9 @@ def path(
         strategy,
         budgeted(getattr(fr, f"{name}Client"), [budgets or {}]),
         rounds=rounds,
-        clients=quadratic_clients(curvatures, centres),
+        clients=quadratic_clients(CURVATURES, CENTRES),
         model=Point,
-        lr=lr,
+        lr=0.1,
         length={"local-steps": steps},
         loss_fn=half_squared_error,
     )

@@ -1,13 +1,11 @@
 """Half precision on the wire: what is rounded, where, and what it does not go with."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
@@ -16,7 +14,7 @@ from flwr_regs.server.round import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError, check_finite
 from flwr_regs.wire.parcel import Row, Stack
-from tests.conftest import Batch, close, plain_fedavg
+from tests.conftest import close, plain_fedavg
 from tests.methods.test_models import METHODS, Counting, Kind, Method, perceptron, train
 
 
@@ -90,28 +88,6 @@ def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
     assert 0 <= state.model["var"] < 1e-6
     assert state.model["frozen"] == np.float32(0.7)
     assert state.model["w"] == np.float32(0.7) + np.float32(0.125)
-
-
-def with_data(kind: Kind, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Kind:
-    """Spoil the data of client 1."""
-
-    def data(pid: int, dtype: torch.dtype) -> list[Batch]:
-        return [(spoil(x) if pid else x, y) for x, y in kind.data(pid, dtype)]
-
-    return replace(kind, data=data)
-
-
-def test_an_update_beyond_the_range_costs_only_its_client() -> None:
-    def build() -> nn.Module:
-        model = perceptron()
-        model.register_buffer("sum", torch.zeros(()))
-        model.register_forward_pre_hook(lambda m, x: setattr(m, "sum", x[0].abs().max()))
-        return model
-
-    kind = with_data(Kind("sum", build, wire="float16"), lambda x: x * 1e6)
-    strategy, _ = train(kind, METHODS[0])
-    assert all("'sum' holds values beyond ±65504" in e["failures"][1] for e in strategy.history)
-    assert all(e["replies"] == [0] for e in strategy.history)
 
 
 def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None:

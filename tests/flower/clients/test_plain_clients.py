@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from torch import nn
 
@@ -15,6 +15,7 @@ from flwr_regs.abilities import Weighs
 from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid
+from tests import conftest
 from tests.conftest import close, descend, make_clients, make_model, run
 
 RATE = 0.2  # the plain clients' own
@@ -88,12 +89,8 @@ APPS = {"NumPyClient": plain_app, "functions": message_app}
 def start(
     strategy: Any, app: Any, config: Mapping[str, Any] | None = None, dtype: Any = torch.float64
 ) -> Any:
-    result = strategy.start(
-        grid=SerialisingGrid(app, 4),
-        initial_arrays=ArrayRecord(make_model(dtype).state_dict()),
-        num_rounds=3,
-        train_config=None if config is None else ConfigRecord({**config}),
-    )
+    grid, model = SerialisingGrid(app, 4), partial(make_model, dtype)
+    result = conftest.start(strategy, grid, 3, model, config or {})
     assert not any(e["failures"] for e in strategy.history)
     return {n: a.numpy() for n, a in result.arrays.items()}, result
 

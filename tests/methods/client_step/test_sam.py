@@ -17,9 +17,9 @@ from flwr_regs.testing.problem import (
     quadratic_clients,
     settled,
     start_weights,
-    train,
 )
 from tests.conftest import close, make_clients, make_model
+from tests.methods.test_theory import CENTRES, CURVATURES, path
 from tests.oracles.model import Params, gradient
 from tests.oracles.rounds import minus, plus, square
 
@@ -103,17 +103,11 @@ def test_fedlesam_goes_past_fedavgs_fixed_point_and_back() -> None:
 
     When w no longer moves there is no perturbation, w falls back, and nears the fixed point − ρ.
     """
-    curvatures, centres, rho = (1.0, 4.0), (-1.0, 2.0), 0.05
-    plain = settled(curvatures, centres, (0.5, 0.5), 0.1, 5)
-    models = train(
-        fr.FedLESAM(rho, seed=3, fraction_evaluate=0.0), fr.FedLESAMClient, rounds=80,
-        clients=quadratic_clients(curvatures, centres), model=Point, lr=0.1,
-        length={"local-steps": 5}, loss_fn=half_squared_error
-    )  # fmt: skip
-    path = [float(m["v"][0]) for m in models]
-    assert path[19] == pytest.approx(plain + rho, abs=1e-7)
-    assert min(path[30:]) == pytest.approx(plain - rho, abs=1e-7)
-    assert max(path) <= plain + rho + 1e-9
+    rho, plain = 0.05, settled(CURVATURES, CENTRES, (0.5, 0.5), 0.1, 5)
+    w = path("FedLESAM", 5, 80, rho=rho)
+    assert w[19] == pytest.approx(plain + rho, abs=1e-7)
+    assert min(w[30:]) == pytest.approx(plain - rho, abs=1e-7)
+    assert max(w) <= plain + rho + 1e-9
 
 
 def test_what_stands_left_is_part_of_their_gradient() -> None:

@@ -159,9 +159,9 @@ def test_every_damaged_byte_is_seen(density):
     a = {"a": ternary(100, density, np.random.default_rng(8))}
     payload = encode(a)
     for i in range(len(payload)):
-        for flip in range(1, 256):
+        for bit in range(8):
             bad = bytearray(payload)
-            bad[i] ^= flip
+            bad[i] ^= 1 << bit
             with pytest.raises(CodecError):
                 decode(bytes(bad), a)
 
