@@ -31,12 +31,12 @@ from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run import references
 from flwr_regs.experiments.run.clients import ClientFactory, client_of
 from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
+from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
 
 Tables = Callable[[Sequence[RunRecord]], None]
@@ -139,14 +139,13 @@ def train(
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
         test_threads = max(allowed // workers, 1)
-        if run.calls[0].target in REFERENCES:
-            return references.train(run, folder, on_round, heartbeat, test_threads, warned)
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
-        trainer = Trainer(run, folder, factory, heartbeat, test_threads, warned)
-        clock = None
+        kind = References if run.calls[0].target in REFERENCES else Trainer
+        trainer = kind(run, folder, factory, heartbeat, test_threads, warned)
+        clock = time.process_time if grid is None or kind is References else None
         if grid is None:
-            grid, clock = _grid(factory, runner == "stacked"), time.process_time
+            grid = _grid(factory, runner == "stacked")
         try:
             record = trainer.train(grid, on_round, clock)
             if getattr(grid, "fallbacks", None) == {}:

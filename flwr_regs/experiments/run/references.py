@@ -8,10 +8,8 @@ They begin with the methods' initial model, and are tested on the same data. Not
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
 from torch.utils.data import TensorDataset
 
 from flwr_regs import InProcessGrid
 from flwr_regs.experiments.data.augment import Augmented
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Run
-from flwr_regs.experiments.partition.client_data import ClientData, client_data_of, left
-from flwr_regs.experiments.report.run_records import Recorder, RunRecord, diverged
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
+from flwr_regs.experiments.report.run_records import Recorder, diverged
 from flwr_regs.experiments.run.clients import ClientFactory, Examples
-from flwr_regs.experiments.run.progress import Heartbeat
-from flwr_regs.experiments.run.server_accuracy import ServerTest
+from flwr_regs.experiments.run.trainer import OnRound, Trainer
 from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
 
@@ -80,88 +78,73 @@ class _OneClient(ClientFactory):
         return curve, strategy.history, error
 
 
-def _tester(run: Run, clients: ClientData, threads: int) -> Test:
-    """Return what tests models of a run as those of methods are tested."""
-    factory = ClientFactory(run, clients)
-    model, loss_fn = factory.new_model().eval(), LOSSES[clients.data.loss]
-    if not run.settings.test_on_clients:
-        server = ServerTest(model, clients, threads)
+class References(Trainer):
+    """Trains a run of `Local` or `Pooled`; if one of its models diverges, the run does."""
 
-        def by_server(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
-            figures = server.measured(arrays, server_round)
-            each = server.expected_accuracies()[[*members]]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.record.weighting = ""  # no server weighs clients
+        self._model = self.factory.new_model().eval()
+
+    def _train(
+        self, grid: Grid, recorder: Recorder, on_round: OnRound, resumed: Path | None
+    ) -> None:
+        """Train each model from its first turn to its last, and then record the means of each round."""
+        settings = replace(self.run.settings, straggler_share=0.0, drop_out=0.0)
+        number, last_round = self.factory.clients.num_clients, settings.rounds
+        clients = client_data_of(settings, number)
+        share = max(int(settings.fraction_train * number), 1) / number
+        groups = [[client] for client in range(number)]
+        turns = [ceil(share * t - 1e-9) for t in range(last_round + 1)]  # after each round
+        if self.run.calls[0].target == "Pooled":
+            groups, turns = [[*range(number)]], [*range(last_round + 1)]
+            epoch = np.ceil(clients.label_counts.sum(1) / settings.batch_size).sum()
+            steps = settings.local_steps * number or settings.local_epochs * epoch
+            settings = replace(settings, local_steps=max(round(share * steps), 1))
+        alone = replace(self.run, settings=replace(settings, rounds=turns[-1]))
+        record, curves, histories = self.record, list[list[Array]](), list[Any]()
+        for done, members in enumerate(groups, 1):
+            self.heartbeat.at(f"model {done}/{len(groups)}")
+            factory = _OneClient(alone, clients, members)
+            curve, history, record.error = factory.train_alone(turns, self._tested)
+            curves.append(curve)
+            histories.append(history)
+            if record.error:
+                record.diverged = record.ended = diverged(record.error, history)
+                break
+        tested = min(map(len, curves))
+        for t, turn in enumerate(turn for turn in turns if turn < tested):
+            loss, accuracy = np.mean([curve[turn][:2] for curve in curves], axis=0).tolist()
+            record.test.append({"round": t, "loss": loss, "accuracy": accuracy})
+            if t:
+                each = [history[turn - 1] for history in histories if turn > turns[t - 1]]
+                seconds = {"clients": float(sum(sum(of["seconds"].values()) for of in each))}
+                examples = sum(of["examples_processed"] for of in each)
+                record.rounds.append(
+                    {"round": t, "seconds": seconds, "examples_processed": examples}
+                )
+            recorder.round(record)
+        if not record.error:
+            record.ended = True
+            record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))
+        if record.test:
+            on_round(record)
+
+    def _testing(self, done: int, total: int) -> None:
+        """Tell nothing: a model's training and its tests are told as one."""
+
+    def _tested(self, members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
+        """Return a model's loss, its accuracy, and its accuracy for each of its members."""
+        if self._test is not None:
+            figures = self._test.measured(arrays, server_round)
+            each = self._test.expected_accuracies()[[*members]]
             return np.array([figures["loss"], figures["accuracy"], *each])
-
-        return by_server
-
-    def by_members(members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
-        model.load_state_dict(arrays.to_torch_state_dict())
-        losses, accuracies = [], []
-        for test in filter(None, (factory.examples(member)[1] for member in members)):
+        self._model.load_state_dict(arrays.to_torch_state_dict())
+        loss_fn, losses, accuracies = LOSSES[self.factory.clients.data.loss], [], []
+        for test in filter(None, (self.factory.examples(member)[1] for member in members)):
             x, y = test.tensors
             with torch.no_grad():
-                output = model(x)
+                output = self._model(x)
             losses.append(float(loss_fn(output, y)))
             accuracies.append(float((output.argmax(1) == y).double().mean()))
         return np.array([np.mean(losses), np.mean(accuracies), *accuracies])
-
-    return by_members
-
-
-def train(
-    run: Run,
-    folder: Path | None,
-    on_round: Callable[[RunRecord], None],
-    heartbeat: Heartbeat,
-    threads: int,
-    warnings: Collection[str],
-) -> RunRecord:
-    """Train a run of `Local` or `Pooled`, and return its record, which is written at the end.
-
-    If one of its models diverges, the run does.
-    """
-    settings = replace(run.settings, straggler_share=0.0, drop_out=0.0)
-    clients, number, last_round = client_data_of(settings), settings.num_clients, settings.rounds
-    record = RunRecord(
-        *(run.label, run.method, run.seed, run.settings.config, number, {}),
-        *(left(settings, clients), run.row, {**run.point}),
-    )
-    began, ticks = time.monotonic(), time.process_time()
-    share = max(int(settings.fraction_train * number), 1) / number
-    groups = [[client] for client in range(number)]
-    turns = [ceil(share * t - 1e-9) for t in range(last_round + 1)]  # after each round
-    if run.calls[0].target == "Pooled":
-        groups, turns = [[*range(number)]], [*range(last_round + 1)]
-        epoch = np.ceil(clients.label_counts.sum(1) / settings.batch_size).sum()
-        steps = settings.local_steps * number or settings.local_epochs * epoch
-        settings = replace(settings, local_steps=max(round(share * steps), 1))
-    alone = replace(run, settings=replace(settings, rounds=turns[-1]))
-    test, curves, histories = _tester(run, clients, threads), list[list[Array]](), list[Any]()
-    for done, members in enumerate(groups, 1):
-        heartbeat.at(f"model {done}/{len(groups)}")
-        factory = _OneClient(alone, clients, members)
-        curve, history, record.error = factory.train_alone(turns, test)
-        curves.append(curve)
-        histories.append(history)
-        if record.error:
-            record.diverged = record.ended = diverged(record.error, history)
-            break
-    means = np.mean([[of[:2] for of in turn] for turn in zip(*curves, strict=False)], axis=1)
-    for t, turn in enumerate(turns):
-        if turn < len(means):
-            loss, accuracy = map(float, means[turn])
-            record.test.append({"round": t, "loss": loss, "accuracy": accuracy})
-    for t, (before, turn) in enumerate(pairwise(turns[: len(record.test)]), 1):
-        each = [history[turn - 1] for history in histories if turn > before]
-        seconds = {"clients": float(sum(sum(of["seconds"].values()) for of in each))}
-        examples = sum(of["examples_processed"] for of in each)
-        record.rounds.append({"round": t, "seconds": seconds, "examples_processed": examples})
-    if not record.error:
-        record.ended = True
-        record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))
-    record.seconds, record.processor_seconds = time.monotonic() - began, time.process_time() - ticks
-    record.warnings = [*warnings]
-    Recorder(folder, record).end(record)
-    if record.test:
-        on_round(record)
-    return record

@@ -74,8 +74,7 @@ class Trainer:
         factory.told = self._client_begins
         self._test: ServerTest | None = None
         if not run.settings.test_on_clients:
-            told = partial(heartbeat.at, "testing examples")
-            self._test = ServerTest(factory.new_model(), clients, threads, told)
+            self._test = ServerTest(factory.new_model(), clients, threads, self._testing)
         self.record = RunRecord(
             *(run.label, run.method, run.seed, run.settings.config, clients.num_clients),
             self.strategy.term.config(),
@@ -88,6 +87,10 @@ class Trainer:
         share = getattr(self.strategy, f"fraction_{phase}")
         total = max(int(share * self.record.clients), 1)
         self.heartbeat.one_more(self._at(server_round, phase), total)
+
+    def _testing(self, done: int, total: int) -> None:
+        """Tell how far a test is."""
+        self.heartbeat.at("testing examples", done, total)
 
     def _at(self, server_round: int, phase: str = "train") -> str:
         """Say what the clients do in a round; nothing behind the last one."""
@@ -125,9 +128,7 @@ class Trainer:
         counts = clock if resumed is None else None
         self._spent = (lambda: counts() - ticks) if counts else None
         try:
-            after_round = partial(self._after_round, recorder, on_round)
-            self.factory.train(strategy, grid, evaluate_fn=after_round, resume_from=resumed)
-            record.ended = True
+            self._train(grid, recorder, on_round, resumed)
         except CannotWrite:
             raise
         except Exception as error:
@@ -156,6 +157,14 @@ class Trainer:
                 with suppress(OSError):  # another run still has some
                     checkpoints.parent.rmdir()
         return record
+
+    def _train(
+        self, grid: Grid, recorder: Recorder, on_round: OnRound, resumed: Path | None
+    ) -> None:
+        """Train, test and record all rounds; the record says that the run has ended then."""
+        after_round = partial(self._after_round, recorder, on_round)
+        self.factory.train(self.strategy, grid, evaluate_fn=after_round, resume_from=resumed)
+        self.record.ended = True
 
     def _resumed(self, checkpoints: Path | None) -> Path | None:
         """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.

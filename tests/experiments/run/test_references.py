@@ -105,3 +105,10 @@ def test_a_model_that_diverges_ends_the_run() -> None:
         record = trained(methods=label, **{**SMALL, "lr": 1e38, "local_steps": 9})[label]
         assert record.status == "diverged"
         assert record.ended
+
+
+def test_a_row_that_fails_otherwise_says_why_and_the_others_have_their_turn() -> None:
+    given = {"dataset": "synthetic", "partition": "natural", "test_on_clients": True}
+    records = trained(methods="Local, Pooled", **given, **SMALL)
+    assert all("would get no test data" in record.error for record in records.values())
+    assert len(records) == 2
