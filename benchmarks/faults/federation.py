@@ -239,7 +239,7 @@ class Federation:
             int(run["run-id"]) for run in self._json("ls", CONNECTION, "--format", "json")["runs"]
         ]
 
-    def wait(self, run: int, seconds: float = 300) -> tuple[str, str]:
+    def wait(self, run: int, seconds: float = 600) -> tuple[str, str]:
         """Wait until a run has ended; return its status and details."""
         end, words = time.monotonic() + seconds, ("log", run, CONNECTION, "--stream")
         while (left := end - time.monotonic()) > 0:
