@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of, make_clients, train
-from tests.conftest import drawn
+from tests.conftest import dropping
 
 
 def process_state() -> dict[str, np.ndarray]:
@@ -33,11 +32,6 @@ def process_state() -> dict[str, np.ndarray]:
 
 def changed(before: dict[str, np.ndarray]) -> list[str]:
     return [k for k, value in process_state().items() if not np.array_equal(value, before[k])]
-
-
-def dropping() -> nn.Sequential:
-    with drawn():
-        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
 
 
 @pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])

@@ -22,10 +22,10 @@ def central_dp(
 ) -> tuple[list[Params], int]:
     """Return (the global model after each round, how often an update was clipped).
 
-    ``method``: "fedavg", "fedfor" (``alpha``), "slowmo" (``alpha``, ``beta_global``) or "fedadc", Alg. 3
-    red (``alpha`` and both betas). The cohort is everyone; the ``failed`` never answer.
+    ``method``: "fedavg" or "fedadc", Alg. 3 red (``alpha`` and both betas). The cohort is everyone; the
+    ``failed`` never answer.
     """
-    m, g = zeros(w), zeros(w)  # the momentum; the last step as a gradient
+    m = zeros(w)  # the momentum
     models, clipped = [], 0
     for r in rounds_of(clients, rounds, lambda t: lr, epochs):
         mean = zeros(w)
@@ -34,20 +34,15 @@ def central_dp(
             for x, y in r.batches(k):
                 if method == "fedadc":
                     v = plus(v, -lr * beta_local / r.steps[k], m)
-                grad = r.slope(v, x, y)
-                if method == "fedfor":
-                    opposing = {n: g[n] * (g[n] * (v[n] - w[n]) > 0) for n in v}
-                    grad = plus(grad, alpha, opposing)
-                v = plus(v, -lr, grad)
+                v = plus(v, -lr, r.slope(v, x, y))
             norm = math.sqrt(square(minus(v, w)))
             clipped += norm > clip_norm
             # everyone who was drawn counts
             mean = plus(mean, min(1.0, clip_norm / norm) / len(clients), minus(v, w))
         step = mean
-        if method in ("slowmo", "fedadc"):
+        if method == "fedadc":
             m = {n: -mean[n] / lr + (beta_global - beta_local) * m[n] for n in w}
             step = {n: -alpha * lr * m[n] for n in w}
-        g = {n: -step[n] / lr for n in w}
         w = plus(w, 1.0, step)
         models.append(w)
     return models, clipped

@@ -30,7 +30,7 @@ from flwr_regs.server.privacy import private_mean
 from flwr_regs.server.round import Reply, Round
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, drawn, make_clients, make_model, run, to_numpy
+from tests.conftest import close, drawn, make_clients, make_model, norm_model, run, to_numpy
 from tests.experiments.runs import strategy_of
 from tests.oracles.central_dp import central_dp
 from tests.sampling import sampled
@@ -315,14 +315,13 @@ def test_numbers_out_of_range_are_refused() -> None:
 
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
-    normed = partial(make_model, batch_norm=True)
     privacy = fr.CentralDP(1.0, 0.1)
-    grid = Watching(app_of(fr.FedAvgClient, normed), 4)
+    grid = Watching(app_of(fr.FedAvgClient, norm_model), 4)
     with pytest.raises(ValueError, match=r"1\.running_mean.*use GroupNorm, or.*LocalBatchNorm"):
-        start(fr.FedAvg("uniform", privacy=privacy), grid, 1, normed)
+        start(fr.FedAvg("uniform", privacy=privacy), grid, 1, norm_model)
     assert grid.sent == []
     strategy = fr.FedBN(weighting="uniform", seed=1, privacy=privacy)
-    got = start(strategy, fr.InProcessGrid(app_of(fr.FedBNClient, normed), 4), 2, normed)
+    got = start(strategy, fr.InProcessGrid(app_of(fr.FedBNClient, norm_model), 4), 2, norm_model)
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 

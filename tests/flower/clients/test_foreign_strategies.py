@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
@@ -17,8 +16,8 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import make_clients, make_model, start
+from tests.flower.clients.test_own_loop import own_app
 
-MODEL = partial(make_model, torch.float32)
 WHY = "refused by the client: this client is FedFORClient .*use flwr_regs.FedFOR or RegStrategy"
 
 
@@ -27,31 +26,15 @@ def _quiet() -> None:
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 
-def client_of(context: Context, kind: Any = fr.FedFORClient) -> Any:
-    data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
-    return kind(MODEL(), data, data)
-
-
-def own_loop() -> fr.RegClientApp:
-    app = fr.RegClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
-        return fr.ClientRound(message, fr.FedFORClient, MODEL(), data).reply()
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        fr.load_model(message, fr.FedFORClient, MODEL())
-        raise AssertionError("there was a model")
-
-    return app
+def client_of(context: Context) -> Any:
+    data = make_clients(6)[context.node_config["partition-id"]]
+    return fr.FedFORClient(make_model(), data, data)
 
 
 APPS = {
     "client_app": lambda: fr.client_app(client_of),
     "to_client": lambda: fr.client_app(lambda context: client_of(context).to_client()),
-    "own loop": own_loop,
+    "own loop": lambda: own_app(fr.FedFORClient, n=6),
 }
 
 
@@ -66,21 +49,21 @@ APPS = {
 def test_the_run_ends_in_round_one_and_says_why(make: Any, app: str) -> None:
     why = WHY.replace("FedFORClient", "a loop of FedFORClient") if app == "own loop" else WHY
     with pytest.raises(ValueError, match=why):
-        start(make(), SerialisingGrid(APPS[app](), 6), model=MODEL)
+        start(make(), SerialisingGrid(APPS[app](), 6))
 
 
 def test_records_of_other_names_are_refused() -> None:
     strategy = partial(flowers.FedAvg, arrayrecord_key="model")
     with pytest.raises(ValueError, match=r"no ArrayRecord 'arrays', only \['config', 'model'"):
-        start(strategy(), SerialisingGrid(APPS["client_app"](), 6), model=MODEL)
+        start(strategy(), SerialisingGrid(APPS["client_app"](), 6))
     for name in ("client_app", "own loop"):  # evaluation alone: Flower's error, our log
         with pytest.raises(InconsistentMessageReplies):
-            start(strategy(fraction_train=0.0), SerialisingGrid(APPS[name](), 6), model=MODEL)
+            start(strategy(fraction_train=0.0), SerialisingGrid(APPS[name](), 6))
 
 
 @pytest.mark.parametrize(("app", "initial"), [("client_app", True), ("ClientApp", False)])
 def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
-    arrays = [v.numpy() for v in MODEL().state_dict().values()]
+    arrays = [v.numpy() for v in make_model().state_dict().values()]
     given = ndarrays_to_parameters(arrays) if initial else None
     strategy = older.FedAvg(initial_parameters=given, on_fit_config_fn=lambda t: {"lr": 0.1})
     parts = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))

@@ -268,15 +268,11 @@ def test_a_train_function_that_returns_nothing_is_told_so() -> None:
 
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
     app = own_app(fr.FedFORClient, target="y")
-    with pytest.raises(
-        fr.RoundFailed, match=r"ClientRound takes no argument 'target'.*'target_key'"
-    ):
+    with pytest.raises(fr.RoundFailed, match=r"no argument 'target'.*'target_key'"):
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
     app = own_app(fr.FedFORClient)
     del app._registered_funcs["evaluate.default"]
-    with pytest.raises(
-        fr.RoundFailed, match=r"@app.evaluate\(\), or the strategy fraction_evaluate=0"
-    ):
+    with pytest.raises(fr.RoundFailed, match=r"@app.evaluate\(\), or .* fraction_evaluate=0"):
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 

@@ -19,15 +19,12 @@ from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.flower.node import NodeState
 from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
-from tests.conftest import close, make_clients, make_model, remembered, run
+from tests.conftest import close, make_clients, remembered, run
+from tests.conftest import norm_model as model
 from tests.flower.clients.test_own_loop import own_app
 
 PINS = "3.*"
 LAYER = {"3.weight", "3.bias"}
-
-
-def model() -> nn.Sequential:
-    return make_model(batch_norm=True)
 
 
 class Tapped(SerialisingGrid):

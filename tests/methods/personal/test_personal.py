@@ -23,7 +23,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import close, drawn, make_clients, make_model, start, to_numpy
+from tests.conftest import close, dropping, make_clients, make_model, norm_model, start, to_numpy
 from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
 from tests.oracles.personal.apfl import apfl, mixed
@@ -89,15 +89,9 @@ def test_own_models_are_the_oracles(name: str, how: str) -> None:
 
 def shuffling(pid: int) -> Any:
     g = torch.Generator().manual_seed(pid)
-    x = torch.randn(15 + 5 * pid, 4, generator=g)
+    x = torch.randn(15 + 5 * pid, 4, generator=g).double()
     data = torch.utils.data.TensorDataset(x, torch.randint(0, 3, (len(x),), generator=g))
     return torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
-
-
-def dropping() -> nn.Module:
-    with drawn():
-        layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)
-        return nn.Sequential(*layers)
 
 
 def ends(terms: list[Term]) -> tuple[dict[str, np.ndarray], list[float]]:
@@ -171,7 +165,7 @@ def test_calibration_trains_the_classifier_alone() -> None:
         measures = Measures(model, make_clients()[0], Task(), torch.device("cpu"))
         return calibrate(measures, PLAIN, torch.optim.SGD)
 
-    model = make_model(batch_norm=True)
+    model = norm_model()
     before = {n: v.clone() for n, v in model.state_dict().items()}
     after = own(model).state_dict()
     close(model.state_dict(), before, 0.0)
@@ -239,10 +233,9 @@ SAVED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_the_evaluated_own_model_can_be_loaded(name: str, tmp_path: Path) -> None:
     """With its BatchNorm: averaged, or the client's as training left it."""
     make, client, config = SAVED[name]
-    build = partial(make_model, batch_norm=True)
-    metrics, w = evaluated(make(seed=2), client, config, model=build, save_private=tmp_path)
+    metrics, w = evaluated(make(seed=2), client, config, model=norm_model, save_private=tmp_path)
     for k, batches in enumerate(make_clients(3)):
-        model = build().eval()
+        model = norm_model().eval()
         model.load_state_dict(w, strict=False)
         own = fr.load_private(tmp_path, k)
         assert name == "FedBN" or own.keys() == model.state_dict().keys()
