@@ -227,8 +227,8 @@ class Trainer:
                     record.averaged = of_round["accuracy"]
             if self._test.last is not None:
                 record.keep_clients(self._test.expected_accuracies())
-        elif tested := [entry for entry in history if "evaluate" in entry]:
-            record.keep_clients(np.array(on_clients(tested[-1])))
+        elif tested := [*filter(None, map(on_clients, history))]:  # all may fail to, in a round
+            record.keep_clients(np.array(tested[-1]))
 
 
 def checkpoints_of(run: Run, folder: Path) -> Path:

@@ -12,8 +12,9 @@ from flwr_regs import InProcessGrid
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
-from flwr_regs.experiments.run import clients, engine, server_app
+from flwr_regs.experiments.run import clients, engine, server_app, trainer
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from tests.experiments.runs import runs_of, trained
@@ -108,6 +109,19 @@ def test_clients_test_what_is_private_or_in_their_own_domain(methods: str) -> No
     assert record.test[-1]["accuracy"] == pytest.approx(np.mean(own))
     assert (own != [c["accuracy"] for c in told]) == ("Ditto" in methods)
     assert record.rounds[0]["examples_processed"] == 500
+
+
+def test_a_last_round_in_which_no_client_tests_leaves_the_tests_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first(entry: Any, metric: str = "accuracy") -> list[float]:
+        return metrics.on_clients(entry, metric) if entry["round"] == 1 else []
+
+    monkeypatch.setattr(trainer, "on_clients", first)
+    given = {"dataset": "digits-domains", "partition": "iid", "examples_per_client": 100}
+    (record,) = trained(methods="FedBN", **{**QUICK, "num_clients": 5}, **given).values()
+    assert [point["round"] for point in record.test] == [1]
+    assert record.per_client["clients"] == first(record.rounds[0])
 
 
 def test_an_ensemble_is_the_mean_of_the_last_models(tmp_path: Path) -> None:
