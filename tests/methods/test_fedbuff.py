@@ -71,6 +71,7 @@ def test_it_equals_the_oracle_on_any_clock(buffer: int, working: int, seconds: A
     )
     close(got, models[-1], 1e-12)
     assert told(strategy, "staleness") == staleness
+    assert all("clients" in seconds for seconds in told(strategy, "seconds"))
     assert max(map(max, staleness)) > 0 or working == 1
 
 
