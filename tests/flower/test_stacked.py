@@ -411,6 +411,9 @@ REASONS: dict[str, Cohort] = {
     "['optimizer'] carry the state of an optimiser in which": Once(
         "FedADC", {"beta": 0.5}, settings={"keep_optimizer": True}
     ),
+    "FedAvgClient has a compiled model": Once(
+        model=lambda: torch.compile(perceptron(), backend="eager")
+    ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
