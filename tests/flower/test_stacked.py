@@ -59,6 +59,15 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(self.hold(self.first(x) * self.scale))))
 
 
+class Widening(Tied):
+    """A buffer that a forward pass makes wider."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        self.seen = self.seen.double()
+        return super().forward(x)
+
+
 class Words(nn.Module):
     """An embedding whose entry for padding is not trained."""
 
@@ -278,6 +287,7 @@ SAME: dict[str, Cohort] = {
     "tied and frozen": Cohort(model=Tied),
     "dicts": Cohort(model=Named, loader=in_dicts, settings={"loss_fn": None}),
     "padding": Cohort(model=Words),
+    "told to some clients alone": Cohort("EFL", {"lam": 0.5, "sums_every": 2, **SOME}, rounds=4),
     "a layer with two names": Cohort(model=Twice),
     "ignored targets": Cohort(loader=some_ignored),
     **{
@@ -401,6 +411,9 @@ REASONS: dict[str, Cohort] = {
     "['optimizer'] carry the state of an optimiser in which": Once(
         "FedADC", {"beta": 0.5}, settings={"keep_optimizer": True}
     ),
+    "FedAvgClient has a compiled model": Once(
+        model=lambda: torch.compile(perceptron(), backend="eager")
+    ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
@@ -409,6 +422,7 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
     ),
     "'NoneType' object has no attribute 'float'": Once(terms=[Odd("output")]),  # not elementwise
+    "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
     "its optimiser holds parameters that are not its": Once(settings={"optimizer": holding}),
@@ -451,7 +465,10 @@ def test_a_large_cohort_trains_in_several_stacks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_client_that_fails_fails_as_by_itself() -> None:
-    """Labels of 0 are int32, indices of 1 out of range; 2 fails in `client_fn`, its state as before."""
+    """Labels of 0 are int32, indices of 1 out of range; 2 fails in `client_fn`, its state as before.
+
+    3 keeps to itself what the method would send.
+    """
 
     def client_fn(context: Any) -> Any:
         k = int(context.node_config["partition-id"])
@@ -463,7 +480,8 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
         if k == 2:
             raise RuntimeError("no data here")
         y = y.int() if k == 0 else y
-        return fr.FedAvgClient(Words(), DataLoader(TensorDataset(x, y), 8), device="cpu")
+        more = {"private": "head.*"} if k == 3 else {}
+        return fr.FedAvgClient(Words(), DataLoader(TensorDataset(x, y), 8), device="cpu", **more)
 
     results = []
     for kind in (fr.InProcessGrid, fr.StackedGrid):
@@ -472,7 +490,7 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
         results.append(strategy.history[0]["failures"])
         assert 1002 not in grid.snapshot()
     assert results[0] == results[1]
-    assert sorted(results[0]) == [0, 1, 2]
+    assert sorted(results[0]) == [0, 1, 2, 3]
 
 
 # random numbers

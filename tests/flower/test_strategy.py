@@ -251,6 +251,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
+    (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),

@@ -71,6 +71,7 @@ def test_it_equals_the_oracle_on_any_clock(buffer: int, working: int, seconds: A
     )
     close(got, models[-1], 1e-12)
     assert told(strategy, "staleness") == staleness
+    assert all("clients" in seconds for seconds in told(strategy, "seconds"))
     assert max(map(max, staleness)) > 0 or working == 1
 
 
@@ -252,6 +253,31 @@ def test_elsewhere_clients_take_their_own_time_and_only_idle_ones_evaluate() -> 
     for entry in strategy.history:
         assert "clock" not in entry
         assert not set(entry["at_work"]) & set(entry["evaluate"]["clients"])
+
+
+class Elsewhere(InProcessGrid):
+    """Nodes that take their own time, of which the first are there."""
+
+    replies_at_once = False
+    here = CLIENTS
+
+    def get_node_ids(self) -> list[int]:
+        return list(super().get_node_ids())[: self.here]
+
+
+def test_clients_that_were_at_work_and_have_left_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would end the wait for them."""
+    settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "seed": 1, "wait_timeout": 0.0}
+    before, resumed = FedBuff(2, 5, **settings), FedBuff(2, 5, **settings)
+    train(before, grid_of(kind=Elsewhere), rounds=1)
+    left = set(before.history[0]["at_work"]) - {0, 1}
+    assert left
+    monkeypatch.setattr(Elsewhere, "here", 2)
+    train(resumed, grid_of(kind=Elsewhere), rounds=3, resume_from=tmp_path)
+    assert resumed.history[1]["failures"] == dict.fromkeys(left, "it has left")
+    assert all({*arrived} <= {0, 1} for arrived in told(resumed, "arrived")[1:])
 
 
 def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
