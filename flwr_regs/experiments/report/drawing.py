@@ -178,12 +178,7 @@ def check_room(picture: Picture) -> None:
     inside = picture.bbox.padded(1)
     cut_off = any(not (inside.contains(*box.min) and inside.contains(*box.max)) for box in boxes)
     apart = [boxes, *(_numbers(axis) for axes in parts for axis in (axes.xaxis, axes.yaxis))]
-    met = any(
-        min(one.x1, other.x1) - max(one.x0, other.x0) > 0
-        and min(one.y1, other.y1) - max(one.y0, other.y0) > 0
-        for group in apart
-        for one, other in combinations(group, 2)
-    )
+    met = any(a.fully_overlaps(b) for group in apart for a, b in combinations(group, 2))
     least = 5 * rcParams["font.size"] / 72 * picture.dpi
     if cut_off or met or max(axes.bbox.height for axes in parts) < least:
         width, height = picture.look.size or picture.get_size_inches()

@@ -20,7 +20,7 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from scipy import stats
 
 from flwr_regs.experiments.report import drawing
@@ -182,7 +182,7 @@ def over_rounds(
             if not any(min(of) <= top and max(of) >= low for of in curves if len(of)):
                 picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
         caption = " ".join(text for text, said in sentences.items() if said)
-        drawing.head(picture, title, caption)  # they take room from labels
+        drawing.head(picture, title, caption)
         height = _name_lines(axes, lines, heading, picture.get_figwidth())
         drawing.finish(picture, axes, max(3.1, height))
     return picture
@@ -198,7 +198,7 @@ def _plain_ticks(axis: Axis, length: float) -> None:
     else:
         subs = (1, 2, 5) if room > 8 else (1, 3) if room > 5 else (1,)
         axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
