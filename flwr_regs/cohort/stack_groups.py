@@ -56,15 +56,12 @@ class Kind:
 
     Attributes
     ----------
-    step : hashable
-        What a plain step of theirs depends on beside the values: model, loss, device.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
-    step: Hashable
     refused: str = ""
     due: float = 0
 
@@ -179,7 +176,7 @@ class Group:
             plain(config),
             client.classifier,
             settings.precision,
-            compiled=(kind.step, settings.precision) if settings.compile else None,
+            compiles=settings.compile,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
