@@ -114,7 +114,8 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
     number, used, came = _course(config)
     if not memory and not came and not withholds and not _keeps_state(config):
         return Begun()
-    settled, latest = (_snapshot(memory, at) for at in (used, came))
+    settled = _snapshot(memory, used)
+    latest = settled if came == used else _snapshot(memory, came)
     lost_state, slots = settled is None or latest is None, Slot()
     settled, held = settled or {}, latest or {}
     for t in term.terms:

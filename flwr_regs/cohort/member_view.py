@@ -56,8 +56,10 @@ class Shared:
         Of the forward pass, by torch's autocast.
     randomness : str
         "different": each member draws numbers of its own; "same": all draw the same.
-    compiled : hashable or None
-        What a compiled step depends on beside its arguments; None: steps are not compiled.
+    step : hashable or None
+        What a plain step depends on beside its arguments; None: steps do not run as graphs.
+    compiles : bool
+        Whether these graphs are compiled.
     """
 
     model: nn.Module
@@ -73,7 +75,8 @@ class Shared:
     classifier: str | None = None
     precision: torch.dtype | None = None
     randomness: str = "different"
-    compiled: Hashable = None
+    step: Hashable = None
+    compiles: bool = False
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +28,6 @@ from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
     label_counts,
-    mapped,
     resolve_device,
     seeded,
 )
@@ -58,15 +56,12 @@ class Kind:
 
     Attributes
     ----------
-    step : hashable
-        What a plain step of theirs depends on beside the values: model, loss, device.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
-    step: Hashable
     refused: str = ""
     due: float = 0
 
@@ -181,7 +176,7 @@ class Group:
             plain(config),
             client.classifier,
             settings.precision,
-            compiled=(kind.step, settings.precision) if settings.compile else None,
+            compiles=settings.compile,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
@@ -237,11 +232,7 @@ class Group:
     def replies(self, result: StackedResult) -> dict[int, Answer]:
         """Return what came of the clients: their replies are rows of the result."""
         recipe, was = self.recipe, self.recipe.arrays
-        tables = {
-            f"{t}.upload": Table({k: to_numpy(a) for k, a in slot.items()})
-            for t, slot in result.upload.items()
-            if slot
-        }
+        uploads, kept = _tables(result.upload), _tables(result.client)
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
         state: dict[str, Tensor] = {}  # at the end; what is not trained is the first's
         coder = None
@@ -253,7 +244,7 @@ class Group:
                     first = self.shared.start[n]
                     value = first.expand(len(self.members), *first.shape)
                 state[n] = value
-        private = {n: state.pop(n) for n in self.layout.private if state}
+        private = Table({n: to_numpy(state.pop(n)) for n in self.layout.private if state})
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in state.items()}
         code: NDArrays = {}
         if coder is not None:
@@ -263,12 +254,14 @@ class Group:
         served: dict[int, Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
-            slots, entries = mapped((result.client, private), itemgetter(row))
-            kept = [] if recipe.probes else memories.kinds(message, slots, entries)
-            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
+            slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
+            keeps = [] if recipe.probes else memories.kinds(message, slots, entries)
+            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in keeps)]
             said += [keys.LOSS_ROSE] * result.rose[row]
             config |= reply_entries(message, said)
-            records: dict[str, Any] = {n: Row(of_all, row) for n, of_all in tables.items()}
+            records: dict[str, Any] = {
+                f"{t}.upload": Row(of_all, row) for t, of_all in uploads.items()
+            }
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
             decoded: NDArrays | None = None
             if not recipe.probes:
@@ -288,6 +281,13 @@ class Group:
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
             served[c.asked.pid] = Answer(reply, held, was)
         return served
+
+
+def _tables(slots: Slot) -> dict[str, Table]:
+    """Return the clients' slots by term as arrays, a row each; without empty ones."""
+    return {
+        t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in slots.items() if slot
+    }
 
 
 def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:

@@ -5,6 +5,7 @@ And the global model on the test sets of many clients at once.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import math
@@ -12,6 +13,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import replace
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +28,7 @@ from flwr_regs.client.personal import classifies
 from flwr_regs.client.train.batches import resolve_device, tensors
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
-from flwr_regs.cohort.member_view import Asked
+from flwr_regs.cohort.member_view import Asked, Shared
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
     Group,
@@ -139,7 +141,7 @@ class Stacks:
         """Return what is known of clients like this one; raise CannotStack if they train one by one."""
         if (build := self._builds.get(client)) is None:
             build = self._builds[client] = self._build(client)
-        kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind(build[1:]))
+        kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind())
         if kind.refused:
             raise CannotStack(kind.refused)
         return kind
@@ -167,6 +169,7 @@ class Stacks:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
             self._check_result(group)
+            group.shared = replace(group.shared, step=_step_of(group.shared))
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
             self.note(error, len(group.members))
@@ -212,7 +215,10 @@ class Build(pickle.Pickler):
         """Return what is written in place of a tensor, a class, or a function of any place."""
         if isinstance(value, Tensor):
             form = tuple(value.shape), value.dtype, value.requires_grad
-            return form if id(value) in self._by_form else (*form, value.flatten().tolist())
+            if id(value) in self._by_form:
+                return form
+            data = value.detach().cpu().flatten().view(torch.uint8).numpy()
+            return *form, hashlib.blake2b(data.tobytes()).digest()
         if isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return value.__code__, value.__defaults__, value.__kwdefaults__, cells
@@ -220,6 +226,15 @@ class Build(pickle.Pickler):
             self._objects.append(value)
             return len(self._objects)
         return None
+
+
+def _step_of(shared: Shared) -> Hashable:
+    """Return what a plain step depends on beside its arguments, as the model and the loss are now."""
+    model = shared.model.train()
+    built = Build((*model.parameters(), *model.buffers())).of([model, *vars(shared.task).values()])
+    if not isinstance(built, tuple):  # it cannot be written, so that changes would not be seen
+        return model if shared.compiles else None
+    return built, str(shared.device), shared.precision
 
 
 def _convolves(layer: nn.Module) -> bool:

@@ -134,8 +134,8 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
             if upload:
                 x = np.asarray(upload[n], dtype=np.float64)
             else:
-                x = -d / (ctx.replies[pid].num_steps * ctx.lr)
-            if not (abs(x) <= LARGEST).all():
+                x = d / -(ctx.replies[pid].num_steps * ctx.lr)
+            if not abs(x).max(initial=0.0) <= LARGEST:
                 raise ValueError(f"its change of '{n}' for each step is beyond {LARGEST:g}")
             acc[f"c.{n}"] = acc.get(f"c.{n}", 0.0) + x
             if self.state == "server":

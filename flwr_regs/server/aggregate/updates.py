@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.server.round import Reply
 from flwr_regs.wire.arrays import NDArrays, all_finite, pieces
+from flwr_regs.wire.parcel import Row
 from flwr_regs.wire.precision import Widened
 
 WHOLE = slice(None)
@@ -49,24 +51,43 @@ class Moves:
         }
         sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
         self.senders = [p for p in replies if p in self._delta or p in sent]
-        self._sent = {p: _as_sent(a, name) for p, a in sent.items()}
+        self._rows = {p: a for p, a in sent.items() if isinstance(a, Row)}
+        self._tables = {id(r.stack): _table(r.stack[name]) for r in self._rows.values()}
+        self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
     def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
         """Return some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
         base = self._w[part].astype(np.float64)
         rows = np.empty((len(pids), base.size))
+        stacks = [id(self._rows[p].stack) if p in self._rows else 0 for p in pids]
+        at = 0
         with np.errstate(invalid="ignore"):  # inf − inf
-            for row, pid in zip(rows, pids, strict=True):
-                if pid in self._delta:
-                    row[:] = self._delta[pid][part]
-                elif pid in self._sent:
-                    vector, widen = self._sent[pid]
-                    np.subtract(widen(vector[part]), base, out=row)
+            for stack, run in groupby(stacks):
+                some = pids[at : (end := at + len([*run]))]
+                if stack:  # all rows of a stack at once
+                    places = [self._rows[p].at for p in some]
+                    np.subtract(self._tables[stack][places, part], base, out=rows[at:end])
                 else:
-                    row[:] = 0.0
+                    for row, pid in zip(rows[at:end], some, strict=True):
+                        self._read_one(pid, part, base, row)
+                at = end
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
+
+    def _read_one(self, pid: int, part: slice, base: np.ndarray, row: np.ndarray) -> None:
+        if pid in self._delta:
+            row[:] = self._delta[pid][part]
+        elif pid in self._sent:
+            vector, widen = self._sent[pid]
+            np.subtract(widen(vector[part]), base, out=row)
+        else:
+            row[:] = 0.0
+
+
+def _table(a: np.ndarray) -> np.ndarray:
+    """Return an array with a row for each client."""
+    return a.reshape(len(a), -1)
 
 
 def _as_sent(

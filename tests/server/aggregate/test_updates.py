@@ -18,6 +18,7 @@ from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST, PIECE, ProtocolError, add, check_finite
+from flwr_regs.wire.parcel import Row, Stack
 
 Arrays = dict[str, np.ndarray]
 DTYPES = ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")
@@ -119,6 +120,22 @@ def test_more_clients_than_are_read_at_a_time() -> None:
     expected = sum(weights[k] * (r.arrays["w"] - base["w"]) for k, r in came.items())
     found = mean_delta(Updates(base, came, {}, weights, []))["w"]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_stacks_give_the_bits_of_clients_alone() -> None:
+    base, n = model(), 7
+    alone = {k: replace(r, delta={}) for k, r in enumerate(replies(base, n).values())}
+    alone = {k: replace(r, arrays=replies(base, 1)[0].arrays | r.arrays) for k, r in alone.items()}
+    stacked = dict(alone)
+    for some in ([0, 1, 4], [6, 5]):  # 2 and 3 trained alone
+        table = Stack({name: np.stack([alone[k].arrays[name] for k in some]) for name in base})
+        stacked |= {k: replace(alone[k], arrays=Row(table, at)) for at, k in enumerate(some)}
+    weights = {k: (k + 1) / n for k in range(n)}
+    found, expected = (
+        mean_delta(Updates(base, came, weights, weights, ["i4 one"])) for came in (stacked, alone)
+    )
+    for name in base:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
 def spoilt(name: str, value: float) -> Arrays:
