@@ -1,13 +1,11 @@
 """The gradients of one step of a stack of clients, under ``torch.func.vmap`` if need be. Plain torch.
 
-A step that is taken often is traced, and then runs as a graph of the same kernels, with the same bits. Or
-the graph is compiled: forward, backward, and plain SGD's update.
+Or as one compiled graph: forward, backward, and plain SGD's update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,12 +24,8 @@ from flwr_regs.term import Arrays, Slot
 
 LOG = logging.getLogger("flwr")
 KEPT = 20
-"""Graphs of steps that are kept."""
-OFTEN = 100
-"""Steps after which one is traced, if it is not compiled: a trace takes as long as so many then save."""
-_GRAPHS: dict[Hashable, Callable[..., Any] | None] = {}
-_TAKEN: Counter[int] = Counter()
-"""The hash of what a step depends on -> how often it was taken without a graph."""
+"""Compiled steps that are kept."""
+_STEPS: dict[Hashable, Callable[..., Any] | None] = {}
 
 
 class Gradient:
@@ -67,7 +61,7 @@ class Gradient:
         by_member = self._acts and not self._together
         # whether a hook sees the forward pass
         self._reads = watching or by_member or any(t.acts("loss") for t in terms)
-        self._lr = lr if view.shared.compiles and not self._acts else 0.0
+        self._lr = 0.0 if self._acts else lr
         self.moved = False
 
     def of(
@@ -91,8 +85,8 @@ class Gradient:
         before = random_state(view.shared.device) if self._acts else []
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
-        plain = whole and not self._reads and not self._perturbs
-        quick = self._by_graph(values, row["held"], batch) if plain else None
+        key = None if self._reads or self._perturbs or not whole else view.shared.compiled
+        quick = self._compiled(key, values, row["held"], batch) if key else None
         self.moved = bool(quick and self._lr)
         if quick:
             grads, base, buffers = quick
@@ -113,26 +107,24 @@ class Gradient:
                 corrected, slots = self._corrected(given, at, batch, row, shown, before)
         return grads | corrected, base, buffers, slots
 
-    def _by_graph(
-        self, values: Arrays, held: Arrays, batch: Batch
+    def _compiled(
+        self, key: Hashable, values: Arrays, held: Arrays, batch: Batch
     ) -> tuple[dict[str, Any], Tensor, Arrays] | None:
-        """Return (gradients, losses, new buffers) of a step without terms; None if it has no graph.
+        """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
-        The graph is made once for what the step depends on, and for the names and shapes of what goes in.
-        With a learning rate that is not 0, the parameters after a step of plain SGD come in place of the
-        gradients. Where a step that is to be compiled cannot be traced or there is no compiler, a sentence
-        in the log says so.
+        The graph is made once for a `key` and the names and shapes of what goes in; `key` says what else
+        the step depends on. With a learning rate that is not 0, the parameters after a step of plain SGD come
+        in place of the gradients. Where the step cannot be traced or there is no compiler, a sentence in
+        the log says so.
         """
-        view, shared, lr, size = self._view, self._view.shared, self._lr, len(batch.leaves[0])
-        if shared.step is None or not (shared.compiles or values.keys() == view.start.keys()):
-            return None  # a gradient that is None, of a private parameter, would be 0
+        view, lr, size = self._view, self._lr, len(batch.leaves[0])
         values = {n: v.detach() for n, v in values.items()}
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
         names = (*values,), (*held,)
         given = [*values.values(), *held.values(), *batch.leaves]
-        given.append(torch.tensor(lr, dtype=torch.float64, device=given[0].device))
+        given.append(torch.full((), lr, dtype=torch.float64, device=given[0].device))
         shapes = tuple((tuple(t.shape), t.dtype) for t in given)
-        key = shared.step, names, shapes, bool(lr), shared.compiles
+        key = key, names, shapes, bool(lr)
 
         def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
             losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
@@ -148,22 +140,23 @@ class Gradient:
             return *moved, losses, *buffers.values()
 
         try:
-            if key not in _GRAPHS:
-                _TAKEN[hash(key)] += 1
-                if not shared.compiles and _TAKEN[hash(key)] <= OFTEN:
-                    return None
-                if len(_GRAPHS) == KEPT:
-                    del _GRAPHS[next(iter(_GRAPHS))]
-                _GRAPHS[key] = None
-                _GRAPHS[key] = _graph_of(step, given, shared.compiles)
-            if (graph := _GRAPHS[key]) is None:
+            if key not in _STEPS:
+                if len(_STEPS) == KEPT:
+                    del _STEPS[next(iter(_STEPS))]
+                _STEPS[key] = None
+                before = random_state(given[0].device)
+                copies = [t.clone() for t in given]  # it is run, and may write to buffers
+                try:
+                    _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
+                finally:
+                    set_random_state(given[0].device, before)
+            if (compiled := _STEPS[key]) is None:
                 return None
-            out = graph(*given)
+            out = compiled(*given)
         except Exception as error:  # whatever torch or a compiler raises
-            _GRAPHS[key] = None
-            if shared.compiles:
-                why = str(error).strip().partition("\n")[0]
-                LOG.warning("StackedGrid: the step is not compiled: %s", why)
+            _STEPS[key] = None
+            why = str(error).strip().partition("\n")[0]
+            LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None
         last = len(values)
         stepped = dict(zip(names[0], out[:last], strict=True))
@@ -241,18 +234,6 @@ class Gradient:
             return {n: g.expand(given[n].shape) for n, g in corrected.items()}
         self._together = False
         return None
-
-
-def _graph_of(
-    step: Callable[..., Any], given: Sequence[Tensor], compiles: bool
-) -> Callable[..., Any]:
-    """Return a step as a graph of kernels; torch's random generators stay as they are."""
-    before = random_state(given[0].device)
-    try:
-        graph = make_fx(step)(*(t.clone() for t in given))  # it is run, and may write to buffers
-        return torch._inductor.compile(graph, given) if compiles else graph  # type: ignore[arg-type]
-    finally:
-        set_random_state(given[0].device, before)
 
 
 def _broadcasts(all_slots: Sequence[Slot], view: View) -> bool:

@@ -56,10 +56,8 @@ class Shared:
         Of the forward pass, by torch's autocast.
     randomness : str
         "different": each member draws numbers of its own; "same": all draw the same.
-    step : hashable or None
-        What a plain step depends on beside its arguments; None: steps do not run as graphs.
-    compiles : bool
-        Whether these graphs are compiled.
+    compiled : hashable or None
+        What a compiled step depends on beside its arguments; None: steps are not compiled.
     """
 
     model: nn.Module
@@ -75,8 +73,7 @@ class Shared:
     classifier: str | None = None
     precision: torch.dtype | None = None
     randomness: str = "different"
-    step: Hashable = None
-    compiles: bool = False
+    compiled: Hashable = None
 
 
 @dataclass(eq=False)

@@ -176,7 +176,6 @@ class Group:
             plain(config),
             client.classifier,
             settings.precision,
-            compiles=settings.compile,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:

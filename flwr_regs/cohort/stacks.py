@@ -169,7 +169,8 @@ class Stacks:
         """Train a group; if that fails, or its result is not that of clients alone, none of it."""
         try:
             self._check_result(group)
-            group.shared = replace(group.shared, step=_step_of(group.shared))
+            if self.settings.compile:
+                group.shared = replace(group.shared, compiled=_step_of(group.shared))
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
             self.note(error, len(group.members))
@@ -229,12 +230,13 @@ class Build(pickle.Pickler):
 
 
 def _step_of(shared: Shared) -> Hashable:
-    """Return what a plain step depends on beside its arguments, as the model and the loss are now."""
+    """Return what a compiled step depends on beside its arguments, as the model and the loss are now."""
     model = shared.model.train()
     built = Build((*model.parameters(), *model.buffers())).of([model, *vars(shared.task).values()])
-    if not isinstance(built, tuple):  # it cannot be written, so that changes would not be seen
-        return model if shared.compiles else None
-    return built, str(shared.device), shared.precision
+    known = (
+        built if isinstance(built, tuple) else model
+    )  # of what cannot be written, changes are not seen
+    return known, str(shared.device), shared.precision
 
 
 def _convolves(layer: nn.Module) -> bool:

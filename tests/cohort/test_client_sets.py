@@ -199,6 +199,36 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
         close(first, end(0.5, False), 1e-5)
 
 
+class Scaled(nn.Module):
+    """A model that reads an attribute and a tensor which no `state_dict` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale, self.shift = perceptron(), 1.0, torch.zeros(3)
+
+    def forward(self, x: Any) -> Any:
+        """Return the logits."""
+        return self.layers(x) * self.scale + self.shift
+
+
+def test_a_change_of_the_model_between_rounds_counts_in_a_compiled_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
+
+    def end(compile: bool) -> dict[str, np.ndarray]:
+        def change(entry: Any) -> None:
+            model.scale *= 0.5
+            model.shift += 0.1
+
+        model = Scaled()
+        clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=change)
+        return run(strategy, fr.StackedGrid(clients, compile=compile), model=lambda: model)
+
+    close(end(True), end(False), 1e-5)
+
+
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
     def client_fn(context: Any) -> Any:
         k = int(context.node_config["partition-id"])
