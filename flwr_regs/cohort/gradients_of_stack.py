@@ -113,9 +113,9 @@ class Gradient:
         """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
         The graph is made once for a `key` and the names and shapes of what goes in; `key` says what else
-        the step depends on. With a learning rate that is not 0, the parameters after a step of plain SGD come
-        in place of the gradients. Where the step cannot be traced or there is no compiler, a sentence in
-        the log says so.
+        the step depends on. With a learning rate that is not 0, the parameters after a step of plain SGD
+        come in place of the gradients. Where the step cannot be traced or there is no compiler, a sentence
+        in the log says so.
         """
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
         values = {n: v.detach() for n, v in values.items()}
