@@ -24,6 +24,7 @@ def _forget_users_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     folders = tempfile.gettempdir(), str(tmp_path_factory.getbasetemp()), str(ROOT / "docs")
     for name, module in [*sys.modules.items()]:
         is_ours = name.partition(".")[0] in ("flwr_regs", "tests", "benchmarks")
-        if not is_ours and str(getattr(module, "__file__", "")).startswith(folders):
+        file = str(getattr(module, "__file__", ""))
+        if not is_ours and file.startswith(folders) and not file.startswith(sys.prefix):
             del sys.modules[name]
     sys.path[:] = path
