@@ -108,6 +108,9 @@ def test_the_last_two_are_kept_and_read_back(tmp_path: Path) -> None:
     assert found.versions["numpy"] == np.__version__
     assert same(read(tmp_path / "round-000002").history, HISTORY[:2])
     assert (tmp_path / "round-000003").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "round-000003").rename(tmp_path / "round-000009")
+    with pytest.raises(DamagedCheckpoint, match="-000009 is damaged: it holds round 3"):
+        read(tmp_path / "round-000009")
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path, log: Log) -> None:
