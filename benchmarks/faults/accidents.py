@@ -132,9 +132,9 @@ def _server_killed(
     play.mark(2, OTHERS[0])  # its work of the round is what is lost
     began = time.time()
     kill()
-    play.release()
     restart()
-    play.end("finished:failed")
+    play.end("finished:failed")  # round 2 cannot end: the victim waits
+    play.release()
     failed = time.time() - began
     sees = federation.status(play.runs[-1])[1]
     federation.restart_nodes()
@@ -232,6 +232,8 @@ def unsigned_app(federation: Federation, folder: Path) -> Outcome:
     subprocess.run(words, check=True, timeout=60)
     public = (folder / "reviewer.pub").read_text().strip()
     (folder / "trusted.yaml").write_text(f"fpk_{uuid.uuid4()}: '{public}'\n")
+    if federation.served:  # else the run starts them anew, without the option
+        federation.restart_nodes()
     federation.end(f"node{VICTIM}", signal.SIGTERM)
     federation.start_node(VICTIM, options=["--trusted-entities", folder / "trusted.yaml"])
     federation.wait_for_node(VICTIM)
