@@ -78,9 +78,7 @@ def _texts(folder: Path, made: dict[str, Any]) -> dict[str, str]:
         run = records.read(path)
         lines = [{"run": _head(run)}, *_rounds(run), {"end": _end(run)}]
         texts[f"runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
-    for path in sorted(
-        folder.glob("tuning/runs/*.jsonl")
-    ):  # what it cost, and the mean of its last rounds
+    for path in sorted(folder.glob("tuning/runs/*.jsonl")):  # its cost and its score
         run = records.read(path)
         steps = sum(sum(entry.get("steps", {}).values()) for entry in run.rounds)
         lines = [{"run": _head(run)}, {"round": {"steps": {"all": steps}}}]

@@ -120,7 +120,6 @@ def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None
         broadcast=_in(precision, group.shared.broadcast),
         precision=None,
         randomness="same",
-        compiled=None,
     )
     members = [_member(c, precision) for c in pair]
     with _kept(shared.model), Quiet(shared.device):

@@ -233,10 +233,9 @@ def _step_of(shared: Shared) -> Hashable:
     """Return what a compiled step depends on beside its arguments, as the model and the loss are now."""
     model = shared.model.train()
     built = Build((*model.parameters(), *model.buffers())).of([model, *vars(shared.task).values()])
-    known = (
-        built if isinstance(built, tuple) else model
-    )  # of what cannot be written, changes are not seen
-    return known, str(shared.device), shared.precision
+    if not isinstance(built, tuple):  # it cannot be written: its changes are not seen
+        built = model
+    return built, str(shared.device), shared.precision
 
 
 def _convolves(layer: nn.Module) -> bool:

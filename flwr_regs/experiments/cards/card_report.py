@@ -21,16 +21,15 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
     for panel, of_panel in zip(card.panels, results, strict=True):
         labels = card.rows_of(panel)
         each = metrics.of_runs(of_panel.runs, next(iter(labels))).groupby(level="label")
-        means = each[[*card.metrics]].agg(["mean", "std", "count"])
+        means = each[[*card.metrics]].agg(["mean", "std", "count"]).reindex([*labels])
         for label, row in labels.items():
             for metric in card.metrics:
-                *ours, n = means.loc[label, metric]
-                ours = [None if x != x else x for x in ours]
+                *ours, n = (None if x != x else x for x in means.loc[label, metric])
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
                 reported = panel.reports.get(metric, {}).get(row.name)
                 theirs = reported if isinstance(reported, list) else [reported]
                 scaled = [None if value is None else scale * value for value in theirs]
-                cells = (panel.name, row.name, metric, *ours, int(n), *scaled, None)
+                cells = (panel.name, row.name, metric, *ours, int(n or 0), *scaled, None)
                 rows.append(dict(zip(names, cells, strict=False)))
     return rows
 

@@ -111,8 +111,10 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     index = pd.MultiIndex.from_tuples([(r.label, r.seed) for r in runs], names=("label", "seed"))
     names = dict.fromkeys([*COUNTED, *SPREAD, *MEANS, *SOME, *METRICS])
     table = pd.DataFrame([_counted(run) for run in runs], index, [*names], dtype=float)
+    of_first = index.get_level_values("label") == first  # perhaps none
+    base = table[of_first].droplevel("label")
     for name in (name for name, metric in METRICS.items() if first and metric.beside):
-        table[name] = table[name].sub(table[name].xs(first), level="seed")
+        table[name] = table[name].sub(base[name], level="seed")
     return table
 
 

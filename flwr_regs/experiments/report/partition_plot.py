@@ -200,7 +200,9 @@ def _cells(axes: Axes, look: Look, cells: Any, **shades: Any) -> Any:
 
 def _write(axes: Axes, table: np.ndarray, colours: np.ndarray) -> None:
     """Write the numbers of a table into its cells, if they are not too many for that."""
+    if table.size > MOST:
+        return
     how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count"}
     for (x, y), number in np.ndenumerate(table):
-        if table.size <= MOST and colours[x, y] != "none":  # of an empty cell, which is white
+        if colours[x, y] != "none":  # of an empty cell, which is white
             axes.text(x, y, f"{number:,}", color=str(colours[x, y]), fontsize="small", **how)

@@ -115,7 +115,7 @@ def over_rounds(
     with drawing.style(look):
         picture = Picture(look)
         axes = picture.add_subplot()
-        lines = []
+        lines, curves = [], []
         for label in labels:
             line = drawing.line(looks[label], len(looks), ordered)  # the same as among all
             of_label = points[points["label"] == label]
@@ -131,9 +131,10 @@ def over_rounds(
             before = len(axes.lines)
             _draw_mean(axes, of_label[~lost], second_best, line, shade, most)
             _draw_broken(axes, of_label[lost], line)
-            curves = [np.asarray(curve.get_ydata(), float) for curve in axes.lines]
-            ends = [heights[-1] for heights in curves[before:] if len(heights)]
+            own = [np.asarray(curve.get_ydata(), float) for curve in axes.lines[before:]]
+            ends = [heights[-1] for heights in own if len(heights)]
             lines.append((max(ends, default=-np.inf), text, line))
+            curves += own
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(target, gid="target", **line)
