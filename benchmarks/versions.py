@@ -27,6 +27,8 @@ import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ APP = ROOT / "docs" / "examples" / "deployment" / "app"
 STUDY = ROOT / "docs" / "studies" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NODES = 2
+AT_ONCE = 3
+"""Versions that are tried at a time."""
 CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 600.0}
 TESTS = ("tests/flower", "tests/golden")
 PROJECTS = ("-m", "full", "-n", "0", "tests/flower/deployed/test_switched_projects.py")
@@ -137,8 +141,13 @@ def _app(out: Path) -> tuple[Any, Any, dict[str, Any]]:
     return client.app, server.app, {**config, **CONFIG, "out": str(out)}
 
 
-def tried(version: str, folder: Path, projects: bool) -> dict[str, Any]:
+def tried(version: str, projects: bool) -> dict[str, Any]:
     """Try a version; return its row."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _tried(version, Path(folder), projects)
+
+
+def _tried(version: str, folder: Path, projects: bool) -> dict[str, Any]:
     python, lacks = environment(version, folder / "venv")
     env = {
         **os.environ,
@@ -204,14 +213,15 @@ def main() -> int:
         return 0
     rows = {r["flwr"]: r for r in json.loads(STUDY.read_text())} if STUDY.exists() else {}
     done = []
-    for version in [newest() if v == "newest" else v for v in args.versions]:
-        with tempfile.TemporaryDirectory() as folder:
-            row = rows[version] = tried(version, Path(folder), args.projects)
-        done.append(row)
-        print(json.dumps(row), flush=True)
-        ordered = sorted(rows.values(), key=lambda r: _number(r["flwr"]))
-        STUDY.write_text(json.dumps(ordered, indent=1) + "\n")
-        PAGE.write_text(filled(PAGE.read_text(), "made", {"versions": page_table(ordered)}))
+    versions = [newest() if v == "newest" else v for v in args.versions]
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of the time goes into waiting
+        for row in pool.map(partial(tried, projects=args.projects), versions):
+            rows[row["flwr"]] = row
+            done.append(row)
+            print(json.dumps(row), flush=True)
+            ordered = sorted(rows.values(), key=lambda r: _number(r["flwr"]))
+            STUDY.write_text(json.dumps(ordered, indent=1) + "\n")
+            PAGE.write_text(filled(PAGE.read_text(), "made", {"versions": page_table(ordered)}))
     digests = {row[r] for row in done for r in RUNNERS}
     return int(
         len(digests) > 1

@@ -1,7 +1,10 @@
 """What several test files need: a small model, unequal clients, and a run in one process."""
 
 import logging
+import os
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +29,20 @@ from flwr_regs.testing.problem import to_numpy as to_numpy
 ROOT = Path(__file__).parents[1]
 Log = Callable[..., list[str]]
 T = TypeVar("T")
+MANY = 30
+"""A test with more marked cells than this is a product, of which a share says most."""
 logging.getLogger("flwr").setLevel(logging.ERROR)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``SHARE=0.2``, leave all but so much of each product's `full` cells out, drawn for each run."""
+    share = float(os.environ.get("SHARE", "1"))
+    run = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # the same for all its processes
+    cells = [i for i in items if i.get_closest_marker("full") and hasattr(i, "originalname")]
+    number = Counter((i.path, i.originalname) for i in cells)
+    left_out = {i for i in cells if number[i.path, i.originalname] > MANY and run.random() >= share}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [i for i in items if i not in left_out]
 
 
 def make_model(

@@ -64,18 +64,19 @@ class Order:
 
     def draw(self, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
         """Return the rows of the next steps, and the steps' sizes, drawn as a loader draws them."""
-        number = torch.empty((), dtype=torch.int64)
+        number, shuffling = torch.empty((), dtype=torch.int64), torch.Generator()
         used, passes = sum(self.sizes), list[Tensor]()
         for _ in range(-(-steps // len(self.sizes)) if self.sizes else 0):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
-                shuffling = torch.Generator().manual_seed(int(number.random_(generator=generator)))
-                passes.append(torch.randperm(self.examples, generator=shuffling)[:used])
+                shuffling.manual_seed(int(number.random_(generator=generator)))
+                passes.append(torch.randperm(self.examples, generator=shuffling))
             else:
                 passes.append(torch.arange(used))
         sizes = (self.sizes * len(passes))[:steps]
-        rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
-        return rows[: sum(sizes)], sizes
+        if len(passes) != 1:
+            passes = [torch.cat([torch.arange(0), *(rows[:used] for rows in passes)])]
+        return passes[0][: sum(sizes)], sizes
 
 
 @dataclass(eq=False)
@@ -188,16 +189,21 @@ class Batches:
     plans : sequence of Plan
         The members', in their order.
     device : torch.device
+
+    Attributes
+    ----------
+    alike : bool
+        Whether the batches of all members have one form in each step; then all take all steps.
     """
 
     def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
         self._plans, self._device = plans, device
         self._leaves: list[Tensor] = []
-        self._alike = all(p.sizes == plans[0].sizes for p in plans)
+        self.alike = len({p.forms for p in plans}) == 1
         given = [(p.order.source, p.rows) for p in plans if p.order and p.rows is not None]
-        nbytes = sum(t[:1].nbytes * len(rows) for source, rows in given for t in source)
+        self._firsts = [0, *itertools.accumulate(len(rows) for _, rows in given)]
+        nbytes = sum(t[:1].nbytes for t in given[0][0]) * self._firsts[-1] if given else 0
         if len(given) == len(plans) and nbytes <= GATHERED:
-            self._firsts = [0, *itertools.accumulate(len(rows) for _, rows in given)]
             for k, first in enumerate(given[0][0]):
                 leaf = first.new_empty(self._firsts[-1], *first.shape[1:])
                 places = zip(self._firsts, self._firsts[1:], strict=False)
@@ -207,16 +213,16 @@ class Batches:
 
     def of(self, step: int, members: Sequence[int]) -> Batch:
         """Return the batches that some members have in a step, which are of one form."""
+        if self._leaves and self.alike:
+            sizes = self._plans[0].sizes
+            leaves = [t.view(len(self._plans), sum(sizes), *t.shape[1:]) for t in self._leaves]
+            leaves = [t.narrow(1, sum(sizes[:step]), sizes[step]) for t in leaves]
+            return Batch(tuple(leaves), leaves)
         plans = [self._plans[k] for k in members]
         if not self._leaves:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
             return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
-        if self._alike:  # then all members take all steps
-            sizes = plans[0].sizes
-            leaves = [t.view(len(plans), sum(sizes), *t.shape[1:]) for t in self._leaves]
-            leaves = [t.narrow(1, sum(sizes[:step]), sizes[step]) for t in leaves]
-            return Batch(tuple(leaves), leaves)
         firsts = [
             self._firsts[k] + sum(p.sizes[:step]) for k, p in zip(members, plans, strict=True)
         ]

@@ -353,8 +353,11 @@ class Stack:
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
         parts: dict[Any, list[int]] = {}
-        for row, member in enumerate(self._members[: self._rows]):
-            parts.setdefault(member.plan.forms[step], []).append(row)
+        if self._batches.alike:
+            parts[None] = [*range(self._rows)]
+        else:
+            for row, member in enumerate(self._members[: self._rows]):
+                parts.setdefault(member.plan.forms[step], []).append(row)
         for number, rows in enumerate(parts.values()):
             alone = len(parts) == 1
             where = (

@@ -84,7 +84,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_regs.experiments.report.results.Results._picture", lambda *_: None)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(100, marks=BULK)])
+@pytest.mark.parametrize("times", [2, pytest.param(30, marks=BULK)])
 @pytest.mark.parametrize("method", ["EFL(0.01, density_up=0.3)", "SCAFFOLD"])
 def test_a_training_that_is_killed_and_resumed_gives_equal_bits(
     method: str, times: int, tmp_path: Path
@@ -118,7 +118,7 @@ def models(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("command", "times"),
-    [("run", 2), *(pytest.param(c, 100, marks=BULK) for c in ("run", "bench"))],
+    [("run", 2), *(pytest.param(c, 30, marks=BULK) for c in ("run", "bench"))],
 )
 def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
     command: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def damaged(path: Path, others: list[Path], rng: random.Random) -> str:
     return f"{path.name} {way}"
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(500, marks=BULK)])
+@pytest.mark.parametrize("times", [3, pytest.param(40, marks=BULK)])
 def test_a_damaged_results_folder_is_trained_again_or_refused_in_a_sentence(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +236,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "clients", "share"), [(80, 20, 0.3), pytest.param(2000, 10_000, 0.005, marks=BULK)]
+    ("rounds", "clients", "share"), [(80, 20, 0.3), pytest.param(400, 2000, 0.025, marks=BULK)]
 )
 def test_memory_and_checkpoints_do_not_grow_with_the_round(
     rounds: int, clients: int, share: float, tmp_path: Path

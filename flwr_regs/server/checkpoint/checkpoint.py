@@ -281,10 +281,12 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
 
     Raises TypeError naming the place of a value that cannot be kept, such as a function.
     """
+    if value is None or type(value) in (bool, int, str):  # first: most values are such
+        return value
     if isinstance(value, np.generic | np.ndarray):
         return _array(value, store, where)
-    if value is None or isinstance(value, bool | int | str):
-        return value if type(value) in (type(None), bool, int, str) else _refuse(value, where)
+    if isinstance(value, int | str):  # of another class
+        return _refuse(value, where)
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, bytes):
