@@ -87,9 +87,10 @@ class Loop:
             if self._ends(entry):
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
-        history = self.training().history
-        used = {pid for entry in history for pid in entry["replies"]}
-        never = {pid: why for e in history for pid, why in e["failures"].items() if pid not in used}
+        # an entry of an evaluation alone names no one who trained
+        rounds = [entry for entry in self.training().history if "cohort" in entry]
+        used = {pid for entry in rounds for pid in entry["replies"]}
+        never = {pid: why for e in rounds for pid, why in e["failures"].items() if pid not in used}
         if never:
             log(WARNING, "in the whole training, %s", name_failures(never, what="was of no use"))
         return self.result

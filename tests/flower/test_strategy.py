@@ -481,6 +481,13 @@ def test_a_subclass_may_skip_a_phase() -> None:
     assert ["evaluate" in e for e in strategy.history] == [False, False]
 
 
+def test_clients_that_evaluate_alone_leave_the_model_as_it_is() -> None:
+    strategy = fr.FedAvg(seed=1, fraction_train=0.0)
+    result = start(strategy, fr.InProcessGrid(app_of(), 3))
+    close(from_record(strategy.arrays), from_record(initial()), 0.0)
+    assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
+
+
 # What users' code sees
 
 
