@@ -19,8 +19,8 @@ from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.records import from_record, to_record
-from tests.conftest import Log, close, make_clients, make_model, run, start
+from flwr_regs.wire.records import from_record, parcel_of, to_record
+from tests.conftest import Log, Tampered, close, make_clients, make_model, run, start
 from tests.flower.clients.test_plain_clients import Plain
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -149,6 +149,28 @@ def test_the_history_is_plain_numbers_and_complete() -> None:
     assert set(entry["seconds"]) == {"configure", "clients", "aggregate", "evaluate"}
     assert set(entry["evaluate"]["clients"][0]) == {"num-examples", "accuracy", "loss"}
     assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
+
+
+def test_the_bytes_of_a_round_hold_also_those_of_clients_that_failed_on_the_way() -> None:
+    sizes: dict[str, dict[int, int]] = {"down": {}, "up": {}}
+
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        if kind not in (keys.PROBE, "train"):
+            return reply
+        sent = parcel_of(message.content).nbytes
+        sizes["down"][pid] = sizes["down"].get(pid, 0) + sent
+        if (kind, pid) in ((keys.PROBE, 1), ("train", 2)):
+            return "it stops here"
+        sizes["up"][pid] = sizes["up"].get(pid, 0) + parcel_of(reply.content).nbytes
+        return reply
+
+    strategy = fr.RFedAvgPlus(lam=0.1, seed=1, fraction_evaluate=0.0)
+    start(strategy, Tampered(app_of(fr.RFedAvgPlusClient), 4, change), 1)
+    (entry,) = strategy.history
+    assert sorted(entry["failures"]) == [1, 2]
+    assert {"down": entry["bytes_down"], "up": entry["bytes_up"]} == sizes
+    assert entry["bytes_probe_down"][1] == entry["bytes_down"][1]
+    assert entry["bytes_probe_up"][2] == entry["bytes_up"][2]
 
 
 def test_a_client_that_was_of_no_use_in_any_round_is_named_at_the_end(log: Log) -> None:

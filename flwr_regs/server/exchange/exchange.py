@@ -113,11 +113,8 @@ class Exchange:
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
-        this_round = self.this_round
         parcels = {pid: self._parcel(pid, lost) for pid in clients}
-        for pid, parcel in parcels.items():
-            before = this_round.bytes_down.get(pid, (this_round.bytes_probe_down or {}).get(pid, 0))
-            this_round.bytes_down[pid] = before + parcel.nbytes
+        _count(self.this_round.bytes_down, parcels)
         return self.request("train", parcels)
 
     def ahead(self, clients: Iterable[int]) -> Request:
@@ -156,22 +153,18 @@ class Exchange:
         its model is asked once more, with the model.
         """
         this_round, replies = self.this_round, dict[int, Reply]()
-        this_round.bytes_probe_down, this_round.bytes_probe_up = (
-            dict.fromkeys(this_round.asked, 0),
-            {},
-        )
         waiting, lost = this_round.asked, False
         while waiting:
             parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
-            for pid, parcel in parcels.items():
-                this_round.bytes_probe_down[pid] += parcel.nbytes
+            _count(this_round.bytes_down, parcels)
             came, waiting = self._lacking(self._ask(self.request(keys.PROBE, parcels)), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             replies |= probes
-            this_round.bytes_probe_up |= {pid: came[pid].nbytes for pid in probes}
             this_round.lose({pid: came[pid] for pid in probes})
             lost = True
+        this_round.bytes_probe_down = {**this_round.bytes_down}
+        this_round.bytes_probe_up = {**this_round.bytes_up}
         uploads = {pid: reply.uploads for pid, reply in replies.items()}
         unlike = disagreeing(self.options.term, uploads, probing=True)
         while replies := {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}:
@@ -217,17 +210,21 @@ class Exchange:
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
         this_round = self.this_round
-        came, lost = self._lacking(self.noted(replies))
+        came, lost = self._lacking(self._counted(replies))
         if lost:
             came |= self._lacking(self._ask(self.train(lost, lost=True)), again=True)[0]
         this_round.came = came
-        before = this_round.bytes_probe_up or {}
-        this_round.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
         if (layer := output_layer(came)) is not None:
             this_round.events["output_layer"] = layer
 
     def _ask(self, request: Request) -> Mapping[int, Parcel]:
-        return self.noted(self.network.ask(request, self.options.deadline))
+        return self._counted(self.network.ask(request, self.options.deadline))
+
+    def _counted(self, replies: Replies) -> Mapping[int, Parcel]:
+        """Return what `noted` does; count the bytes."""
+        came = self.noted(replies)
+        _count(self.this_round.bytes_up, came)
+        return came
 
     def noted(self, replies: Replies) -> Mapping[int, Parcel]:
         """Note the clients without a reply, which with a deadline are late; return the replies."""
@@ -324,6 +321,12 @@ class Exchange:
             smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
             self._since[key] = update if smaller else whole
         return self._since[key]
+
+
+def _count(size: dict[int, int], parcels: Mapping[int, Parcel]) -> None:
+    """Add the bytes of parcels to those of their clients."""
+    for pid, parcel in parcels.items():
+        size[pid] = size.get(pid, 0) + parcel.nbytes
 
 
 def name_losses(this_round: Round) -> None:
