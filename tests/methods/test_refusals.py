@@ -162,6 +162,26 @@ def test_a_users_optimiser_counts_as_sgd_if_its_class_declares_so() -> None:
     assert unlike_sgd(own) == ""
 
 
+@pytest.mark.parametrize("other", [{"momentum": 0.9}, {"lr": 0.5}])
+def test_each_group_of_an_optimisers_parameters_must_be_plain_sgd(other: dict[str, float]) -> None:
+    def make(params: Any, lr: float) -> torch.optim.Optimizer:
+        groups = [{"params": params[:1]}, {"params": params[1:], **other}]
+        return torch.optim.SGD(groups, lr=lr)
+
+    assert unlike_sgd(make)
+    assert not unlike_sgd(lambda params, lr: torch.optim.SGD([{"params": params}], lr=lr))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(fr.FedADC, local_momentum=0.5), partial(fr.FedNova, momentum=0.5)]
+)
+def test_an_optimiser_that_cannot_take_what_the_method_sets_is_refused(make: Any) -> None:
+    (term,) = make().term.terms
+    assert term.client_optimizer(torch.optim.SGD).keywords["momentum"] == 0.5
+    with pytest.raises(ValueError, match=r"the method sets momentum.* does not take"):
+        term.client_optimizer(lambda params, lr: torch.optim.SGD(params, lr=lr))
+
+
 def test_a_config_that_changes_no_weight_of_a_gradient_is_taken() -> None:
     """SCAFFOLD's option 1 takes any optimiser; a pull may pass its limit in a later round alone."""
     config = {"local-steps": 1, "momentum": 0.9, "clip-norm": 1.0}

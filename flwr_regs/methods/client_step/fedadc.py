@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Steers, Steps
@@ -47,7 +46,7 @@ from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
-from flwr_regs.methods.parts.sgd import unlike_sgd
+from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
 from flwr_regs.term import (
     DECAY,
     POSITIVE,
@@ -135,7 +134,7 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
             )
         if self.local_momentum is None:
             return optimizer
-        return partial(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
+        return with_settings(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
         m = self._per_step(ctx)

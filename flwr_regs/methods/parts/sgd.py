@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
     optimiser of the user's own counts as SGD if its class declares ``plain_sgd = True``.
     """
     made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
-    group = made.param_groups[0]
-    odd = [key for key in settings if key != "lr" and group.get(key)]
-    odd += ["a learning rate of its own"] if "lr" in settings and group["lr"] != 1.0 else []
+    groups = made.param_groups
+    odd = [key for key in settings if key != "lr" and any(group.get(key) for group in groups)]
+    if "lr" in settings and any(group["lr"] != 1.0 for group in groups):
+        odd.append("a learning rate of its own")
     declared = getattr(made, "plain_sgd", False)
     if (declared or isinstance(made, torch.optim.SGD)) and not odd:
         return ""
@@ -36,6 +39,19 @@ def check_plain(
     """Raise ValueError, the sentence `refused` about a factory, unless it makes plain SGD."""
     if what := unlike_sgd(optimizer, settings):
         raise ValueError(refused.format(f"{what} may take other steps"))
+
+
+def with_settings(optimizer: Callable[..., Any], **settings: float) -> Callable[..., Any]:
+    """Return a factory with these settings too; raise ValueError for one that does not take them."""
+    try:
+        signature(optimizer).bind([], lr=1.0, **settings)
+    except TypeError:
+        raise ValueError(
+            f"the method sets {' and '.join(settings)} of the client's optimiser, which its factory does "
+            "not take: give torch.optim.SGD, or lambda params, **settings: torch.optim.SGD(params, "
+            "**settings)"
+        ) from None
+    return partial(optimizer, **settings)
 
 
 def check_unclipped(config: Mapping[str, Any], refused: str) -> None:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ from flwr_regs.abilities import Restricts, Steers, Weighs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import bounded
-from flwr_regs.methods.parts.sgd import unlike_sgd
+from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
 from flwr_regs.term import (
     DECAY,
     NOT_NEGATIVE,
@@ -99,7 +98,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
                 f"FedNova's weights are for clients with SGD, but {what} weighs their gradients in "
                 "another way: leave it out; for local momentum give the strategy momentum=..."
             )
-        return partial(optimizer, momentum=self.momentum) if self.momentum else optimizer
+        return with_settings(optimizer, momentum=self.momentum) if self.momentum else optimizer
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.mu:
