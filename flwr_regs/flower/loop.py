@@ -73,7 +73,7 @@ class Loop:
         """Train from `arrays` on; return the result."""
         began, first = time.monotonic(), 1
         if self.saved.resumed is None:
-            if (metrics := self.evaluate_fn(0, arrays)) is not None:
+            if (metrics := self._tested(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
@@ -126,13 +126,22 @@ class Loop:
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
             self.result.evaluate_metrics_clientapp[number] = metrics
-        if (metrics := self.evaluate_fn(number, arrays)) is not None:
+        if (metrics := self._tested(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
             averaged = self.training().model.averaged
-            if averaged and (metrics := self.evaluate_fn(number, to_record(averaged))):
+            if averaged and (metrics := self._tested(number, to_record(averaged))):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
+
+    def _tested(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return the metrics of `evaluate_fn`; raise TypeError if it returns something else."""
+        metrics = self.evaluate_fn(number, arrays)
+        if metrics is None or isinstance(metrics, Mapping):
+            return metrics
+        raise TypeError(
+            f"evaluate_fn must return a MetricRecord or None, not a {type(metrics).__name__}"
+        )
 
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""

@@ -15,7 +15,7 @@ from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
 from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
 from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
-from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
+from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,13 +93,22 @@ def _label(dtype: np.dtype[Any]) -> str:
 
 
 def record_of_state(state: Any) -> ArrayRecord:
-    """Return a record itself, or that of a model's ``state_dict()``; TypeError for anything else."""
+    """Return a record itself, or that of a model's ``state_dict()``; TypeError for anything else.
+
+    Also for bfloat16, which no record can hold.
+    """
     if isinstance(state, ArrayRecord):
         return state
     if not isinstance(state, Mapping):
         hint = "; give model.state_dict()" if hasattr(state, "state_dict") else ""
         raise TypeError(
             f"initial_arrays must be an ArrayRecord or a state_dict, not a {type(state).__name__}{hint}"
+        )
+    if half := [n for n, v in state.items() if str(getattr(v, "dtype", "")) == "torch.bfloat16"]:
+        raise TypeError(
+            f"initial_arrays: {named(half)} are bfloat16, which Flower's messages cannot hold: give "
+            "flwr_regs.float32_arrays(model), and the strategy wire_dtype='bfloat16'; frozen parameters "
+            "need not travel: flwr_regs.trainable(model)"
         )
     return ArrayRecord(OrderedDict(state))
 

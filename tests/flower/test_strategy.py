@@ -269,11 +269,22 @@ def flowers_own(context: Context) -> Any:
 
 NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
 NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
+HALF = make_model().bfloat16().state_dict()
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),
+    (
+        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), HALF),
+        TypeError,
+        "0.weight'.* are bfloat16.*float32_arr",
+    ),
+    (
+        lambda: start(fr.FedAvg(), Untouchable(app_of(), 3), evaluate_fn=lambda *_: (0.5, {})),  # type: ignore[arg-type,return-value]
+        TypeError,
+        "evaluate_fn must return a MetricRecord or None, not a tuple",
+    ),
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
