@@ -22,6 +22,9 @@ STEPS = (
     "'local-epochs' or 'local-steps'"
 )
 
+ROUNDING = 1e-12
+"""Relative difference of two weights below which they are the same."""
+
 
 def aggregation_weights(
     replies: Mapping[int, Reply], weighting: str, most: float | None = None
@@ -62,7 +65,9 @@ def bounded_shares(weights: Mapping[int, float], most: float | None) -> Mapping[
     total = sum(positive.values())
     shares = cut_weights({k: w / total for k, w in positive.items()}, most)
     unit = min(positive[k] / share for k, share in shares.items())  # of one that was not cut
-    return {**weights, **{k: min(positive[k], unit * share) for k, share in shares.items()}}
+    bounds = {k: unit * share for k, share in shares.items()}
+    # those that are below by rounding alone were not cut
+    return {**weights, **{k: w for k, w in bounds.items() if w < positive[k] * (1 - ROUNDING)}}
 
 
 @dataclass(frozen=True)
