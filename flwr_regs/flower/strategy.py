@@ -116,7 +116,7 @@ class RegStrategy(Strategy):
         if name in Options.names() and "options" in vars(self):  # checked like the constructor's
             name, value = "options", replace(self.options, **{name: value})
             if self._training is not None:
-                self._training.options = value
+                self._training.use(value)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

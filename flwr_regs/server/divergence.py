@@ -92,8 +92,7 @@ class DivergenceGuard(Snapshots):
     kept = ("lengths", "usual", "count", "long", "first_loss", "warned", "let_in")
 
     def __init__(self, options: Options, method: str) -> None:
-        self._options, self._method = options, method
-        self._compares = options.privacy is None and isinstance(options.aggregator, Mean)
+        self.options, self._method = options, method
         self.lengths: dict[str, Lengths] = {}  # what was measured -> its lengths
         self.usual: dict[str, Length] = {}  # the same of this round, until its step is made
         self.count = 0  # steps that were not zero
@@ -104,11 +103,16 @@ class DivergenceGuard(Snapshots):
         self.far: list[int] = []
         self.let_in = 0  # the round of the last step that is long, and of no single client
 
+    @property
+    def _compares(self) -> bool:
+        """Whether it compares single clients."""
+        return self.options.privacy is None and isinstance(self.options.aggregator, Mean)
+
     def check_uploads(
         self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
-        checks = {t.name: t for t in self._options.term.terms if isinstance(t, Checks)}
+        checks = {t.name: t for t in self.options.term.terms if isinstance(t, Checks)}
         squares: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
         times: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for pid, upload in uploads.items() if self._compares else ():
@@ -165,7 +169,7 @@ class DivergenceGuard(Snapshots):
         """Return how many times as long as usual each client's update may be: it may take more steps."""
         steps = {p: reply.steps[0] for p, reply in this_round.used.items() if reply.steps}
         usual = max(median_low(steps.values()), 1) if steps else 1
-        most = self._options.max_scale
+        most = self.options.max_scale
         return {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in this_round.used}
 
     def limit(self, this_round: Round, what: str, square: float, pids: Iterable[int]) -> None:
@@ -192,7 +196,7 @@ class DivergenceGuard(Snapshots):
         None if it is let in, with a warning. `again` makes the step of some clients, and raises Diverges if
         that is too long. Raises RoundFailed if no client is behind it, and at every sign if told so.
         """
-        excludes = self._options.on_divergence == "exclude"
+        excludes = self.options.on_divergence == "exclude"
         passing = UnusableReplies, RoundFailed, TooFewVectors
         found = {*self.far, *culprits(this_round.used, again, text, passing)}
         wrong = dict.fromkeys(sorted(found), f"with its reply, {text}")
@@ -255,7 +259,7 @@ class DivergenceGuard(Snapshots):
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
         self.limit(this_round, STEP, square, this_round.used)
-        begins, private = not self.count, self._options.privacy is not None
+        begins, private = not self.count, self.options.privacy is not None
         loss = None if private else _usual_loss(this_round)
         sign = self.look(math.sqrt(square), this_round.lr, loss)
         rose = [p for p, r in this_round.came.items() if r.says(keys.LOSS_ROSE)]
@@ -312,14 +316,14 @@ class DivergenceGuard(Snapshots):
         return ""
 
     def _likely(self, this_round: Round) -> str:
-        return ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
+        return ", or ".join(suspects(self.options.term, this_round.config, this_round.lr))
 
     def _leave_out(self, this_round: Round, wrong: Mapping[int, str]) -> None:
         """Raise UnusableReplies for these clients, with the reasons; only warn, or stop, if told so."""
         if not wrong:
             return
         text = _named(wrong)
-        if self._options.on_divergence != "exclude":
+        if self.options.on_divergence != "exclude":
             self._tell(this_round, f": {text}")
             return
         _note_event(this_round, text)
@@ -327,7 +331,7 @@ class DivergenceGuard(Snapshots):
 
     def _tell(self, this_round: Round, text: str) -> None:
         """Warn of a training's first sign, in log and history; raise RoundFailed at each if told so."""
-        stop = self._options.on_divergence == "stop"
+        stop = self.options.on_divergence == "stop"
         if self.warned and not stop:
             return
         self.warned = True

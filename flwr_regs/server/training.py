@@ -116,7 +116,6 @@ class Training:
         )
         self.guard = DivergenceGuard(options, method)
         self._warned_of_weights = False
-        self._heavy = set[int]()  # clients that were named for their weight
         self.evaluated = False
         self.remembered = Remembered()
 
@@ -127,6 +126,12 @@ class Training:
         if options.privacy is not None:
             refuse_statistics(shared)
         return GlobalModel(options.term, shared, options.wire_dtype, options.downlink == "delta")
+
+    def use(self, options: Options) -> None:
+        """Go on with other settings: those that say who counts, and how."""
+        self.options = self.guard.options = options
+        for name in ("incomplete", "drop_inactive", "restart_lr"):
+            setattr(self.participation, name, getattr(options, name))
 
     def adopt(self, model: NDArrays) -> bool:
         """Continue from `model`, which the caller may have changed between rounds; return if it has."""
@@ -421,8 +426,8 @@ class Training:
         bounded |= {p for p in given if scaled[p] < given[p]}
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
-        if robust is None and len(scaled) >= MANY and share > 0.5 and heavy not in self._heavy:
-            self._heavy.add(heavy)
+        named = any(heavy in entry.get("heavy", {}) for entry in self.history)
+        if robust is None and len(scaled) >= MANY and share > 0.5 and not named:
             this_round.events["heavy"] = {heavy: share}
             LOG.warning(
                 "client %d has %.3g of the weight of %d clients, by what it says of itself: max_weight=0.2 "

@@ -18,7 +18,16 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import Log, accounting, budgeted, make_clients, make_model, norm_model
+from tests.conftest import (
+    Log,
+    Tampered,
+    accounting,
+    budgeted,
+    make_clients,
+    make_model,
+    norm_model,
+    start,
+)
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -201,6 +210,22 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
     train(whole, case.grid(), case, num_rounds=6)
     assert timeless(longer.history) == timeless(whole.history)
     assert bits(longer.arrays) == bits(whole.arrays)
+
+
+def test_a_client_of_most_of_the_weight_is_named_once_also_by_a_resumed_run(tmp_path: Path) -> None:
+    def claim(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if (kind, pid) == ("train", 2):
+            metrics = {**reply.content.metric_records["metrics"], "num-examples": 10**6}
+            reply.content["metrics"] = MetricRecord(metrics)
+        return reply
+
+    named = []
+    for rounds, resumed in ((2, None), (3, tmp_path)):
+        strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0, checkpoint_dir=tmp_path)
+        grid = Tampered(problem.app_of(fr.FedAvgClient, make_clients(5), make_model), 5, claim)
+        start(strategy, grid, rounds, resume_from=resumed)
+        named.append([sorted(entry.get("heavy", {})) for entry in strategy.history])
+    assert named == [[[2], []], [[2], [], []]]
 
 
 def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+from flwr.app import Array, Message, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.refusals import RANGES, pairs
+from tests.conftest import Tampered, start
+from tests.flower.test_strategy import app_of
 
 WRONG: dict[str, tuple[Any, str]] = {
     "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
@@ -42,6 +45,25 @@ def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
     with pytest.raises(ValueError, match=r"fraction_train must lie in \[0, 1\], not 2"):
         strategy.fraction_train = 2
     assert strategy.fraction_train == 0.5
+
+
+def test_a_setting_that_is_assigned_between_rounds_counts_from_the_next_on() -> None:
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if kind == "train" and pid == 1:
+            metrics = {**reply.content.metric_records["metrics"], "local-steps": 1}
+            reply.content["metrics"] = MetricRecord(metrics)
+        if kind == "train" and pid == 2 and message.content["config"]["server-round"] > 1:
+            for name, array in reply.content.array_records["arrays"].items():
+                reply.content["arrays"][name] = Array(array.numpy() + 1e6)
+        return reply
+
+    def assign(entry: Any) -> None:
+        strategy.on_divergence, strategy.incomplete = "warn", "drop"
+
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0, on_round=assign)
+    start(strategy, Tampered(app_of(), 4, change), 2)
+    assert [entry["replies"] for entry in strategy.history] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert not strategy.history[1]["failures"]
 
 
 class Even(fr.Term, Weighs):
