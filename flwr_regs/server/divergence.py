@@ -6,7 +6,8 @@ Before the model moves, the guard looks for a client whose reply does not belong
   buffer is over 1,000 times as long as the cohort's median, or beyond the term's own `tolerance`; and over
   10 times as long as the medians of the first and of the last five rounds, so that an honest client with
   new data may teach a model that has converged. A client that took more steps than the median may send an
-  update as many times as long, up to `max_scale`;
+  update, or a change of a buffer of whole numbers, which may count steps, as many times as long, up to
+  `max_scale`;
 - zeros do not count for the median. Where fewer than three clients send others, the median of the last
   five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
   its own length;
@@ -156,10 +157,12 @@ class DivergenceGuard(Snapshots):
             self.far = [p for p, square in of_all.items() if square > STEPS**2 * usual]
             wrong = self._beyond(this_round, "update", of_all, self._bounds(this_round))
             for name in base.keys() & updates.fixed:
-                if base[name].dtype.kind == "f":
+                if base[name].dtype.kind in "fiu":
                     given = math.sqrt(square_sum(base[name]))
                     what = f"change of '{name}'"
-                    wrong |= self._beyond(this_round, what, squares[name], given=given)
+                    # whole numbers may count steps
+                    times = None if base[name].dtype.kind == "f" else self._bounds(this_round)
+                    wrong |= self._beyond(this_round, what, squares[name], times, given)
             self._leave_out(this_round, wrong)
         square = sum(square_sum(means[n]) for n in updates.trained)
         self.limit(this_round, MEAN, square, updates.replies)

@@ -184,6 +184,12 @@ def test_a_buffer_that_nobody_else_changes_is_compared_with_itself() -> None:
     assert left_out([0, 0, 0, 1e14], name="mean", w=0.0) == [[]]
 
 
+def test_a_counter_is_compared_too_and_may_count_more_steps() -> None:
+    assert left_out([9, 9, 9, 1e14], name="count", w=5) == [[3]]
+    assert left_out([9, 9, 9, 9001], name="count", w=0) == [[3]]
+    assert left_out([9, 9, 9, 90_000], steps=[9, 9, 9, 90_000], name="count", w=0) == [[]]
+
+
 def reporting(loss: Any) -> NumpyNetwork:
     """Quadratic clients that report ``loss(round, client)``."""
     plain = quadratic(CURVATURE, CENTRE)
