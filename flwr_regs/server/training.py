@@ -426,8 +426,8 @@ class Training:
         bounded |= {p for p in given if scaled[p] < given[p]}
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
-        named = any(heavy in entry.get("heavy", {}) for entry in self.history)
-        if robust is None and len(scaled) >= MANY and share > 0.5 and not named:
+        is_heavy = robust is None and len(scaled) >= MANY and share > 0.5
+        if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in self.history):
             this_round.events["heavy"] = {heavy: share}
             LOG.warning(
                 "client %d has %.3g of the weight of %d clients, by what it says of itself: max_weight=0.2 "
