@@ -29,6 +29,9 @@ MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 OVER_THE_DATA = (*MEASURED, "train")
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
+MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
+"""torch's functions whose indices under vmap may be of other members' rows, without an error."""
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -343,8 +346,8 @@ class OneMember(Measures):
 class Kernels(TorchFunctionMode):
     """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
 
-    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long. Embeddings
-    are checked and padded here: see :func:`_embedded`.
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long. The indices of
+    embeddings and the classes of ``one_hot`` are checked here, as torch does not under vmap.
 
     Parameters
     ----------
@@ -368,6 +371,10 @@ class Kernels(TorchFunctionMode):
             return _cross_entropy(self._products, *args, **(kwargs or {}))
         if func is nn.functional.embedding:
             return _embedded(func, *args, **(kwargs or {}))
+        if func in MISREAD:
+            raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
+        if func is nn.functional.one_hot:
+            return _one_hot(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -394,16 +401,28 @@ def _embedded(
     *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return an embedding. Under vmap torch forgets ``padding_idx``, and reads other members' rows."""
-    rows, bare = weight.shape[0], indices
-    while torch._C._functorch.is_functorch_wrapped_tensor(bare):
-        bare = torch._C._functorch.get_unwrapped(bare)
-    if bare.numel() and not 0 <= int(bare.min()) <= int(bare.max()) < rows:
+    rows = weight.shape[0]
+    if not _in_range(indices, rows):
         raise CannotStack(f"an index of an embedding is out of range, which has {rows} rows")
     output = func(indices, weight, None, *args, **kwargs)
     if padding_idx is None:
         return output
     is_padding = (indices == padding_idx % rows).unsqueeze(-1)
     return torch.where(is_padding, output.detach(), output)
+
+
+def _one_hot(func: Callable[..., Tensor], indices: Tensor, num_classes: int = -1) -> Tensor:
+    """Return one-hot vectors. Under vmap torch makes a vector of zeros of a class that there is not."""
+    if num_classes > 0 and not _in_range(indices, num_classes):
+        raise CannotStack(f"one_hot gets a class that is none of {num_classes}")
+    return func(indices, num_classes)
+
+
+def _in_range(indices: Tensor, rows: int) -> bool:
+    """Whether the indices of all members are from 0 to ``rows - 1``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(indices):
+        indices = torch._C._functorch.get_unwrapped(indices)
+    return not indices.numel() or 0 <= int(indices.min()) <= int(indices.max()) < rows
 
 
 def random_state(device: torch.device) -> list[Tensor]:

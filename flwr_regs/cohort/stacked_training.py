@@ -7,8 +7,8 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -183,7 +183,9 @@ class Stack:
                         functions["num_steps"] = len(pairs)
                     return one(*given, own["told"], **functions)
 
-                parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
+                leaves = [b.leaves for b in batches]
+                with unwritten("batches", tensors(leaves)):
+                    parts.append(view.vmapped(member)(leaves, taken))
                 order += some
         if len(parts) == 1:
             return parts[0]
@@ -388,7 +390,8 @@ class Stack:
         plan, held = self._members[rows[0]].plan, self._own["held"]
         whole = len(rows) == len(self._members) and plan.forms[step] == plan.forms[0]
         batch = self._batches.of(step, rows)
-        grads, losses, new, slots = self._gradient.of(values, batch, own, whole)
+        with unwritten("parameters", values.values()), unwritten("batches", batch.leaves):
+            grads, losses, new, slots = self._gradient.of(values, batch, own, whole)
         self._losses[where] += losses * plan.sizes[step]
         if not step:
             self._first[where] = losses
@@ -460,6 +463,18 @@ class Stack:
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
         return StackedResult(state, sent, uploads, slots, losses, rose, self._examples, layer)
+
+
+@contextmanager
+def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
+    """Raise CannotStack if the block writes to these tensors.
+
+    They may be copies. A client alone finds what it has written in its parameters and its data.
+    """
+    before = [(t, t._version) for t in given]
+    yield
+    if any(t._version != version for t, version in before):
+        raise CannotStack(f"its model or loss writes to its {what}")
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

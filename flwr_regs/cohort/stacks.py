@@ -170,7 +170,8 @@ class Stacks:
         try:
             self._check_result(group)
             if self.settings.compile:
-                group.shared = replace(group.shared, compiled=_step_of(group.shared))
+                step = _step_of(group.shared), group.members[0].plan.forms[0]
+                group.shared = replace(group.shared, compiled=step)
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
             self.note(error, len(group.members))

@@ -229,6 +229,31 @@ def test_a_change_of_the_model_between_rounds_counts_in_a_compiled_step(
     close(end(True), end(False), 1e-5)
 
 
+class Told(nn.Module):
+    """A model whose batches hold a number beside the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+
+    def forward(self, x: Any, scale: float) -> Any:
+        """Return the logits."""
+        return self.layers(x) * scale
+
+
+def test_numbers_in_a_batch_count_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
+
+    def end(compile: bool) -> dict[str, np.ndarray]:
+        x, y = pair(0)
+        sets = [[{"x": x, "scale": 1.0 + k % 2, "labels": y}] for k in range(4)]
+        clients = fr.Clients(Told(), sets, target_key="labels", device="cpu")
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+        return run(strategy, fr.StackedGrid(clients, compile=compile), model=Told)
+
+    close(end(True), end(False), 1e-5)
+
+
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
     def client_fn(context: Any) -> Any:
         k = int(context.node_config["partition-id"])

@@ -378,6 +378,39 @@ class Branching(OwnModel):
         return self.layer(x) if x.sum() > -1e9 else self.layer(-x)
 
 
+class Writing(OwnModel):
+    """A model that writes to what it is given, or that bounds a weight."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        if self.what == "batches":
+            x.mul_(0.5)
+        else:
+            with torch.no_grad():
+                self.layer[0].weight.clamp_(-0.38, 0.38)
+        return self.layer(x)
+
+
+def by_one_hot(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    classes = nn.functional.one_hot(targets, 3).float()
+    return nn.functional.mse_loss(output, classes)
+
+
+def filling(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    return output.index_fill(0, targets[:1] - 1, 0.0).square().mean()
+
+
+def wrong_class(k: int, shuffle: bool = True) -> DataLoader[Any]:
+    """Return a client's loader; one client has a label that is no class."""
+    loader = data_of(k, shuffle)
+    loader.dataset.tensors[1][3] += 3 * (k == 4)  # type: ignore[attr-defined]
+    return loader
+
+
 class Streamed:
     """Batches in a new order each time, without a length."""
 
@@ -426,6 +459,20 @@ REASONS: dict[str, Cohort] = {
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
     "its optimiser holds parameters that are not its": Once(settings={"optimizer": holding}),
+    "its model or loss writes to its batches": Once(
+        model=partial(Writing, "batches"),
+        loader=lambda k, **_: list(data_of(k, False)),
+        config=TWO_EPOCHS,
+    ),
+    "its model or loss writes to its parameters": Once(
+        model=partial(Writing, "parameters"), grid={"check": False}
+    ),
+    "one_hot gets a class that is none of 3": Once(
+        loader=wrong_class, settings={"loss_fn": by_one_hot}
+    ),
+    "index_fill may read other members' rows": Once(
+        settings={"loss_fn": filling}, grid={"check": False}
+    ),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
 }
 
