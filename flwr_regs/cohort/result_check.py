@@ -22,7 +22,7 @@ from flwr_regs.client.train.batches import Batches, mapped, seeded
 from flwr_regs.cohort.batch_plan import CannotStack, plan_of
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stack_groups import Group
-from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.cohort.stacked_training import Stack, StackedResult, attributes_kept
 from flwr_regs.term import Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
@@ -122,7 +122,7 @@ def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None
         randomness="same",
     )
     members = [_member(c, precision) for c in pair]
-    with _kept(shared.model), Quiet(shared.device):
+    with restored(shared.model), Quiet(shared.device):
         shared.model.to(precision)
         return group.run(Stack(shared, members, pair[0].plan.seed))
 
@@ -154,7 +154,7 @@ def _alone(
         "client_id": c.client_id,
         "config": shared.config,
     }
-    with _kept(model), seeded(c.plan.seed, shared.device), Quiet(shared.device):
+    with restored(model), seeded(c.plan.seed, shared.device), Quiet(shared.device):
         load(model, shared.term, group.recipe.arrays, config)
         entries = model.state_dict()
         for name, value in c.private.items():
@@ -233,15 +233,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Leave a model's parameters and buffers as they were, those too that its ``state_dict`` lacks."""
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+def restored(model: nn.Module) -> Iterator[None]:
+    """Leave a model's attributes, parameters and buffers as they were, also those that do not travel."""
     held = [*model.parameters(), *model.buffers()]
     before = [(t.data, t.detach().clone()) for t in held]
     try:
-        yield
+        with attributes_kept(model):
+            yield
     finally:
-        for module, of_module in buffers:
-            module._buffers.update(of_module)
         for tensor, (data, value) in zip(held, before, strict=True):
             tensor.data = data.copy_(value)

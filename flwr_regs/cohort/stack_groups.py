@@ -35,7 +35,7 @@ from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
-from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.cohort.stacked_training import Stack, StackedResult, attributes_kept
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
@@ -216,7 +216,8 @@ class Group:
             self.members.sort(key=lambda m: -len(m.plan))
             stack = Stack(self.shared, self.members, self.members[0].plan.seed)
         try:
-            result = stack.probe() if self.recipe.probes else stack.run()
+            with attributes_kept(model):
+                result = stack.probe() if self.recipe.probes else stack.run()
         finally:
             with torch.no_grad():
                 for n, v in self._fixed.items():

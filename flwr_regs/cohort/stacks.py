@@ -9,6 +9,7 @@ import hashlib
 import io
 import logging
 import math
+import operator
 import pickle
 import sys
 from collections import Counter
@@ -29,7 +30,7 @@ from flwr_regs.client.train.batches import resolve_device, tensors
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Shared
-from flwr_regs.cohort.result_check import difference
+from flwr_regs.cohort.result_check import difference, restored
 from flwr_regs.cohort.stack_groups import (
     Group,
     Kind,
@@ -39,6 +40,7 @@ from flwr_regs.cohort.stack_groups import (
     member_of,
     recipe_of,
 )
+from flwr_regs.cohort.stacked_training import unwritten
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
@@ -280,7 +282,13 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
         most = max(DATA // max(size, 1), 1)
         for at in range(0, len(group), most):
             some = group[at : at + most]
-            scores = _scores(first.client, model, [plan for _, plan in some])
+            model.to(resolve_device(first.client.device)).eval()
+            held = [*model.parameters(), *model.buffers()]
+            with restored(model):
+                with unwritten("buffers", held):
+                    scores = _scores(first.client, model, [plan for _, plan in some])
+                if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
+                    raise CannotStack("its model replaces its buffers")
             for (one, plan), score in zip(some, scores, strict=True):
                 metrics = {"num-examples": sum(plan.sizes), **score}
                 lost = memories.latest(one.memory, one.message.config).lost
@@ -293,7 +301,6 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
 def _scores(client: Client, model: nn.Module, plans: Sequence[Plan]) -> list[dict[str, float]]:
     """Return each client's mean loss and, of a classification, its accuracy; plans of equal sizes."""
     device, task, sorts = resolve_device(client.device), client.task, True
-    model.to(device).eval()
     batches = Batches(plans, device)
     loss = torch.zeros(len(plans), dtype=torch.float64, device=device)
     right = torch.zeros(len(plans), dtype=torch.int64, device=device)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader
 
 import flwr_regs as fr
-from tests.conftest import Items, Log
+from tests.conftest import Items, Log, close
 from tests.flower.stacks import SIZES, Cohort, Stacked, compare, data_of, perceptron, values_of
 
 CONFIG = {"local-epochs": 2}
@@ -189,6 +190,42 @@ def test_the_check_changes_nothing() -> None:
     assert state == expected_state
     for a, b in zip(actual, expected, strict=True):
         assert all(np.array_equal(a[key], b[key]) for key in b)
+
+
+def remembering(model: Any, x: Any) -> Any:
+    """The hidden layer adds what it was in the last call."""
+    hidden = model.layer[0](x)
+    last = getattr(model, "last", hidden)
+    model.last = hidden
+    return model.layer[1](hidden + last.detach() if last.shape == hidden.shape else hidden)
+
+
+def fading(model: Any, x: Any) -> Any:
+    """A buffer that does not travel, and that each call makes smaller, in eval mode too."""
+    model.scale.mul_(0.9)
+    return model.layer(x) * model.scale
+
+
+@pytest.mark.parametrize("function", [remembering, fading])
+def test_what_a_forward_pass_stores_in_a_stack_does_not_stay(function: Any) -> None:
+    """The clients then train and evaluate one by one as if there had been no stack."""
+
+    def end(kind: Any) -> Any:
+        model = Model(function)
+        model.register_buffer("scale", torch.ones(()), persistent=False)
+        sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
+        grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu"))
+        result = fr.FedAvg(seed=3).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(model.state_dict()),
+            num_rounds=3,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        return grid, {n: a.numpy() for n, a in result.arrays.items()}
+
+    (grid, actual), (_, expected) = end(fr.StackedGrid), end(fr.InProcessGrid)
+    assert sum(grid.fallbacks.values()) == 3 * len(SIZES)
+    close(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize(("check", "refused"), [("first", 0), (False, 0), (2, 1), (1, 2)])
