@@ -167,7 +167,7 @@ def over_rounds(
         parts = {*points["part"]}
         if "filled" in parts:
             stopped = "if it diverged, it counts in the mean as untrained from there."
-        hidden = look.accuracy is None and points["y"].min() < axes.get_ylim()[0]
+        hidden = look.accuracy is None and axes.dataLim.y0 < axes.get_ylim()[0]
         sentences = {
             f"{over}{words}.": bool(words),
             "Expected from each client's label shares.": kind == "expected",

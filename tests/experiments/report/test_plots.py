@@ -133,6 +133,8 @@ def test_an_axis_of_accuracies_leaves_out_the_first_rounds_of_many() -> None:
         figure = drawn(curves)
         assert figure.axes[0].get_ylim()[0] < 10
         assert "not shown" not in text_of(figure, "caption")
+    two = drawn([run("A", 1, [2, 90]), run("A", 2, [40, 95])])  # no line has a seed's 2
+    assert "not shown" not in text_of(two, "caption")
     dip = run("A", 2, [*rises[:6], 60, *rises[7:]])
     figure = drawn([first, dip, run("A", 3, rises)])
     edges = artists(figure, "band A")[0].get_paths()[0].vertices
