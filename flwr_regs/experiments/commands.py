@@ -33,6 +33,7 @@ from flwr_regs.experiments.run.process_family import on_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
+from flwr_regs.experiments.user_code import said
 
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
@@ -404,8 +405,13 @@ def _verify(args: argparse.Namespace) -> int:
         folder = args.verify
         if folder.is_file():
             folder = Path(temporary)
-            with tarfile.open(args.verify) as archive:
-                archive.extractall(folder, filter="data")
+            try:
+                with tarfile.open(args.verify) as archive:
+                    archive.extractall(folder, filter="data")
+            except Exception as error:  # each compression has errors of its own
+                raise ValueError(
+                    f"{args.verify} is no folder or whole archive of results ({said(error)})"
+                ) from error
         kept, again = _kept(args, folder)
         panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
         wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
