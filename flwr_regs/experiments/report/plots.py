@@ -95,7 +95,7 @@ def over_rounds(
 
     Raises ValueError if `x` or `y` is another word.
     """
-    for axis, word, legal in (("x", x, X), ("y", y, Y)):
+    for axis, word, legal in (("x", x, X), ("y", y, [name for name in Y if name in points])):
         if word not in legal:
             one = f"{axis} must be one of {', '.join(legal)}"
             raise ValueError(f"{one}, not {word!r}{nearest(word, legal)}")

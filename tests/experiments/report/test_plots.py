@@ -162,6 +162,8 @@ def test_clients_are_quantiles_of_each_seed() -> None:
     table = Results(records).clients().set_index(["method", "seed", "client"])["accuracy"]
     assert (len(table), table["A", 1, 7]) == (60, values[1, 7])
     assert not Results(records).clients()["measured"].any()  # expected, from label shares
+    with pytest.raises(ValueError, match="y must be one of accuracy, not 'loss'"):
+        Results(records).plot("clients", "loss")
     figure = Results(records, baseline="A").plot("clients")
     (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
     each = 100 * np.sort(values)[:, [0, -1]]
