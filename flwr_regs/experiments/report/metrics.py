@@ -355,4 +355,4 @@ def shown(name: str, value: float | None, spread: float | None = None) -> str:
 
 def per_cent(value: float | None, spread: float | None = None) -> str:
     """Return a cell: a fraction in per cent, and its spread if there is one."""
-    return " ± ".join(f"{100 * x:.2f}" for x in (value, spread) if x is not None) or "–"
+    return " ± ".join(f"{100 * x:z.2f}" for x in (value, spread) if x is not None) or "–"

@@ -203,6 +203,7 @@ CELLS = [
     (number, (1.5,), "1.50"),
     (number, (99.96,), "100"),
     (metrics.shown, ("final", 0.5, 0.0123), "50.00 ± 1.23"),
+    (metrics.per_cent, (-1e-17, 0.0359), "0.00 ± 3.59"),  # zero has no sign
     (metrics.shown, ("bytes-down", 19948.0), "19,948"),
     (metrics.shown, ("training-loss", 0.1234), "0.123"),
     (metrics.shown, ("rounds-to", None), "–"),
