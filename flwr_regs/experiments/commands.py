@@ -392,10 +392,13 @@ def _look(args: argparse.Namespace) -> Look:
 
 def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
-    run, _ = words.first_run(args)
-    from flwr_regs.experiments.run.costs import measure
+    with Heartbeat(_say) as heartbeat:
+        heartbeat.at("training a client, and a cohort in a stack")
+        run, _ = words.first_run(args)
+        from flwr_regs.experiments.run.costs import measure
 
-    print(measure(run))
+        taken = measure(run)
+    print(taken)
     return 0
 
 

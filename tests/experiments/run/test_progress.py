@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from flwr_regs.experiments.cli import main
+from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.run import costs, engine, progress
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
@@ -41,6 +43,22 @@ def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPa
     assert re.fullmatch(r"testing examples, [12],000 of 8,000, [\d.]+ s left", told[0])
     assert not any("moment" in text for text in told)
     assert len(told) <= 2  # seldom, as it goes on
+
+
+def test_what_a_client_takes_is_not_measured_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PIPED", 0.3)
+
+    def slowly(_: Run) -> str:
+        time.sleep(0.8)
+        return "one client: 1 s a round"
+
+    monkeypatch.setattr(costs, "measure", slowly)
+    assert main(["resources", "methods=FedAvg"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"training a client, .* so far", first)
+    assert last == "one client: 1 s a round"
 
 
 def test_a_resumed_run_says_where_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
