@@ -1,12 +1,14 @@
 """What each published divergence changes: the figures of docs/fidelity.md that can be measured here.
 
 ``python -m benchmarks.fidelity`` runs the conformity kit's loops with each divergence of
-``docs/studies/fidelity.json`` and writes the difference from the paper beside it. It needs nobody's code.
+``docs/studies/fidelity.json.gz`` and writes the difference from the paper beside it. It needs nobody's
+code.
 ``python -m benchmarks.conformity --library NAME`` fetches some of that code, and drives it.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from benchmarks.conformity.behaviours import BEHAVIOURS
 from benchmarks.conformity.loops import federate
 from benchmarks.conformity.task import small_task
 
-DATA = Path(__file__).parents[1] / "docs" / "studies" / "fidelity.json"
+DATA = Path(__file__).parents[1] / "docs" / "studies" / "fidelity.json.gz"
 MOMENTUM, LR_DECAY = 0.7, 0.9
 """Of the task on which a behaviour shows only with momentum, or with a learning rate that falls."""
 
@@ -36,6 +38,12 @@ def difference(method: str, behaviours: list[str]) -> float:
     return float(max(abs(paper[name] - theirs[name]).max() for name in theirs) / moved)
 
 
+def kept() -> dict[str, Any]:
+    """Return the data of the page."""
+    data: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+    return data
+
+
 def measured(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data with each divergence's difference, to two digits."""
     rows = [
@@ -46,5 +54,5 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    text = json.dumps(measured(json.loads(DATA.read_text())), indent=1, ensure_ascii=False)
-    DATA.write_text(text + "\n")
+    text = json.dumps(measured(kept()), indent=1, ensure_ascii=False)
+    DATA.write_bytes(gzip.compress(f"{text}\n".encode(), mtime=0))

@@ -7,6 +7,7 @@ for whoever reads these.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -159,7 +160,8 @@ def metrics() -> str:
 
 def study(name: str) -> Any:
     """Return a study's figures."""
-    return json.loads((ROOT / "docs" / "studies" / f"{name}.json").read_text())
+    data = (ROOT / "docs" / "studies" / name).read_bytes()
+    return json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
 
 
 def source(row: dict[str, str], name: str) -> str:
@@ -170,7 +172,7 @@ def source(row: dict[str, str], name: str) -> str:
 def equal() -> str:
     """Return the methods beside published code, and whether they are equal."""
     rows = []
-    for row in study("fidelity")["equal"]:
+    for row in study("fidelity.json.gz")["equal"]:
         commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "")
         cells = (row[name] for name in ("setting", "rounds", "error", "edited", "verdict"))
         words = (row["method"], source(row, row["code"]), commit, *cells)
@@ -182,7 +184,7 @@ def equal() -> str:
 def divergences() -> str:
     """Return where published code leaves its paper, or its name."""
     rows = []
-    for row in study("fidelity")["divergences"]:
+    for row in study("fidelity.json.gz")["divergences"]:
         at = " ".join(f"`{text}`" for text in (row["file"], row["commit"]) if text)
         where = ", ".join(text for text in (source(row, row["code"]), at) if text)
         names = ", ".join(f"`{name}`" for name in row["behaviours"])
@@ -197,7 +199,7 @@ def divergences() -> str:
 def driven() -> str:
     """Return what the conformity kit found where it drove others' code."""
     rows = []
-    for row in study("conformity-libraries"):
+    for row in study("conformity-libraries.json"):
         names = ", ".join(f"`{name}`" for name in row["behaviours"][0]) or "as in the paper"
         rows.append([row["library"], row["method"], f"{row['largest']:.1e}", names])
     return table(("library", "method", "largest difference", "equals"), rows)
