@@ -202,7 +202,7 @@ def test_the_tables_are_copied_right() -> None:
                     reported.setdefault(method.partition(", ")[0], []).append(several)
         assert reported == table, name
     with_reports = {n for n in CARDS if any(p.reports for p in load(n).panels)}
-    no_table = {"fedadc-f3", "fedadc-f4", "fedfor-f3", "niid-bench-cifar10-100", "flute-lr-mnist"}
+    no_table = {"fedadc-f3", "fedadc-f4", "fedfor-f3", "flute-lr-mnist"}
     assert {*tables} == with_reports - no_table
 
 
