@@ -7,10 +7,12 @@ For each version, in a virtual environment of its own with the wheels of the ind
 - ``tests/flower`` and ``tests/golden``;
 - with ``--projects``, also that projects change to FedFOR as docs/migration.md says, with the wheel.
 
-What ran goes into docs/studies/versions.json, and from there into the table of docs/versions.md. The exit
-status is 1 if something failed. Flower brings its own dependencies into the environment; torch and the rest
-come from the environment of this command. A version whose dependencies do not resolve is installed without
-them (``pip install --no-deps``), and the table says so.
+As many versions as docs/studies/versions.json has replace it, and the table of docs/versions.md; fewer are
+printed alone, since bits of two machines are not compared. The exit status is 1 if something failed.
+
+Flower brings its own dependencies into the environment; torch and the rest come from the environment of
+this command. A version whose dependencies do not resolve is installed without them (``pip install
+--no-deps``), and the table says so.
 """
 
 from __future__ import annotations
@@ -211,17 +213,16 @@ def main() -> int:
     if args.run:
         RUNNERS[args.run[0]](Path(args.run[1]))
         return 0
-    rows = {r["flwr"]: r for r in json.loads(STUDY.read_text())} if STUDY.exists() else {}
-    done = []
     versions = [newest() if v == "newest" else v for v in args.versions]
     with ThreadPoolExecutor(AT_ONCE) as pool:  # most of the time goes into waiting
+        done = []
         for row in pool.map(partial(tried, projects=args.projects), versions):
-            rows[row["flwr"]] = row
             done.append(row)
             print(json.dumps(row), flush=True)
-            ordered = sorted(rows.values(), key=lambda r: _number(r["flwr"]))
-            STUDY.write_text(json.dumps(ordered, indent=1) + "\n")
-            PAGE.write_text(filled(PAGE.read_text(), "made", {"versions": page_table(ordered)}))
+    if len(done) >= len(json.loads(STUDY.read_text())):
+        done.sort(key=lambda r: _number(r["flwr"]))
+        STUDY.write_text(json.dumps(done, indent=1) + "\n")
+        PAGE.write_text(filled(PAGE.read_text(), "made", {"versions": page_table(done)}))
     digests = {row[r] for row in done for r in RUNNERS}
     return int(
         len(digests) > 1
