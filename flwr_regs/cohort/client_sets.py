@@ -20,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
@@ -27,7 +28,7 @@ from flwr_regs.client.train.batches import Batches, check_batches, resolve_devic
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.remedies import is_cross_entropy, remedy, wrong_kind, wrong_label
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import COUNT
+from flwr_regs.term import COUNT, Term
 from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
@@ -150,6 +151,14 @@ class ClientSets(Spelled):
     def initial(self) -> dict[str, Tensor]:
         """Return the entries of the model as it was given."""
         return self._initial if self.model is not None else {}
+
+    def begin(self, model: nn.Module, terms: Sequence[type[Term]]) -> None:
+        """Let a client that remembers nothing find the entries that stay with it as they were given.
+
+        In a `model` that clients share, others have trained.
+        """
+        if model is self._model and any(issubclass(t, Withholds) for t in terms):
+            uncompiled(model).load_state_dict(self._initial)
 
     def sets_of(self, pid: int) -> tuple[Batches, Batches | None]:
         """Return a client's (training data, test data) as batches."""

@@ -76,7 +76,7 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
     if not 0 <= pid < len(clients):
         raise ValueError(f"there is no client {pid}: the clients are 0 to {len(clients) - 1}")
     train, test = clients.sets_of(pid)
-    return make(  # type: ignore[no-any-return]
+    client: RegClient = make(
         clients.fresh_model(),
         train,
         test,
@@ -87,6 +87,8 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
         step_budget=clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0))),
         share_label_counts=True,  # simulated data has no secrets
     )
+    clients.begin(client.model, client.identity.terms)
+    return client
 
 
 def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings: Any) -> RegClient:

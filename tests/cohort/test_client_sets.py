@@ -127,14 +127,22 @@ def test_step_budgets_are_kept_on_every_way() -> None:
     assert [clients.step_budget(k, 1) for k in (1, 2)] == [None, 1]
 
 
-@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid])
-def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid: Any) -> None:
+def by_messages(clients: fr.Clients) -> fr.InProcessGrid:
+    return fr.InProcessGrid(clients.app(fr.FedBNClient), len(clients))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid, by_messages])
+def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(
+    grid: Any, shared: bool
+) -> None:
     """Whoever trained in the model before."""
 
     def model() -> nn.Module:
         return perceptron(nn.BatchNorm1d(8))
 
-    clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+    given = model() if shared else model
+    clients = fr.Clients(given, [pair(k) for k in range(5)], batch_size=8, device="cpu")
 
     def client_fn(context: Any) -> Any:
         data = loader(int(context.node_config["partition-id"]))

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Context, RecordDict
 
-from flwr_regs.abilities import Withholds
 from flwr_regs.client import member
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Memory, written
@@ -305,9 +304,8 @@ class LocalNetwork:
 
     def _prepare(self, client: member.Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
-        withholds = any(issubclass(t, Withholds) for t in self.who.terms)
-        if withholds and not memory and isinstance(self.source, Clients):
-            client.model.load_state_dict(self.source.initial())
+        if not memory and isinstance(self.source, Clients):
+            self.source.begin(client.model, self.who.terms)
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""
