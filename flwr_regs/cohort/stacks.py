@@ -47,6 +47,7 @@ from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
+UNCHECKED = "no stack of two clients like it has been checked"
 DIFFERS = "between a stack and a client alone"
 DATA = 2**26
 """Bytes of the clients' test batches that go through the model at once."""
@@ -100,7 +101,8 @@ class Stacks:
             number[kind] += 1
             if group.is_full(self.settings.memory):
                 served |= self._train(groups.pop(key))
-        for group in groups.values():
+        # large groups first: where a kind is checked, its stacks of one client train too
+        for group in sorted(groups.values(), key=lambda g: -len(g.members)):
             if number[group.kind] == 1:
                 self.note(CannotStack(ALONE))
             else:
@@ -110,8 +112,10 @@ class Stacks:
     def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
         """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
         refused = {build for (build, *_), kind in self._kinds.items() if kind.refused}
+        # also of clients that have not trained: a model that `Clients` share is one object
+        models = {id(c.model) for c, build in self._builds.items() if build in refused}
         try:
-            return _evaluated([a for a in asked if self._builds.get(a.client) not in refused])
+            return _evaluated([a for a in asked if id(a.client.model) not in models])
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
@@ -184,8 +188,10 @@ class Stacks:
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self.settings.check is False or this_round < kind.due or len(group.members) == 1:
+        if self.settings.check is False or this_round < kind.due:
             return
+        if len(group.members) == 1:
+            raise CannotStack(UNCHECKED)
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flwr_regs as fr
+from flwr_regs.cohort.stacks import UNCHECKED
 from tests.conftest import Items, Log, close
 from tests.flower.stacks import SIZES, Cohort, Stacked, compare, data_of, perceptron, values_of
 
@@ -122,6 +123,14 @@ def test_what_breaks_the_contract_trains_one_by_one_with_a_warning(case: str, lo
     assert all(why in one for why, one in zip(grid.fallbacks, said, strict=True))
 
 
+def test_a_stack_of_one_client_waits_until_its_kind_is_checked() -> None:
+    """It would end in silence, where no two clients can be compared."""
+    grid = compare(Cohort(config=CONFIG, loader=Buffered, grid={"memory": 1}))
+    assert list(grid.fallbacks) == [UNCHECKED]
+    first_alone = Cohort(loader=lambda k, **_: data_of(k, size=8 if k else 4))
+    assert not compare(first_alone).fallbacks
+
+
 class Frozen(nn.Sequential):
     """Its BatchNorm never trains."""
 
@@ -226,6 +235,27 @@ def test_what_a_forward_pass_stores_in_a_stack_does_not_stay(function: Any) -> N
     (grid, actual), (_, expected) = end(fr.StackedGrid), end(fr.InProcessGrid)
     assert sum(grid.fallbacks.values()) == 3 * len(SIZES)
     close(actual, expected, 1e-6)
+
+
+def test_a_model_that_the_check_refuses_evaluates_one_by_one() -> None:
+    """On clients that have not trained, too."""
+
+    def losses(kind: Any) -> Any:
+        model = Model(counting)
+        sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
+        strategy = fr.FedAvg(seed=3, fraction_train=0.4)
+        strategy.start(
+            grid=kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu")),
+            initial_arrays=ArrayRecord(model.state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        clients = strategy.history[0]["evaluate"]["clients"]
+        return {pid: metrics["loss"] for pid, metrics in clients.items()}
+
+    actual, expected = losses(fr.StackedGrid), losses(fr.InProcessGrid)
+    assert len(actual) == len(SIZES)
+    assert actual == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("check", "refused"), [("first", 0), (False, 0), (2, 1), (1, 2)])
