@@ -185,32 +185,29 @@ class StackProcesses:
         self._pool.close()
 
     def train(self, asked: Sequence[Asked]) -> list[Part]:
-        """Return what each process made of its part of the clients.
-
-        Raises RuntimeError if a process ends before it is done.
-        """
+        """Return what each process made of its part of the clients; nothing, if it has ended."""
         pool, shared = self._pool, SHARED if SHARED.is_dir() else None
         size = -(-len(asked) // pool.number)
         parts = [asked[i : i + size] for i in range(0, len(asked), size)]
         with TemporaryDirectory(prefix="flwr-regs-", dir=shared) as folder:
             try:
-                if not pool.running:
-                    pool.start(pool.number)
+                pool.start(pool.number - len(pool.running))
                 workers = list(pool.running)[: len(parts)]
                 for worker, part in zip(workers, parts, strict=True):
                     tasks = [(a.pid, a.client.step_budget, a.message, a.memory) for a in part]
-                    _send(worker, folder, (folder, tasks))
-                return [self._received(worker) for worker in workers]
+                    with contextlib.suppress(ConnectionError):  # it has ended: see `_received`
+                        _send(worker, folder, (folder, tasks))
+                return [self._received(*of) for of in zip(workers, parts, strict=True)]
             except BaseException:  # such as Ctrl-C: what the processes are at is of no use
                 self.close()
                 raise
 
-    def _received(self, worker: Connection) -> Part:
+    def _received(self, worker: Connection, part: Sequence[Asked]) -> Part:
         try:
             return _read(worker)  # type: ignore[no-any-return]
         except (EOFError, OSError):
-            ended = self._pool.buried(worker)
-            raise RuntimeError(f"a process that trains a stack {ended}") from None
+            why = f"a process that trains a stack {self._pool.buried(worker)}"
+            return {}, {why: len(part)}
 
 
 def _work(connection: Connection, given: tuple[ClientSets, Identity, Settings]) -> None:

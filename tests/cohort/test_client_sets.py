@@ -172,6 +172,27 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     close(theirs, kept, 0.0)
 
 
+@pytest.mark.full
+def test_clients_of_a_stack_whose_process_is_killed_train_one_by_one() -> None:
+    """In that round; in the next one, another process trains them."""
+    clients = fr.Clients(perceptron, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+    grid = fr.StackedGrid(clients, workers=2)
+
+    def kill(entry: Any) -> None:
+        if entry["round"] == 1:
+            victim = next(iter(grid._local._processes._pool.running.values()))  # type: ignore[union-attr]
+            victim.kill()
+            victim.join()
+
+    strategy = fr.SCAFFOLD(seed=3, fraction_evaluate=0.0, on_round=kill)
+    model = run(strategy, grid, 3)
+    grid.close()
+    assert grid.fallbacks == {"a process that trains a stack ended with exit code -9 (SIGKILL)": 3}
+    one = fr.StackedGrid(clients)
+    close(model, run(fr.SCAFFOLD(seed=3, fraction_evaluate=0.0), one, 3), 1e-5)
+    close(kept_by(grid), kept_by(one), 1e-5)
+
+
 def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     processes._send(here, tmp_path, {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)})
