@@ -1,15 +1,10 @@
-"""The laws of flwr_regs.testing, run for each case of tests/laws.py; and laws of no method."""
+"""The laws of flwr_regs.testing, run for each case of tests/laws.py; early stops."""
 
 from itertools import product
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
 import flwr_regs as fr
 from flwr_regs.testing import LAWS, Law, Method
-from tests.conftest import close, run
 from tests.laws import CASES
 from tests.methods.early_stops import FORGETS, ROUNDS, equals_the_oracle
 from tests.sampling import sampled
@@ -50,24 +45,3 @@ def test_some_clients_stop_early_and_one_forgets(case: Method, how: str) -> None
     lost = [{2} if keeps(case) and t == FORGETS else set[int]() for t in ROUNDS]
     again = {2} if keeps(case) and how == "drop" else set()  # its reply of round 4 was not used
     assert [set(e["lost_state"]) for e in history] == [*lost[:-1], again]
-
-
-def test_two_runs_give_equal_bits() -> None:
-    """In float32, with a shuffling loader and dropout, and whatever the process's random state."""
-
-    inputs = torch.arange(80, dtype=torch.float32).reshape(20, 4) / 80
-    data = torch.utils.data.TensorDataset(inputs, torch.arange(20) % 3)
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-
-    def once(noise: int) -> dict[str, np.ndarray]:
-        def model() -> nn.Module:
-            torch.manual_seed(1)
-            made = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-            torch.rand(noise)
-            return made
-
-        strategy = fr.FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
-        return run(strategy, fr.FedAvgClient, rounds=3, clients=[loader] * 4, model=model)
-
-    first = once(1)
-    close(first, once(2), 0.0)

@@ -74,10 +74,6 @@ def test_a_last_layer_that_makes_no_logits_is_an_error(reader: str, use: str, wh
         train(reader, lambda: Net(use))
 
 
-def test_functions_may_follow_the_output_layer() -> None:
-    assert train("RFedAvg", lambda: nn.Sequential(*make_model(), nn.LogSoftmax(1))).history
-
-
 FOLLOW = [nn.LogSoftmax(1), nn.Flatten(0), nn.Hardtanh(inplace=True)]
 
 

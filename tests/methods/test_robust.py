@@ -29,7 +29,7 @@ METHODS |= {
 }
 UPLOADING = (
     *("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite", "SCAFFOLD-option-1"),
-    *("FedSMOO", "FedAdamW"),
+    *("FedSMOO", "FedAdamW", "QFedAvg"),
 )
 AGGREGATORS = (
     fr.CoordinateMedian(),

@@ -370,11 +370,6 @@ def test_the_title_has_a_model_and_a_rate_that_are_no_defaults() -> None:
     assert text_of(Results([one, two]).plot(), "title") == f"{plain}, cnn"
 
 
-def test_an_axis_that_is_none_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"y must be one of accuracy, loss, not 'los'.*'loss'"):
-        Results([recorded("A", [0.5])]).plot(y="los")
-
-
 def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
     records = [recorded("A", [0.5, accuracy], seed) for seed, accuracy in enumerate((0.6, 0.8))]
     results = Results(records, baseline="A")

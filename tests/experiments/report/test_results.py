@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -49,21 +48,6 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     megabytes = [row[name] for name in ("mb", "mb_to_target", "mb_down_turn", "mb_up_turn")]
     assert megabytes == pytest.approx([5.25, 2.25, 1.0, 0.5])
     assert (row["rounds_to_target"], row["seconds"], row["processor_seconds"]) == (3, 3.0, 2.0)
-
-
-def test_the_interval_is_students_and_the_difference_is_paired() -> None:
-    a = [run("A", [v], seed) for seed, v in enumerate((0.5, 0.6, 0.7))]
-    b = [run("B", [v], seed) for seed, v in enumerate((0.52, 0.63, 0.71))]
-    first, second = metrics.rows([*a, *b], "A")
-    # t(0.975, 2) = 4.302653; the deviation of 0.5, 0.6, 0.7 is 0.1
-    assert first["last5_interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
-    assert first["difference"] is None
-    assert second["difference"] == pytest.approx(0.02)
-    expected = 4.302653 * np.std([0.02, 0.03, 0.01], ddof=1) / math.sqrt(3)
-    assert second["difference_interval"] == pytest.approx(expected, rel=1e-6)
-    # a seed that one of the two lost is left out of the difference
-    b[2].error = "RoundFailed: diverged"
-    assert metrics.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
 def test_a_seed_that_diverged_counts_as_untrained_in_table_and_picture() -> None:

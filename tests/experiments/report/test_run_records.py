@@ -91,14 +91,9 @@ def test_runs_of_one_second_get_folders_of_their_own(
     assert made == ["now", "now.2", "now.3"]
 
 
-def test_a_folder_that_cannot_be_written_or_is_in_use_gets_a_sentence(
+def test_a_folder_that_is_in_use_gets_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for out in ("/proc/here", "/sys"):
-        assert main(["run", *SMALL, f"out={out}"]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"flwr-regs: results cannot be written into {out} (")
-        assert said.count("\n") == 1
     out = tmp_path / "out"
     assert main(["run", *SMALL, f"out={out}"]) == 0
     with locked(out):

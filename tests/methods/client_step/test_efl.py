@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
-from tests.conftest import Tampered, budgeted, close, drawn, make_clients
+from tests.conftest import budgeted, close, drawn, make_clients
 
 
 def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
@@ -123,20 +122,6 @@ def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
     first, last = strategy.history[0], strategy.history[-1]
     assert not any(e["failures"] for e in strategy.history)
     assert last["bytes_probe_down"][0] < 0.5 * first["bytes_probe_down"][0]
-
-
-def test_a_client_that_never_finds_its_model_is_given_up() -> None:
-    def lack(kind: str, pid: int, message: Message, reply: Message) -> Message:
-        if (kind, pid) == (keys.PROBE, 1):
-            lacks = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
-            reply.content = RecordDict({keys.CONFIG: lacks})
-        return reply
-
-    strategy = fr.RFedAvgPlus(0.1, seed=1, fraction_evaluate=0.0)
-    wide_run(strategy, fr.RFedAvgPlusClient, 2, 3, partial(Tampered, change=lack))
-    for entry in strategy.history:
-        assert entry["replies"] == [0, 2]
-        assert "it says that it lacks the model" in entry["failures"][1]
 
 
 # incomplete clients

@@ -1,8 +1,7 @@
-"""FedSAM and FedLESAM: where a step's gradient is taken, and what stands left of the terms."""
+"""FedSAM and FedLESAM: where a step's gradient is taken."""
 
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,12 +15,9 @@ from flwr_regs.testing.problem import (
     half_squared_error,
     quadratic_clients,
     settled,
-    start_weights,
 )
 from tests.conftest import close, make_clients, make_model
 from tests.methods.test_theory import CENTRES, CURVATURES, path
-from tests.oracles.model import Params, gradient
-from tests.oracles.rounds import minus, plus, square
 
 
 def one_step(term: Term, model: nn.Module, **settings: Any) -> Any:
@@ -108,44 +104,3 @@ def test_fedlesam_goes_past_fedavgs_fixed_point_and_back() -> None:
     assert w[19] == pytest.approx(plain + rho, abs=1e-7)
     assert min(w[30:]) == pytest.approx(plain - rho, abs=1e-7)
     assert max(w) <= plain + rho + 1e-9
-
-
-def test_what_stands_left_is_part_of_their_gradient() -> None:
-    """A step of FedCM's and of FedSAM's by hand, with FedProx's pull on either side."""
-    [(x, y), *_] = data = make_clients()[0]
-    w, mu, alpha, rho = start_weights(), 0.7, 0.3, 0.1
-    first = {n: p + 0.1 for n, p in make_model().state_dict().items()}
-    v = {n: a.numpy() for n, a in first.items()}
-    g = {n: np.full_like(a, 0.1) for n, a in w.items()}
-
-    def pulled(v: Params, mu: float) -> Params:
-        return plus(gradient(v, x.numpy(), y.numpy()), mu, minus(v, w))
-
-    def blended(left: float) -> Params:
-        own = pulled(v, left)
-        return {n: alpha * own[n] + (1 - alpha) * g[n] for n in v}
-
-    def sharp(left: float) -> Params:
-        d = pulled(v, left)
-        return pulled(plus(v, rho / square(d) ** 0.5, d), left)
-
-    pull = fr.Proximal(mu)
-    for term, force in ((fr.ClientMomentum(alpha), blended), (fr.LocalPerturbation(rho), sharp)):
-        for terms, left, right in (([pull, term], mu, 0.0), ([term, pull], 0.0, mu)):
-            model = make_model()
-            step = plus(force(left), right, minus(v, w))
-
-            class Elsewhere(fr.Term):
-                """Begins the round at v."""
-
-                name = "elsewhere"
-
-                def start(self, params: Any, ctx: Any) -> Any:
-                    return first
-
-            broadcast = {"fedcm": {n: torch.from_numpy(a) for n, a in g.items()}}
-            moved = local_round(
-                model, chain([Elsewhere(), *terms]), data[:1], lr=0.2, steps=1,
-                broadcast=broadcast, device="cpu"
-            ).state  # fmt: skip
-            close({n: a.numpy() for n, a in moved.items()}, plus(v, -0.2, step), 1e-12)

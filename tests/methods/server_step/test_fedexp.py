@@ -1,4 +1,4 @@
-"""FedExP: its server step size, the mean of the last two models, and hostile updates."""
+"""FedExP: the mean of the last two models, and hostile updates."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext
-from flwr_regs.testing.problem import app_of, start_weights, train
+from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, start, to_numpy
 from tests.oracles.server_step.fedacg import fedacg
@@ -56,15 +56,6 @@ def test_the_history_has_the_metrics_of_the_model_that_a_paper_reports(
         close(tested[2 * t + 1], models[t], 1e-10)
         close(tested[2 * t + 2], model, 1e-10)
         assert told[t]["sum"] == pytest.approx(sum(a.sum() for a in model.values()))
-
-
-def test_the_step_size_is_kept_with_the_servers_state() -> None:
-    steps: list[float] = []
-    strategy = fr.FedExP(1e-3, seed=3, fraction_evaluate=0.0)
-    train(strategy, fr.FedExPClient, clients=CLIENTS)
-    fedexp(*(start_weights(), to_numpy(CLIENTS), 4, lambda t: 0.2, 2), eps=1e-3, server_steps=steps)
-    assert max(steps) > 1.01
-    assert strategy.training.model.server["fedexp"]["server-lr"] == pytest.approx(steps[-1])
 
 
 def test_the_mean_of_two_models_keeps_dtypes_and_whole_numbers() -> None:
