@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.testing import problem
+from flwr_regs.testing import Method, problem
 from tests.conftest import Batch, close, drawn
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -190,32 +191,16 @@ KINDS = [
 ]
 
 
-@dataclass(frozen=True)
-class Method:
-    """A strategy with settings of its own, and its client."""
-
-    name: str
-    strategy: Callable[..., Any]
-    client: Callable[..., Any]
-
-
 def composed(*terms: Any) -> Method:
-    kinds = [type(t) for t in terms if not t.server_only]
-    return Method(
-        "+".join(t.name for t in terms),
-        lambda **kw: fr.RegStrategy(terms, **kw),
-        lambda *a, **kw: fr.RegClient(*a, terms=kinds, **kw),
-    )
+    name = "+".join(t.name for t in terms)
+    return Method(partial(fr.RegStrategy, terms), None, terms, name=name)
 
 
-def named(case: Any) -> Method:
-    return Method(case.name, lambda **kw: case.strategy(**{**case.settings, **kw}), case.client)
-
-
+PER = Method(fr.FedPer, fr.FedPerClient, [], name="FedPer")
 METHODS = [
-    *(named(c) for c in CASES if not {"unequal", "projection"} & {*c.name.split("-")}),
-    Method("FedBN", fr.FedBN, fr.FedBNClient),
-    Method("FedPer", fr.FedPer, fr.FedPerClient),
+    *(c for c in CASES if not {"unequal", "projection"} & {*c.name.split("-")}),
+    Method(fr.FedBN, fr.FedBNClient, [], name="FedBN"),
+    PER,
     composed(fr.FirstOrder(0.6), fr.SparseTernary(0.3, 0.3)),
     composed(fr.EmbeddedMomentum(0.6, 0.6), fr.SparseTernary(0.3)),
     composed(fr.LeaveOneOutMean(0.2), fr.SparseTernary(None, 0.3)),
@@ -233,7 +218,7 @@ REFUSED = [  # method, kind, why: all that does not train
 
 def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
     data = [kind.data(pid, kind.dtype) for pid in range(2)]
-    return problem.app_of(method.client, data, kind.model, **kwargs)
+    return problem.app_of(method.make_client, data, kind.model, **kwargs)
 
 
 def train(
@@ -242,7 +227,7 @@ def train(
     """Return (the strategy, the global model by name)."""
     extra = {"patterns": kind.private} if method.name == "FedPer" else {}
     extra |= {"wire_dtype": kind.wire} if kind.wire else {}
-    strategy = method.strategy(**{"seed": 2, **extra, **kwargs})
+    strategy = method.build(**{"seed": 2, **extra, **kwargs})
     result = strategy.start(
         grid=grid(app_of(kind, method), 2),
         initial_arrays=kind.arrays(),
@@ -380,6 +365,6 @@ def test_tied_weights_that_came_apart_are_refused() -> None:
 
 def test_tied_weights_are_private_as_a_whole() -> None:
     with pytest.raises(fr.RoundFailed, match="only one of the two names is private"):
-        train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
-    _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
+        train(replace(TIED, private="b.*"), PER)
+    _, got = train(replace(TIED, private="a.*,b.*"), PER)
     assert got.keys() == {"head.weight", "head.bias"}

@@ -106,8 +106,6 @@ LINE = failing.__code__.co_firstlineno + 1
         ({"test_y": Y[8:] - 1}, "test_y has the label -1; expected integers from 0 on"),
         ({"group": [1]}, "with the key 'group'; expected train_x"),
         ({"groups": [0, 1]}, "groups has the shape (2,) and entries of type int64; expected one"),
-        ({"groups": np.full(8, 0.5)}, "groups has the shape (8,) and entries of type float64"),
-        ({"groups": np.full(8, -1)}, "groups has the number -1; expected integers from 0 on"),
         ({"augment": "mixup"}, "augment must be one of '', 'crop-flip', "),
         ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'")
     ]

@@ -232,12 +232,9 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     figure = drawn_["tuning"]
     assert_legible(figure)
     (best,), (second,) = artists(figure, "best A"), artists(figure, "second A")
-    (points,) = artists(figure, "trials A")
     (short,) = artists(figure, "short A")
     assert [*short.get_xdata()] == [0.3]
     assert "Hollow: trained for fewer than 30 rounds" in text_of(figure, "caption")
-    inner = 0.382 / 2 * best.get_markersize()  # of a star of five points
-    assert inner > points.get_sizes()[0] ** 0.5 / 2  # its point shows whole
     assert [*best.get_xdata(), *best.get_ydata()] == [0.2, 0.01]
     assert [*second.get_xdata()] == [0.4]
     (lost,) = artists(figure, "lost A")

@@ -15,14 +15,13 @@ def fedexp(
     *run: Any,
     eps: float,
     weighting: str = "uniform",
-    server_steps: list[float] | None = None,
     averages: list[Params] | None = None,
     **how: Any,
 ) -> list[Params]:
     """Return the global model after each round, ``eps`` >= 0.
 
-    ``server_steps`` is a list that takes eta_g of each round, ``averages`` one that takes the mean of the
-    last two models, which the paper evaluates.
+    ``averages`` is a list that takes the mean of the last two models of each round, which the paper
+    evaluates.
     """
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
@@ -33,8 +32,6 @@ def fedexp(
         eta_g = 1.0 if spread <= below else spread / below  # also where both are 0
         if averages is not None:
             averages.append(plus(w, eta_g / 2.0, mean))
-        if server_steps is not None:
-            server_steps.append(eta_g)
         w = plus(w, eta_g, mean)
         models.append(w)
     return models
