@@ -50,13 +50,6 @@ def printed(*args: str) -> tuple[int, str]:
     return status, out.getvalue()
 
 
-def planned(*line: str) -> list[Run]:
-    """The runs that a command line asks for."""
-    experiment, _ = words.experiment_of(cli.parsed(line))
-    (panel,) = experiment.panels
-    return [*experiment.trial_runs(panel), *experiment.tests(panel)]
-
-
 def kept(folder: str) -> tuple[list[Run], list[RunRecord]]:
     """The runs of a results' folder, and their records so far."""
     experiment, _ = card_files.of_folder(Path(folder))
@@ -254,7 +247,9 @@ def test_tuning_tries_different_points_of_the_right_kinds() -> None:
     few = points([Space.read("local-epochs=1..3")], 3)
     assert {point["local-epochs"] for point in few} == {1, 2, 3}
     line = "--tune lr=0.1,0.2 --tune FedFOR.alpha=1,2 --trials 4 held-out-share=0.3 --seeds 1"
-    runs = planned("bench", "methods=FedFOR(0.5)", *line.split())
+    given = cli.parsed(["bench", "methods=FedFOR(0.5)", *line.split()])
+    experiment, _ = words.experiment_of(given)
+    runs = [*experiment.trial_runs(experiment.panel), *experiment.tests(experiment.panel)]
     trials = [one for one in runs if one.seed == 101]  # the whole grid, of a positional argument
     grid = {(lr, f"FedFOR({alpha})") for lr in (0.1, 0.2) for alpha in (1, 2)}
     assert {(one.settings.lr, one.method) for one in trials} == grid

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import flwr_regs as fr
 from flwr_regs import FedBuff, InProcessGrid, TooFewReplies
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, norm_model, start, to_numpy
+from tests.conftest import Tampered, close, make_clients, make_model, norm_model, start, to_numpy
 from tests.flower.clients.test_plain_clients import plain_app
 from tests.oracles.server_step.fedbuff import fedbuff
 
@@ -169,19 +170,11 @@ def not_finite(reply: Any) -> Any:
     return [np.full_like(a, np.nan) for a in reply[0]], *reply[1:]
 
 
-class Liars(InProcessGrid):
-    """Clients 0 and 2 say that they began from the newest model, whatever they were given."""
-
-    newest = 0
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        for reply in (replies := list(super().pull_messages(message_ids))):
-            config: Any = reply.content.config_records.get("config", {})
-            if "server-round" in config:
-                self.newest = max(self.newest, int(config["server-round"]))
-                if reply.metadata.src_node_id in (1000, 1002):
-                    config["server-round"] = self.newest + 1
-        return replies
+def newer(kind: str, pid: int, message: Message, reply: Message) -> Message:
+    """Clients 0 and 2 say that they began from a newer model than they were given."""
+    if kind == "train" and pid in (0, 2):
+        reply.content["config"]["server-round"] += 1
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ class Liars(InProcessGrid):
     [
         (lambda: grid_of(failing(0, 2, how=crash)), "out of memory"),
         (lambda: grid_of(failing(0, 2, how=not_finite)), "NaN"),
-        (lambda: grid_of(kind=Liars), "belongs to round"),
+        (lambda: grid_of(kind=partial(Tampered, change=newer)), "belongs to round"),
     ],
     ids=["crash", "not-finite", "another-version"],
 )

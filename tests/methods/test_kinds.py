@@ -95,6 +95,13 @@ class JudgesHalves(Wrapped):
         return ModelOutput(own, logits=logits)
 
 
+class Silent(JudgesHalves):
+    """That, but it never returns its loss."""
+
+    def forward(self, left: Any, right: Any, labels: Any = None) -> Any:
+        return super().forward(left, right)
+
+
 class Spare(Wrapped):
     """Has a layer that no forward pass uses; it is registered last."""
 
@@ -180,7 +187,7 @@ KINDS = [
     Kind("its own loss, on mappings", as_dicts("left", "right", "labels"), JudgesHalves,
          {"loss_fn": None}),
     Kind("no loss, with `loss_fn=None`", as_dicts("left", "right", "labels"),
-         lambda: returns_keywords(), {"loss_fn": None}, refused="returned none: pass loss_fn="),
+         Silent, {"loss_fn": None}, refused="returned none: pass loss_fn="),
     Kind("`torch.compile(model)`", model=compiled),
     Kind("`model.compile()`, or layers with it", model=compiled_in_place),
     Kind("a model with `torch.compile(layer)` in it", model=partly_compiled,
@@ -190,14 +197,6 @@ KINDS = [
     Kind("the same, without `classifier=`", model=Spare,
          refused=r"does not use its output layer 'spare'.*classifier=", method="RFedAvgPlus")
 ]  # fmt: skip
-
-
-def returns_keywords() -> nn.Module:
-    class Silent(JudgesHalves):
-        def forward(self, left: Any, right: Any, labels: Any = None) -> Any:
-            return super().forward(left, right)
-
-    return Silent()
 
 
 METHODS = {  # every way to read data and outputs

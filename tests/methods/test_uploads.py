@@ -14,7 +14,6 @@ from tests.conftest import close, run
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
-LOSS = {"loss": np.asarray(0.5)}
 MOMENTS = {f"exp_avg_sq.{n}": a**2 for n, a in PARAMS.items()} | {"step": np.asarray(3.0)}
 RIGHT: dict[str, tuple[Term, dict[str, Any], str]] = {
     # a term, an upload that it takes, and one of the upload's arrays
@@ -24,7 +23,7 @@ RIGHT: dict[str, tuple[Term, dict[str, Any], str]] = {
     "FedCurv": (fr.Curvature(0.1), SQUARES, "U.0.bias"),
     "EFL": (fr.Elastic(0.1), SQUARES, "V.0.bias"),
     "RFedAvg": (fr.FeatureTable(0.1), {"delta": np.ones(3, np.float32)}, "delta"),
-    "QFedAvg": (fr.FairWeights(1.0), LOSS, "loss"),
+    "QFedAvg": (fr.FairWeights(1.0), {"loss": np.asarray(0.5)}, "loss"),
     "FedSMOO": (fr.CommonPerturbation(), PARAMS, "0.bias"),
     "FedAdamW": (fr.SharedMoments(), MOMENTS, "exp_avg_sq.0.bias"),
 }

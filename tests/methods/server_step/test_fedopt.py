@@ -11,13 +11,11 @@ import flwr_regs as fr
 from flwr_regs.testing.problem import train
 from tests.conftest import close, make_clients, make_model
 
-EPOCH = {"local-epochs": 1}
-
 
 def ours(strategy: Any, **more: Any) -> dict[str, np.ndarray]:
     """The same with our strategy and its client."""
     client = getattr(fr, f"{type(strategy).__name__}Client")
-    return train(strategy, client, length=EPOCH, **more)[-1]
+    return train(strategy, client, length={"local-epochs": 1}, **more)[-1]
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,3 @@ class Files:
                 for name in [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(count)]:
                     self.path(f"{part}/{group}/{name}").write_bytes(self.png(20, 30, 3))
         self.text("train/notes.txt", "no picture")
-
-    def image_groups(self) -> None:
-        self.image_folder("ann", "bob")

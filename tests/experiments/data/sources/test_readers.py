@@ -28,6 +28,7 @@ def nothing(files: Files) -> None:
 
 CALTECH = methodcaller("listed", "office-caltech")
 GLD_160K = methodcaller("landmarks", "federated_train.csv", "test.csv")
+GROUPS = methodcaller("image_folder", "ann", "bob")
 MADE: list[tuple[str, Any, str]] = [
     ("digits", nothing, "497f557db34b9619"),
     ("synthetic(0.5, 0.5, clients=4)", nothing, ""),
@@ -61,7 +62,7 @@ MADE: list[tuple[str, Any, str]] = [
     ("gld-23k(size=40, most=4)", Files.gld_23k, "0ed5968753154734"),
     ("gld-160k(size=32)", GLD_160K, "d680c8f2b43e6fc0"),
     ("image-folder(size=8)", Files.image_folder, "5beb825597110eff"),
-    ("image-folder(size=8, grey=True, groups=True)", Files.image_groups, "d703c1f3a6032162"),
+    ("image-folder(size=8, grey=True, groups=True)", GROUPS, "d703c1f3a6032162"),
 ]
 """Data set, what writes its files, and the arrays' hash; none where the last bit is the platform's."""
 
@@ -247,9 +248,3 @@ def test_missing_files_are_named_with_their_place(
             with pytest.raises(OSError, match=r"^[^\n]*data-dir[^\n]*$") as caught:
                 data.load(name, str(tmp_path))
             assert str(tmp_path) in str(caught.value)
-
-
-def test_a_data_sets_arguments_are_by_place_or_by_name() -> None:
-    """commands.txt has what is refused."""
-    name, given = catalogue.parsed("synthetic(2, beta=0.5)")
-    assert (name, given["alpha"], given["beta"], given["clients"]) == ("synthetic", 2.0, 0.5, 30)

@@ -11,7 +11,7 @@ from flwr_regs.experiments.models.layers import Quadratic
 
 
 def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:
-    made = data.load("synthetic(alpha=1, beta=2, clients=200)")
+    made = data.load("synthetic(1, 2, clients=200)")
     tests = np.bincount(made.test_groups)
     sizes = np.bincount(made.groups) + tests
     assert sizes.min() >= 50
