@@ -1,6 +1,7 @@
 """The documents' comparisons are fair."""
 
 from benchmarks import comparisons
+from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files
 
 
@@ -10,6 +11,8 @@ def test_studies_are_fair() -> None:
         folder = comparisons.unpacked(name)
         study, found = card_files.of_folder(folder)[0], comparisons.results(name)
         assert len(study.seeds) >= 5
+        runs = study.tests(*study.panels, commands.chosen_of(study, folder))
+        assert commands.check_records(runs, folder) == []  # else `check` trains nothing
         assert not {*study.seeds} & {*study.tuning_seeds}
         assert [(r.label, r.seed) for r in found.runs] == [
             (row, s) for row in comparisons.labels(study) for s in study.seeds
