@@ -91,7 +91,7 @@ def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
 
 
 def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None:
-    method = Method("", partial(fr.FedOpt, partial(torch.optim.SGD, lr=1e7)), fr.FedOptClient)
+    method = Method(partial(fr.FedOpt, partial(torch.optim.SGD, lr=1e7)), fr.FedOptClient, [])
     with pytest.raises(fr.RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
         train(replace(PLAIN, wire="float16"), method)
 
