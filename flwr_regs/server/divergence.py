@@ -155,13 +155,14 @@ class DivergenceGuard(Snapshots):
             of_all = {p: sum(squares[n][p] for n in updates.trained) for p in updates.replies}
             usual = median_low([s for s in of_all.values() if s > 0] or [0.0])
             self.far = [p for p, square in of_all.items() if square > STEPS**2 * usual]
-            wrong = self._beyond(this_round, "update", of_all, self._bounds(this_round))
+            bounds = self._bounds(this_round)
+            wrong = self._beyond(this_round, "update", of_all, bounds)
             for name in base.keys() & updates.fixed:
                 if base[name].dtype.kind in "fiu":
                     given = math.sqrt(square_sum(base[name]))
                     what = f"change of '{name}'"
                     # whole numbers may count steps
-                    times = None if base[name].dtype.kind == "f" else self._bounds(this_round)
+                    times = None if base[name].dtype.kind == "f" else bounds
                     wrong |= self._beyond(this_round, what, squares[name], times, given)
             self._leave_out(this_round, wrong)
         square = sum(square_sum(means[n]) for n in updates.trained)
