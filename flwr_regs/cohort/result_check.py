@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
+from flwr_regs.client.measure.classifier import attributes_kept
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange
 from flwr_regs.client.train.batches import Batches, mapped, seeded
 from flwr_regs.cohort.batch_plan import CannotStack, plan_of
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stack_groups import Group
-from flwr_regs.cohort.stacked_training import Stack, StackedResult, attributes_kept
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}

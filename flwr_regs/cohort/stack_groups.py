@@ -14,6 +14,7 @@ from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load
+from flwr_regs.client.measure.classifier import attributes_kept
 from flwr_regs.client.member import (
     Answer,
     Identity,
@@ -35,7 +36,7 @@ from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
-from flwr_regs.cohort.stacked_training import Stack, StackedResult, attributes_kept
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order

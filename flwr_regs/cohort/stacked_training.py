@@ -477,23 +477,6 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
         raise CannotStack(f"its model or loss writes to its {what}")
 
 
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave the attributes of a model's modules as they were, and which buffers they have.
-
-    What a forward pass under vmap stores there is of no use outside.
-    """
-    before = [(vars(m), dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, values, buffers in before:
-            attributes.clear()
-            attributes.update(values)
-            values["_buffers"].clear()
-            values["_buffers"].update(buffers)
-
-
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy of a parameter with its attributes, which a factory may read."""
     made = nn.Parameter(parameter.detach().clone())

@@ -182,6 +182,23 @@ class FeatureTap(Tap):
 
 
 @contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave the attributes of a model's modules as they were, and which buffers they have.
+
+    What a forward pass stores there, perhaps under vmap, is of no use outside.
+    """
+    before = [(vars(m), dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values, buffers in before:
+            attributes.clear()
+            attributes.update(values)
+            values["_buffers"].clear()
+            values["_buffers"].update(buffers)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode; then give each module its own mode back."""
     modes = [(module, module.training) for module in model.modules()]

@@ -22,6 +22,7 @@ from torch.func import grad, vmap
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from flwr_regs.client.measure.classifier import attributes_kept
 from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to_device
 from flwr_regs.client.train.task import Task, gradients, uncompiled
 
@@ -236,16 +237,10 @@ class _Squares:
 @contextmanager
 def _kept(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run in eval mode with gradients; then restore the modules' attributes and torch's random state."""
-    before = [(vars(m), dict(vars(m))) for m in model.modules()]  # flags, and what a forward stores
-    try:
-        gpus = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
-            model.eval()
-            yield
-    finally:
-        for attributes, as_before in before:
-            attributes.clear()
-            attributes.update(as_before)
+    gpus = [device] if device.type == "cuda" else []
+    with attributes_kept(model), torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        model.eval()
+        yield
 
 
 # linear layers
