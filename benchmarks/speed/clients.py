@@ -43,7 +43,11 @@ def measure(effort: Effort) -> list[Row]:
             sides: dict[tuple[str, str], Callable[[], float]] = {
                 (name, ""): partial(loop, number) for name, loop in PLAIN.items()
             }
-            sides |= {(method, how): jobs.side(method, g) for (method, how), g in grids.items()}
+            for (method, how), grid in grids.items():
+                stacked = {"warm": jobs.WARM, "counted": jobs.ROUNDS}  # as many rounds as FedJAX's
+                sides[method, how] = jobs.side(
+                    method, grid, **(stacked if "Stacked" in how else {})
+                )
             sides["FedAvg", "StackedGrid, a tenth of the clients"] = _tenth(number * POPULATION)
             if threads_ == 1 and not effort.quick and (theirs := _fedjax(number)) is not None:
                 sides[peers.NAMES["fedjax"], ""] = theirs
@@ -95,7 +99,7 @@ def _grids(number: int, few: bool) -> dict[tuple[str, str], Any]:
 def _tenth(number: int) -> Callable[[], float]:
     """Return what trains a tenth of so many clients a round, and returns the seconds of a hundredth."""
     grid = fr.StackedGrid(jobs.clients(number), check=False)
-    run = jobs.side("FedAvg", grid, fraction=0.1)
+    run = jobs.side("FedAvg", grid, jobs.WARM, jobs.ROUNDS, fraction=0.1)
     return lambda: run() / (POPULATION / 10)
 
 
@@ -107,5 +111,5 @@ def _fedjax(number: int) -> Callable[[], float] | None:
     except CannotRun as error:
         say(f"clients: no FedJAX: {error}")
         return None
-    task = peers.small_task(number, peers.WARM + peers.ROUNDS)
+    task = peers.small_task(number, jobs.WARM + jobs.ROUNDS)
     return lambda: median(peers.theirs(library, python, task))

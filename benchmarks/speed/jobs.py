@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 
 CLIENTS, STEPS, BATCH, LR = 100, 10, 32, 0.05
+WARM, ROUNDS = 2, 5
+"""Of a training in which rounds are compared: the first, which do not count, and those that do."""
 METHODS: dict[str, Callable[..., Any]] = {
     "FedAvg": fr.FedAvg,
     "FedProx": partial(fr.FedProx, mu=0.1),
@@ -144,19 +147,20 @@ def rounds(
 def side(
     method: str,
     grid: Grid,
+    warm: int = 1,
     counted: int = 1,
     fraction: float = 1.0,
     model: Callable[[], nn.Module] = small,
 ) -> Callable[[], float]:
-    """Return what trains the small job's rounds on a grid, and returns the seconds of one.
+    """Return what trains the small job's rounds on a grid, and returns the median of their seconds.
 
-    A training of its own each time, in whose rounds a `fraction` of the clients take part. The first round
-    does not count: it asks clients who they are, and prepares what later rounds use.
+    A training of its own each time, in whose rounds a `fraction` of the clients take part. The first `warm`
+    rounds do not count: they ask clients who they are, and prepare what later rounds use.
     """
 
     def run() -> float:
         strategy = METHODS[method](seed=1, fraction_evaluate=0.0, fraction_train=fraction)
-        return sum(rounds(strategy, grid, model(), 1 + counted)[1:]) / counted
+        return median(rounds(strategy, grid, model(), warm + counted)[warm:])
 
     return run
 

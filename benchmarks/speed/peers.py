@@ -12,11 +12,12 @@ from benchmarks.conformity.libraries import LIBRARIES, Library
 from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.model import initial
 from benchmarks.speed import jobs
+from benchmarks.speed.jobs import ROUNDS, WARM
 from benchmarks.speed.timing import Effort, Row, say, spread, threads
 
 NAMES = {"fedjax": "FedJAX 0.0.17", "pfl": "pfl-research 0.6.0"}
-TURNS, WARM, ROUNDS = 3, 2, 5
-"""Turns of each side; its first rounds in each, which do not count; and the rounds that do."""
+TURNS = 3
+"""Turns of each side."""
 
 
 def measure(effort: Effort) -> list[Row]:
