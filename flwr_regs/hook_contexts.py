@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
+ServerStep = tuple[Slot, Arrays]  # (server slot, step): what `update` and `release` return
 
 
 def _absent(*_: Any, **__: Any) -> Any:

@@ -25,6 +25,7 @@ from flwr_regs.abilities import ABILITIES, ON_CLIENTS
 from flwr_regs.hook_contexts import Arrays as Arrays
 from flwr_regs.hook_contexts import ClientContext as ClientContext
 from flwr_regs.hook_contexts import ServerContext as ServerContext
+from flwr_regs.hook_contexts import ServerStep as ServerStep
 from flwr_regs.hook_contexts import Slot as Slot
 from flwr_regs.hook_contexts import changed as changed
 from flwr_regs.hook_contexts import mean_of_slots as mean_of_slots
@@ -47,16 +48,16 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a hyper-parameter may have: finite numbers, in words and as a condition.
+    """The values that a hyper-parameter may have, finite numbers or words: named, and as a condition.
 
     Attributes
     ----------
     expected : str
         The words, as they stand in an error behind "must be".
     good : callable
-        ``good(number) -> bool``.
+        ``good(value) -> bool``.
     kind : type
-        ``Real``, ``Integral`` or ``bool``. A bool is no number.
+        ``Real``, ``Integral``, ``bool`` or ``str``. A bool is no number.
     """
 
     expected: str
@@ -66,7 +67,7 @@ class Range:
     def fits(self, value: Any) -> bool:
         """Return whether a value is one of them."""
         right = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
-        return right and math.isfinite(value) and self.good(value)
+        return right and (self.kind is str or math.isfinite(value)) and self.good(value)
 
     def check(self, owner: str, name: str, value: Any, optional: bool = False) -> None:
         """Raise ParameterError if `value`, the parameter `name` of `owner`, is none of them.
@@ -84,6 +85,11 @@ SHARE = Range("a number from 0 to 1", lambda v: 0 <= v <= 1)
 FRACTION = Range("a number above 0, up to 1", lambda v: 0 < v <= 1)
 COUNT = Range("a whole number of at least 1", lambda v: v >= 1, Integral)
 SWITCH = Range("True or False", kind=bool)
+
+
+def one_of(*words: str) -> Range:
+    """Return the range of a hyper-parameter that is one of these words."""
+    return Range(" or ".join(map(repr, words)), lambda v: v in words, str)
 
 
 def check_ranges(owner: Any) -> None:
@@ -246,15 +252,13 @@ class Term:
         """Return what every client of the round receives beside the global model."""
         return {}
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         """Return (server slot, step), given ``Σ ω_k (v_k − w_t)`` and the uploads by partition id.
 
         A term that folds gets what `fold` made in place of the uploads.
         """
         return server, delta
 
-    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> ServerStep:
         """Return (server slot, the step that is made and sent); runs after every term's `update`."""
         return server, step

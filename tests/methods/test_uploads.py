@@ -66,7 +66,7 @@ def test_a_change_for_each_step_has_bounds() -> None:
     """An update of 5e14 is within the wire's bounds; times 1 / (K η) it is not."""
     one_step: Any = SimpleNamespace(num_steps=1)
     ctx = ServerContext(1, 0.1, {"w": np.zeros(2, np.float32)}, replies={2: one_step})
-    with pytest.raises(ValueError, match=r"its change of 'w' for each step is beyond 1e\+15"):
+    with pytest.raises(ValueError, match=r"its change for each step: array 'w' .* beyond ±1e\+15"):
         fr.ControlVariates(2).fold({}, 2, {"w": np.full(2, 5e14)}, {}, 1.0, ctx)
 
 

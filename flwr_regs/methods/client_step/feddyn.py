@@ -31,17 +31,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Folds, Steps
+from flwr_regs.abilities import Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.uploads import as_sent
-from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.uploads import Sums, as_sent, kept
+from flwr_regs.term import POSITIVE, Range, Term
 
 __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]
 
 
 @dataclass(frozen=True)
-class DynamicRegulariser(Term, Steps, Folds):
+class DynamicRegulariser(Term, Steps, Sums):
     """FedDyn's linear term ``−⟨h_k, v⟩`` and its pull ``α/2 ‖v − w_t‖²``.
 
     Parameters
@@ -69,27 +70,19 @@ class DynamicRegulariser(Term, Steps, Folds):
         moved = as_sent(delta, ctx)
         return delta, {}, {n: ctx.client.get(n, 0.0) - self.alpha * d for n, d in moved.items()}
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        for n, d in delta.items():
-            acc[f"sum.{n}"] = acc.get(f"sum.{n}", 0.0) + d
-        acc[f"counts.{pid}"] = np.ones(())
-        return acc
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
+        return {**{f"sum.{n}": d for n, d in delta.items()}, f"counts.{pid}": np.ones(())}
 
     def adds(self, key: str) -> bool:
         return key.startswith("sum.")
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         # A robust aggregator that selects clients gives n times their mean: only their h_k count.
         counted = sum(not self.adds(key) for key in uploads) / max(len(ctx.weights), 1)
         new: Slot = {}
         for n, w in ctx.params.items():
             rise = self.alpha / ctx.population * counted * uploads.get(f"sum.{n}", 0.0)
-            wide = np.promote_types(w.dtype, np.float32)
-            new[n] = np.asarray(server.get(n, 0.0) - rise, dtype=wide)
+            new[n] = kept(server.get(n, 0.0) - rise, w)
         return new, {n: d - new[n] / self.alpha for n, d in delta.items()}
 
 

@@ -33,25 +33,26 @@ alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Addresses, Restricts, Steers
+from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
-from flwr_regs.methods.parts.uploads import as_sent
-from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.sgd import CountsOnSGD
+from flwr_regs.methods.parts.uploads import as_sent, under
+from flwr_regs.term import POSITIVE, Range
 from flwr_regs.wire import keys
 
 __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClient"]
 
 
 @dataclass(frozen=True)
-class GradientTracking(Term, Addresses, Steers, Restricts):
+class GradientTracking(CountsOnSGD, Addresses):
     """The correction ``−d_k`` of each gradient, and FedGATE's step size γ.
 
     Parameters
@@ -77,16 +78,12 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
     server_lr: float = 1.0
 
     def restrict(self, config: Mapping[str, Any]) -> None:
-        check_unclipped(config, self.counts_on_sgd)
+        super().restrict(config)
         if config.get(keys.INCOMPLETE_KEY) == "scale":
             raise ValueError(
                 "gradient tracking compares each client with the clients' mean, which incomplete='scale' "
                 "does not give: use incomplete='average' or 'drop'"
             )
-
-    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        check_plain(optimizer, self.counts_on_sgd)
-        return optimizer
 
     def _drift(self, name: str, ctx: ClientContext) -> Any:
         """Return one parameter's d_k, complete; 0 if the client keeps none."""
@@ -104,13 +101,10 @@ class GradientTracking(Term, Addresses, Steers, Restricts):
         return delta, {}, {**kept, "rate": rate}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        if (last := server.get(f"last.{pid}")) is None:
-            return {}
-        return {n: server[f"{int(last)}.{n}"] for n in ctx.params if f"{int(last)}.{n}" in server}
+        last = server.get(f"last.{pid}")
+        return {} if last is None else under(server, f"{int(last)}.")
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         last = {key: a for key, a in server.items() if key.startswith("last.")}
         last |= {f"last.{pid}": np.array(ctx.round) for pid in uploads}  # whose state counts
         awaited = {str(int(a)) for a in last.values()}

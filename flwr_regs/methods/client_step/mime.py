@@ -40,12 +40,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
+from flwr_regs.abilities import Agrees, Checks, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sgd import PLAIN, check_plain
-from flwr_regs.methods.parts.uploads import check_like
-from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
+from flwr_regs.methods.parts.uploads import Sums, check_like, kept, under, unlike_most
+from flwr_regs.term import DECAY, Range, Term
 
 __all__ = [
     "CorrectedMomentum",
@@ -65,32 +66,32 @@ class _ServerMomentum(Term, Checks, Steers):
     beta: float
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        check_plain(optimizer, _REFUSED, (*PLAIN, "weight_decay"))
+        acts = self.acts("client_optimizer")
+        if acts and (what := unlike_sgd(optimizer, (*PLAIN, "weight_decay"))):
+            raise ValueError(
+                f"Mime's clients take the server's steps, by plain SGD, but {what} may take other steps: "
+                "leave it out"
+            )
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        return {key: server[key] for key in (f"m.{n}" for n in ctx.params) if key in server}
+        return server  # m
 
-    def _step(self, grads: Arrays, ctx: ClientContext) -> Arrays:
-        """Return ``U(g, m) = (1−β) g + β m``."""
-        b, m = self.beta, ctx.broadcast
-        return {n: (1 - b) * g + b * m.get(f"m.{n}", 0.0) for n, g in grads.items()}
+    def _step(self, grads: Arrays, slot: Slot) -> Arrays:
+        """Return ``U(g, m) = V(g, m) = (1−β) g + β m``."""
+        b, m = self.beta, under(slot, "m.")
+        return {n: (1 - b) * g + b * m.get(n, 0.0) for n, g in grads.items()}
 
     def _moved(self, server: Slot, c: Arrays, ctx: ServerContext) -> Slot:
-        """Return the server slot with ``V(c, m) = (1−β) c + β m``."""
-        b, new = self.beta, dict(server)
-        for n, mean in c.items():
-            wide = np.promote_types(ctx.params[n].dtype, np.float32)
-            m = (1 - b) * mean + b * server.get(f"m.{n}", 0.0)
-            new[f"m.{n}"] = np.asarray(m).astype(wide)
-        return new
+        """Return the next m, given this round's c."""
+        return {f"m.{n}": kept(m, ctx.params[n]) for n, m in self._step(c, server).items()}
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         check_like(params, upload)
 
 
 @dataclass(frozen=True)
-class FixedMomentum(_ServerMomentum, Folds):
+class FixedMomentum(_ServerMomentum, Sums):
     """MimeLite's steps with the server's momentum (Alg. 1).
 
     Parameters
@@ -107,29 +108,17 @@ class FixedMomentum(_ServerMomentum, Folds):
     def acts(self, hook: str) -> bool:
         return super().acts(hook) and self.beta > 0
 
-    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        return super().client_optimizer(optimizer) if self.beta else optimizer
-
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        return self._step(grads, ctx)
+        return self._step(grads, ctx.broadcast)
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, ctx.mean_gradient(ctx.start) if self.beta else {}, {}
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        share = 1.0 if ctx.robust else weight  # what is robust counts clients alike
-        for n, g in upload.items():
-            acc[n] = acc.get(n, 0.0) + share * np.asarray(g, dtype=np.float64)
-        return acc
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
+        share = 1.0 if ctx.robust else ctx.weights[pid]  # what is robust counts clients alike
+        return {n: share * np.asarray(g, dtype=np.float64) for n, g in upload.items()}
 
-    def adds(self, key: str) -> bool:
-        return True
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         clients = len(ctx.weights) if ctx.robust else 1
         c = {n: total / clients for n, total in uploads.items()}
         return self._moved(server, c, ctx), delta
@@ -162,38 +151,24 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         check_like(known or params, upload)
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
-        names = {pid: sorted(u) for pid, u in uploads.items()}
-        each = [*names.values()]
-        usual = max(sorted(each, key=len, reverse=True), key=each.count, default=[])
-        return {
-            pid: f"gradients of {sent}, but most clients' are of {usual}"
-            for pid, sent in names.items()
-            if sent != usual
-        }
+        return unlike_most({pid: sorted(u) for pid, u in uploads.items()}, "gradients of {}", len)
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
-        return self._to_all(probes, _mean(probes, dict.fromkeys(probes, 1 / max(len(probes), 1))))
+        alike = dict.fromkeys(probes, 1 / max(len(probes), 1))
+        return self.answer_in(probes, ServerContext(1, 1.0, weights=alike))
 
     def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
-        c = ctx.aggregated(probes) if ctx.robust else _mean(probes, ctx.weights)
-        return self._to_all(probes, c)
-
-    @staticmethod
-    def _to_all(probes: Mapping[int, Slot], mean: Arrays) -> dict[int, Slot]:
-        c = {f"c.{n}": a for n, a in mean.items()}
-        return {pid: {**c} for pid in probes}
+        mean = ctx.aggregated(probes) if ctx.robust else _mean(probes, ctx.weights)
+        return {pid: {f"c.{n}": a for n, a in mean.items()} for pid in probes}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        if missing := [n for n in grads if f"c.{n}" not in ctx.broadcast]:
+        c = under(ctx.broadcast, "c.")
+        if missing := [n for n in grads if n not in c]:
             raise ValueError(f"the round's first exchange brought no mean gradient of {missing}")
         there = ctx.gradient_at(ctx.start)
-        return self._step(
-            {n: g - there[n] + ctx.broadcast[f"c.{n}"] for n, g in grads.items()}, ctx
-        )
+        return self._step({n: g - there[n] + c[n] for n, g in grads.items()}, ctx.broadcast)
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         if not self.beta:
             return server, delta
         sent = next(iter(ctx.answers.values()))  # the same to all
@@ -209,9 +184,6 @@ def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
             total[n] = total.get(n, 0.0) + weights[pid] * np.asarray(g, dtype=np.float64)
     kinds = {n: g.dtype for probe in probes.values() for n, g in probe.items()}
     return {n: a.astype(kinds[n]) for n, a in total.items()}
-
-
-_REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave it out"
 
 
 class Mime(RegStrategy):

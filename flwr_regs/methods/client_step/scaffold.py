@@ -27,30 +27,30 @@ federated learning" (2020), Alg. 1. Its server averages the clients alike, so ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from flwr_regs.abilities import Addresses, Checks, Folds, Restricts, Steers
+from flwr_regs.abilities import Addresses, Checks
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
-from flwr_regs.methods.parts.uploads import check_like
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.sgd import CountsOnSGD
+from flwr_regs.methods.parts.uploads import Sums, check_like, kept, under, wide
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
-from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.term import POSITIVE, Range, Term, one_of
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import LARGEST
+from flwr_regs.wire.arrays import LARGEST, check_finite
 
 __all__ = ["SCAFFOLD", "ControlVariates", "SCAFFOLDClient"]
 
 
 @dataclass(frozen=True)
-class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
+class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
     """SCAFFOLD's correction ``c − c_k`` of each gradient (Alg. 1).
 
     Parameters
@@ -70,38 +70,21 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
         "it out, or give the strategy option=1"
     )
     ranges: ClassVar[Mapping[str, Range]] = {
-        "option": Range("1 or 2", lambda v: v in (1, 2), Integral)
+        "option": Range("1 or 2", lambda v: v in (1, 2), Integral),
+        "state": one_of("client", "server"),
     }
     option: int = 2
     state: str = "client"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.state not in ("client", "server"):
-            raise ValueError(f"state must be 'client' or 'server', not {self.state!r}")
-
     def acts(self, hook: str) -> bool:
         return super().acts(hook) and (self.option == 2 or hook != "client_optimizer")
 
-    def restrict(self, config: Mapping[str, Any]) -> None:
-        if self.option == 2:
-            check_unclipped(config, self.counts_on_sgd)
-
-    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        if self.acts("client_optimizer"):
-            check_plain(optimizer, self.counts_on_sgd)
-        return optimizer
-
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if self.state == "server":
-            return {}
-        return {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
+        return under(server, "c.") if self.state == "client" else {}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        if self.state == "client":
-            return {}
-        c = {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
-        return {n: a - server.get(f"c{pid}.{n}", 0) for n, a in c.items()}  # c − c_k
+        c, c_k = under(server, "c."), under(server, f"c{pid}.")
+        return {n: a - c_k.get(n, 0) for n, a in c.items()} if self.state == "server" else {}
 
     def _correction(self, name: str, ctx: ClientContext) -> Any:
         """Return one parameter's ``c − c_k``; what is missing is 0."""
@@ -116,46 +99,35 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
             full = ctx.mean_gradient(ctx.start)
             x = {n: full[n] + self._correction(n, ctx) for n in delta}
         else:
-            wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in delta.items()}
-            x = {n: -d / (ctx.num_steps * ctx.lr) for n, d in wide.items()}
+            x = {n: -wide(d) / (ctx.num_steps * ctx.lr) for n, d in delta.items()}
         next_c = {n: a - self._correction(n, ctx) for n, a in x.items()}  # c_k⁺, line 13
         derived = self.option == 2 and ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
         return delta, {} if derived else x, {} if self.state == "server" else next_c
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if self.option == 2 and not upload:
-            return
-        check_like(params, upload)
+        if self.option == 1 or upload:
+            check_like(params, upload)
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        for n, d in delta.items():
-            if upload:
-                x = np.asarray(upload[n], dtype=np.float64)
-            else:
-                x = d / -(ctx.replies[pid].num_steps * ctx.lr)
-            if not abs(x).max(initial=0.0) <= LARGEST:
-                raise ValueError(f"its change of '{n}' for each step is beyond {LARGEST:g}")
-            acc[f"c.{n}"] = acc.get(f"c.{n}", 0.0) + x
-            if self.state == "server":
-                acc[f"c{pid}.{n}"] = x
-        return acc
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
+        if upload:
+            x = {n: upload[n] for n in delta}
+        else:
+            x = {n: d / -(ctx.replies[pid].num_steps * ctx.lr) for n, d in delta.items()}
+        check_finite(x, "its change for each step", largest=LARGEST)
+        of_all = {f"c.{n}": a for n, a in x.items()}
+        return of_all | {f"c{pid}.{n}": a for n, a in x.items() if self.state == "server"}
 
     def adds(self, key: str) -> bool:
         return key.startswith("c.")
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         new, used = dict(server), len(ctx.weights)
         for key, x in uploads.items():
             name = key.partition(".")[2]
             c, old = server.get(f"c.{name}", 0.0), server.get(key, 0.0)
             shared = used / ctx.population * (x / used - c)  # line 17
             rise = shared if self.adds(key) else x - c  # or c_k⁺ − c_k
-            wide = np.promote_types(ctx.params[name].dtype, np.float32)
-            new[key] = np.asarray(old + rise).astype(wide)
+            new[key] = kept(old + rise, ctx.params[name])
         return new, delta
 
 

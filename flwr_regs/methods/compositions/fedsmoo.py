@@ -33,19 +33,11 @@ import numpy as np
 from flwr_regs.abilities import Checks, Evolves
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.parts.perturbation import moved, of_length
-from flwr_regs.methods.parts.uploads import Sums, check_like
-from flwr_regs.term import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.methods.parts.uploads import Sums, check_like, kept
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Range, Term
 
 __all__ = ["CommonPerturbation", "FedSMOO", "FedSMOOClient"]
 
@@ -73,9 +65,8 @@ class CommonPerturbation(Term, Evolves, Sums, Checks):
     def _perturbation(self, grads: Arrays, ctx: ClientContext) -> Arrays:
         """Return ŝ."""
         mu, s = ctx.client, ctx.broadcast
-        return of_length(
-            {n: g - mu.get(n, 0.0) - s.get(n, 0.0) for n, g in grads.items()}, self.rho
-        )
+        d = {n: g - mu.get(n, 0.0) - s.get(n, 0.0) for n, g in grads.items()}
+        return of_length(d, self.rho)
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         return ctx.gradient_at(moved(params, self._perturbation(grads, ctx)))
@@ -91,15 +82,10 @@ class CommonPerturbation(Term, Evolves, Sums, Checks):
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         check_like(params, upload)
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         norm = sum(np.vdot(mu, mu) for mu in uploads.values()) ** 0.5
         scale = self.rho / norm if norm else 0.0
-        return {
-            n: np.asarray(scale * mu, np.promote_types(ctx.params[n].dtype, np.float32))
-            for n, mu in uploads.items()
-        }, delta
+        return {n: kept(scale * mu, ctx.params[n]) for n, mu in uploads.items()}, delta
 
 
 class FedSMOO(RegStrategy):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
+from flwr_regs.methods.parts.uploads import wide
 from flwr_regs.term import Arrays
 
 
 def of_length(direction: Arrays, rho: float) -> Arrays:
     """Return ``ρ d / ‖d‖``, all arrays as one vector, in at least float32; 0 where d = 0."""
-    wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in direction.items()}
-    norm = sum((d * d).sum() for d in wide.values()) ** 0.5
+    direction = {n: wide(d) for n, d in direction.items()}
+    norm = sum((d * d).sum() for d in direction.values()) ** 0.5
     scale = (norm > 0) * (rho / (norm + (norm == 0)))
-    return {n: scale * d for n, d in wide.items()}
+    return {n: scale * d for n, d in direction.items()}
 
 
 def moved(params: Arrays, shift: Arrays) -> Arrays:

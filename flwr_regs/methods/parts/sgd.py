@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from flwr_regs.abilities import Restricts, Steers
+from flwr_regs.term import Term
+
 PLAIN = ("momentum", "maximize", "lr")
 """What plain SGD leaves alone. Its weight decay is part of the gradient: of the L2-regularised loss."""
 
@@ -33,12 +36,18 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
     return what if ours else f"{what} ({hint})"
 
 
-def check_plain(
-    optimizer: Callable[..., Any], refused: str, settings: Collection[str] = PLAIN
-) -> None:
-    """Raise ValueError, the sentence `refused` about a factory, unless it makes plain SGD."""
-    if what := unlike_sgd(optimizer, settings):
-        raise ValueError(refused.format(f"{what} may take other steps"))
+class CountsOnSGD(Term, Steers, Restricts):
+    """A term that counts on a client's steps of plain SGD, if it acts on the client's optimiser."""
+
+    def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        if self.acts("client_optimizer") and (what := unlike_sgd(make)):
+            raise ValueError(self.counts_on_sgd.format(f"{what} may take other steps"))
+        return make
+
+    def restrict(self, config: Mapping[str, Any]) -> None:
+        if self.acts("client_optimizer") and "clip-norm" in config:
+            clips = "'clip-norm' in the train config clips their gradients"
+            raise ValueError(self.counts_on_sgd.format(clips))
 
 
 def with_settings(optimizer: Callable[..., Any], **settings: float) -> Callable[..., Any]:
@@ -52,9 +61,3 @@ def with_settings(optimizer: Callable[..., Any], **settings: float) -> Callable[
             "**settings)"
         ) from None
     return partial(optimizer, **settings)
-
-
-def check_unclipped(config: Mapping[str, Any], refused: str) -> None:
-    """Raise ValueError, the sentence `refused` about a train config, if it clips gradients."""
-    if "clip-norm" in config:
-        raise ValueError(refused.format("'clip-norm' in the train config clips their gradients"))

@@ -31,17 +31,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Averages, Folds, Steps
+from flwr_regs.abilities import Averages, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import POSITIVE, Arrays, Range, ServerContext, Slot, Term
+from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.uploads import Sums
+from flwr_regs.term import POSITIVE, Range, Term
 from flwr_regs.wire.arrays import square_sum
 
 __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
 
 
 @dataclass(frozen=True)
-class Extrapolation(Term, Steps, Averages, Folds):
+class Extrapolation(Term, Steps, Averages, Sums):
     """FedExP's step ``η_g Δ̄``. Its server slot has the last η_g, as ``"server-lr"``.
 
     Parameters
@@ -55,19 +57,12 @@ class Extrapolation(Term, Steps, Averages, Folds):
     ranges: ClassVar[Mapping[str, Range]] = {"eps": POSITIVE}
     eps: float = 1e-3
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
         # what is robust counts clients alike
-        share = 1 / len(ctx.weights) if ctx.robust else weight
-        return {"square": acc.get("square", 0.0) + share * _square(delta)}
+        share = 1 / len(ctx.weights) if ctx.robust else ctx.weights[pid]
+        return {"square": share * _square(delta)}
 
-    def adds(self, key: str) -> bool:
-        return True
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         lr = np.maximum(1.0, uploads["square"] / (2 * (_square(delta) + self.eps)))
         return {"server-lr": np.asarray(lr)}, {n: float(lr) * d for n, d in delta.items()}
 

@@ -34,7 +34,9 @@ import numpy as np
 from flwr_regs.abilities import Folds, Restricts
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.uploads import kept
+from flwr_regs.term import Term
 from flwr_regs.wire import keys
 
 __all__ = ["FedVARP", "FedVARPClient", "LastUpdates"]
@@ -62,14 +64,9 @@ class LastUpdates(Term, Folds, Restricts):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        for n, d in delta.items():
-            wide = np.promote_types(ctx.params[n].dtype, np.float32)
-            acc[f"y{pid}.{n}"] = np.asarray(d).astype(wide)
-        return acc
+        return acc | {f"y{pid}.{n}": kept(d, ctx.params[n]) for n, d in delta.items()}
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         step = dict(delta)
         for key, y in server.items():
             who, _, n = key.partition(".")

@@ -38,7 +38,7 @@ def test_clients_with_gradients_of_other_names_are_named() -> None:
     fewer = {n: a for n, a in arrays.items() if n != "2.bias"}
     refused = fr.CorrectedMomentum(0.5).agree({0: arrays, 1: fewer, 2: arrays})
     assert list(refused) == [1]
-    assert "but most clients' are of ['0.bias', '0.weight', '2.bias'" in refused[1]
+    assert "but most clients' ['0.bias', '0.weight', '2.bias'" in refused[1]
 
 
 def test_c_is_a_mean_where_the_round_has_no_weights() -> None:
