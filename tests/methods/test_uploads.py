@@ -58,7 +58,7 @@ def test_uploads_out_of_bounds_are_refused() -> None:
         fr.CloudModel().check(PARAMS, PARAMS, {})
     server = ServerContext(1, 0.1, {"w": np.full(2, 10.0, np.float32)})
     upload = {"U.w": np.full(2, 1e15, np.float32)}
-    with pytest.raises(ValueError, match=r"its Fisher information times 'w' is beyond 1e\+15"):
+    with pytest.raises(ValueError, match=r"its Fisher information times .* array 'w' .* ±1e\+15"):
         fr.Curvature(0.4).fold({}, 0, {"w": np.zeros(2)}, upload, 1.0, server)
 
 

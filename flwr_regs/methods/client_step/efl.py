@@ -41,10 +41,12 @@ import torch
 from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.methods.parts.fisher_sums import FisherSums
 from flwr_regs.methods.parts.ternary import SparseTernary
-from flwr_regs.term import COUNT, FRACTION, Arrays, ClientContext, Range, ServerContext, Slot
+from flwr_regs.methods.parts.uploads import check_arrays, under
+from flwr_regs.term import COUNT, FRACTION, Range
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
 
@@ -155,45 +157,32 @@ class Elastic(FisherSums, Addresses):
         return delta, {**upload, "holds": kept["made"].clone()}, kept
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        sums = {key: a for key, a in upload.items() if key != "holds" or not self._keeps}
         if self._keeps:
-            held = np.asarray(upload.get("holds"))
-            if held.dtype != np.int64 or held.shape:
-                raise ValueError(f"'holds' is {held.dtype} {held.shape}, expected int64 ()")
-            upload = {key: a for key, a in upload.items() if key != "holds"}
-        if not self._due(server):
-            if upload:
-                raise ValueError(f"arrays {sorted(upload)}, expected 'holds' alone in this round")
-            return
-        super().check(self._code.checked(upload, params) if self.lam else upload, params, server)
+            holds = {key: a for key, a in upload.items() if key not in sums}
+            check_arrays(holds, {"holds": ("int64", ())})
+        if self._due(server):
+            super().check(self._code.checked(sums, params) if self.lam else sums, params, server)
+        elif sums:
+            raise ValueError(f"arrays {sorted(sums)}, expected 'holds' alone in this round")
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
         sums = {key: a for key, a in upload.items() if key != "holds"}
-        if sums:
-            sums = self._code.checked(sums, delta)
-        acc = super().fold(acc, pid, delta, sums, weight, ctx)
-        if self._keeps:
-            acc[f"holds.{pid}"] = upload["holds"]
-        return acc
+        holds = {f"holds.{pid}": upload["holds"]} if self._keeps else {}
+        decoded = self._code.checked(sums, delta) if sums else {}
+        return super().addends(pid, delta, decoded, ctx) | holds
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        held = {key: made for key, made in uploads.items() if key.startswith("holds.")}
-        sums = {key: a for key, a in uploads.items() if key not in held}
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
+        sums = {key: a for key, a in uploads.items() if self.adds(key)}
         if self._keeps and not sums:
-            holders = [int(key[6:]) for key, made in held.items() if made == server["made"]]
+            held = under(uploads, "holds.")
+            holders = [int(pid) for pid, made in held.items() if made == server["made"]]
             return {**server, "age": server["age"] + 1, "holders": np.array(holders)}, delta
         new, delta = super().update(server, delta, sums, ctx)
         if message := sums_of(new):
-            coded = self._code.encode(
-                {key: torch.as_tensor(np.asarray(a)) for key, a in message.items()}
-            )
-            new = {
-                **{key: a for key, a in new.items() if key not in message},
-                **{key: a.numpy() for key, a in coded.items()},
-            }
+            notes = {key: a for key, a in new.items() if key not in message}
+            tensors = {key: torch.as_tensor(np.asarray(a)) for key, a in message.items()}
+            new = notes | {key: a.numpy() for key, a in self._code.encode(tensors).items()}
         if self._keeps:
             new |= {"age": np.asarray(1), "made": np.asarray(ctx.round)}
         return new, delta

@@ -33,8 +33,8 @@ import numpy as np
 from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.fisher_sums import FisherSums
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
 
 __all__ = ["Curvature", "FedCurv", "FedCurvClient"]
 
@@ -65,19 +65,15 @@ class Curvature(FisherSums, Addresses):
         u, v = super().sums(name, ctx)
         if f"U.{name}" not in ctx.client:
             return u, v
-        used = ctx.broadcast["used"]
-        rest = u - used * ctx.client[f"U.{name}"]
-        return rest.clamp(min=0), v - used * ctx.client[
-            f"V.{name}"
-        ]  # rounding can make it negative
+        used, client = ctx.broadcast["used"], ctx.client
+        rest = (u - used * client[f"U.{name}"]).clamp(min=0)  # rounding can make it negative
+        return rest, v - used * client[f"V.{name}"]
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         measured = self.measured(delta, ctx)
         return delta, self.uploaded({k: a.clone() for k, a in measured.items()}, ctx), measured
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         sums, delta = super().update(server, delta, uploads, ctx)
         ids = [] if ctx.robust else list(ctx.weights)  # a robust sum has no single client's share
         return {**sums, "ids": np.array(ids, dtype=np.int64)} if uploads else sums, delta

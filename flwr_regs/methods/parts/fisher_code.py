@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from flwr_regs.methods.parts.ternary import entries_kept
-from flwr_regs.methods.parts.uploads import check_arrays
+from flwr_regs.methods.parts.uploads import check_arrays, joined
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire.arrays import LARGEST, check_finite
 
@@ -60,13 +60,13 @@ class SumsCode:
             sums = _largest(sums, self.density)
         if not self.half:
             return sums
-        scales, out = [], dict(sums)
+        scales, out = {}, dict(sums)
         for s in "UV":
             values = {key: a for key, a in sums.items() if key[0] == s}
             top = torch.stack([a.abs().amax() for a in values.values() if a.numel()]).amax()
-            scales.append((top / HALF_MAX).clamp(min=LEAST_SCALE))
-            out |= {key: (a / scales[-1]).to(torch.float16) for key, a in values.items()}
-        return {**out, "scale": torch.stack(scales)}
+            scales[s] = (top / HALF_MAX).clamp(min=LEAST_SCALE)
+            out |= {key: (a / scales[s]).to(torch.float16) for key, a in values.items()}
+        return {**out, "scale": torch.stack([*scales.values()])}
 
     def decode(self, slot: Slot, like: Arrays) -> Arrays:
         """Return the sums in float32, with an entry for each parameter of `like`; torch, under vmap too."""
@@ -93,24 +93,15 @@ class SumsCode:
         """
         if not self.half and self.density is None:
             return dict(slot)
-        value = "float16" if self.half else "float32"
-        n = sum(p.size for p in params.values())
-        kinds: dict[str, tuple[str, tuple[int, ...]]]
-        if self.density is None:
-            kinds = {f"{s}.{name}": (value, p.shape) for name, p in params.items() for s in "UV"}
-        else:
-            k = entries_kept(n, self.density)
-            kinds = {"U": (value, (k,)), "V": (value, (k,)), "low": ("uint8", (k,))}
-            kinds["counts"] = ("int16", (-(-n // BLOCK),))
-        if self.half:
-            kinds["scale"] = ("float32", (2,))
+        like = {n: torch.empty(p.shape, device="meta") for n, p in params.items()}  # shapes alone
+        expected = self.encode(joined(U=like, V=like))
+        kinds = {k: (str(a.dtype).removeprefix("torch."), (*a.shape,)) for k, a in expected.items()}
         check_arrays(slot, kinds)
         if self.half and not (slot["scale"] > 0).all():
             raise ValueError(f"'scale' is {slot['scale']}, expected positive numbers")
         if self.density is not None:
-            _check_positions(slot["low"], slot["counts"], n)
+            _check_positions(slot["low"], slot["counts"], sum(p.size for p in params.values()))
         tensors = {key: torch.tensor(a) for key, a in slot.items()}  # copies: it may be read-only
-        like = {name: torch.empty(p.shape, device="meta") for name, p in params.items()}
         sums = {key: a.numpy() for key, a in self.decode(tensors, like).items()}
         check_finite(sums, "the decoded sums", largest=LARGEST)  # the scale can make them larger
         return sums

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,27 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from flwr_regs.abilities import Checks, Folds
-from flwr_regs.methods.parts.uploads import check_arrays
-from flwr_regs.term import (
-    COUNT,
-    NOT_NEGATIVE,
-    SWITCH,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.abilities import Checks
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.once import warn_once
+from flwr_regs.methods.parts.uploads import Sums, check_arrays, joined, under
+from flwr_regs.term import COUNT, NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import LARGEST
-
-LOG = logging.getLogger("flwr")
+from flwr_regs.wire.arrays import LARGEST, check_finite
 
 
 @dataclass(frozen=True)
-class FisherSums(Term, Folds, Checks):
+class FisherSums(Term, Sums, Checks):
     """A pull to the clients' last models, weighted by their Fisher information: EFL's and FedCurv's.
 
     Clients upload ``u_k``, and the server sums ``u_k`` and ``v̂_k = u_k ⊙ v_k``. It computes v̂_k from the
@@ -83,20 +72,17 @@ class FisherSums(Term, Folds, Checks):
         if self.lam == 0:
             return {}
         end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
-        u = ctx.fisher(end, self.fisher_samples)
-        client_sums = {f"U.{n}": u[n].to(torch.float32) for n in end}
-        return client_sums | {
-            f"V.{n}": (client_sums[f"U.{n}"] * end[n]).to(torch.float32) for n in end
-        }
+        fisher = ctx.fisher(end, self.fisher_samples)
+        u = {n: fisher[n].to(torch.float32) for n in end}
+        return joined(U=u, V={n: (u[n] * w).to(torch.float32) for n, w in end.items()})
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         both = any(key.startswith("V.") for key in upload)  # all of them, or none
         kinds = ("UV" if both else "U") if self.lam else ""
-        check_arrays(
-            upload, {f"{s}.{n}": ("float32", p.shape) for n, p in params.items() for s in kinds}
-        )
-        if negative := [k for k, a in upload.items() if k.startswith("U.") and (a < 0).any()]:
-            raise ValueError(f"'{negative[0]}' holds negative squares")
+        floats = {n: ("float32", p.shape) for n, p in params.items()}
+        check_arrays(upload, joined(**dict.fromkeys(kinds, floats)))
+        if negative := [n for n, a in under(upload, "U.").items() if (a < 0).any()]:
+            raise ValueError(f"'U.{negative[0]}' holds negative squares")
 
     def tolerance(self, upload: Slot, lr: float | None) -> float:
         """Squares: 1,000² times. But 10 times if the pull by this client's alone is no stable step."""
@@ -105,35 +91,24 @@ class FisherSums(Term, Folds, Checks):
         pull = (lr or 0.0) * self.times * self.lam * float(max(sizes, default=0))
         return 10.0 if pull >= 2 and not self.implicit else 1e6
 
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        for n in delta if upload else ():
-            u = np.asarray(upload[f"U.{n}"], dtype=np.float64)
-            if (v := upload.get(f"V.{n}")) is None:
-                v = (u * (ctx.params[n] + delta[n])).astype(np.float32)  # as the client rounds it
-                if not (abs(v) <= LARGEST).all():
-                    raise ValueError(f"its Fisher information times '{n}' is beyond {LARGEST:g}")
-            acc[f"U.{n}"] = acc.get(f"U.{n}", 0.0) + u
-            acc[f"V.{n}"] = acc.get(f"V.{n}", 0.0) + np.asarray(v, dtype=np.float64)
-        return acc
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
+        u, v = under(upload, "U."), under(upload, "V.")
+        if u and not v:  # as the client rounds it
+            v = {n: (u[n] * (ctx.params[n] + d)).astype(np.float32) for n, d in delta.items()}
+            check_finite(v, "its Fisher information times the model", largest=LARGEST)
+        return joined(U=u, V=v)
 
     def adds(self, key: str) -> bool:
         return key.startswith(("U.", "V."))
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         new = {key: total.astype(np.float32) for key, total in uploads.items()}  # U, V
-        largest = max((a.max(initial=0) for k, a in new.items() if k.startswith("U.")), default=0)
+        largest = max((a.max(initial=0) for a in under(new, "U.").values()), default=0)
         most = 2 / (ctx.lr * self.times * largest) if largest else np.inf
-        strong = "warned" not in server and self.lam > most and not self.implicit
-        if "warned" in server or strong:
-            new["warned"] = np.asarray(True)  # once in a training
-        if strong:
-            LOG.warning(
-                "'%s' has lam=%g, but its explicit steps are stable only up to lam=%.3g (as η and U are "
-                "now): the model may diverge. Use a smaller lam, or implicit=True",
-                *(self.name, self.lam, most),
-            )
-        return new, delta
+        text = (
+            f"'{self.name}' has lam={self.lam:g}, but its explicit steps are stable only up to "
+            f"lam={most:.3g} (as η and U are now): the model may diverge. Use a smaller lam, or "
+            "implicit=True"
+        )
+        strong = self.lam > most and not self.implicit
+        return new | warn_once("warned", server, text if strong else ""), delta

@@ -1,11 +1,13 @@
-"""A note in the log that stands there once in a training, which has many clients and steps."""
+"""Notes in the log that stand there once in a training, which has many rounds, clients and steps."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from flwr_regs.term import ClientContext
+import numpy as np
+
+from flwr_regs.term import ClientContext, Slot
 from flwr_regs.wire import keys
 
 LOG = logging.getLogger("flwr")
@@ -18,3 +20,10 @@ def log_once(level: int, text: str, name: str, ctx: ClientContext) -> None:
     if key not in _logged:
         _logged.add(key)
         LOG.log(level, text)
+
+
+def warn_once(key: str, server: Slot, text: str) -> Slot:
+    """Log a server's warning, if there is a text and `server` has no note `key`; return the note."""
+    if text and key not in server:
+        LOG.warning(text)
+    return {key: np.asarray(True)} if text or key in server else {}

@@ -48,6 +48,11 @@ def under(slot: Slot, prefix: str) -> Slot:
     return {k.removeprefix(prefix): a for k, a in slot.items() if k.startswith(prefix)}
 
 
+def joined(**parts: Arrays) -> Slot:
+    """Return arrays under ``"<part>.<name>"``: what `under` takes apart."""
+    return {f"{part}.{n}": a for part, arrays in parts.items() for n, a in arrays.items()}
+
+
 def check_arrays(upload: Slot, expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Raise ValueError unless `upload` has these arrays: key -> (dtype's name or "floats", shape)."""
     if upload.keys() != expected.keys():

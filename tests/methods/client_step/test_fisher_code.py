@@ -110,7 +110,7 @@ LIES: list[tuple[str, Callable[[Slot], Slot]]] = [
     ("'scale' is", replaced(scale=np.array([0.0, 1.0], np.float32))),
     ("'scale' is", replaced(scale=np.array([1.0, -1.0], np.float32))),
     ("'U.w' holds values beyond", replaced(scale=np.array([1e13, 1.0], np.float32))),
-    ("'holds' is", without("holds")),
+    (r"expected \['holds'\]", without("holds")),
     ("'holds' is", replaced(holds=np.zeros(3, np.int64))),
     ("'holds' is", replaced(holds=np.array(0.5))),
 ]
