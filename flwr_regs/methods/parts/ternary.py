@@ -39,7 +39,6 @@ Alg. 1-2.
 
 from __future__ import annotations
 
-import logging
 import struct
 import zlib
 from collections.abc import Mapping
@@ -50,12 +49,14 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Compresses, TakesBack
-from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
-from flwr_regs.wire.arrays import pieces
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.once import warn_once
+from flwr_regs.methods.parts.uploads import under
+from flwr_regs.term import FRACTION, Range, Term
+from flwr_regs.wire.arrays import all_finite, pieces
 
 __all__ = ["SparseTernary"]
 
-LOG = logging.getLogger("flwr")
 NDArrays = dict[str, np.ndarray]
 
 DILUTED = "|diluted"
@@ -115,7 +116,7 @@ class SparseTernary(Term, Compresses, TakesBack):
         residual = {n: total[n] - sent[n] for n in total}
         return sent, {}, residual | {f"{SENT}.{n}": s for n, s in sent.items()}
 
-    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> ServerStep:
         if self.density_down is None:
             return server, step
         total = {n: torch.as_tensor(server[n] + s if server else s) for n, s in step.items()}
@@ -124,20 +125,15 @@ class SparseTernary(Term, Compresses, TakesBack):
         residual = {n: total[n].numpy() - rounded[n] for n in total}
         size = sum(t.numel() for t in total.values())
         filled = sum(int(t.count_nonzero()) for t in total.values())
-        least = entries_kept(size, self.density_down)  # zeros too, beside entries that are not
-        dilutes = DILUTED not in server and 0 < filled < least
-        if DILUTED in server or dilutes:
-            residual[DILUTED] = np.asarray(True)  # once in a training
-        if dilutes:
-            LOG.warning(
-                "density_down=%g keeps more entries of the global step than are not zero: μ, the mean "
-                "magnitude of all that are kept, is diluted; use a smaller density_down",
-                self.density_down,
-            )
-        return residual, rounded
+        dilutes = 0 < filled < entries_kept(size, self.density_down)  # zeros are kept too
+        text = (
+            f"density_down={self.density_down:g} keeps more entries of the global step than are not "
+            "zero: μ, the mean magnitude of all that are kept, is diluted; use a smaller density_down"
+        )
+        return residual | warn_once(DILUTED, server, text if dilutes else ""), rounded
 
     def unused(self, before: Slot, after: Slot) -> Slot:
-        sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
+        sent = under(after, f"{SENT}.")
         return {n: after[n] + s for n, s in sent.items()}  # R_k + ST(Δ_k): nothing is lost
 
     def encode(self, update: Mapping[str, Any]) -> bytes:
@@ -183,17 +179,11 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
     array that has a non-zero entry; narrower arrays must hold it rounded to their dtype. Raises a
     CodecError that names the first array that cannot be coded.
     """
-    flats: NDArrays = {}
-    sizes: dict[str, np.floating[Any]] = {}
-    plus = minus = 0
-    for name, array in arrays.items():
-        a = np.asarray(array)
-        _check_dtype(name, a.dtype)
-        flats[name] = a.reshape(-1)
-        size, p, m = _survey(name, flats[name])
-        plus, minus = plus + p, minus + m
-        if p + m:
-            sizes[name] = size
+    flats: NDArrays = {name: np.asarray(a).reshape(-1) for name, a in arrays.items()}
+    surveys = {name: _survey(name, flat) for name, flat in flats.items()}
+    plus = sum(count for _, count, _ in surveys.values())
+    minus = sum(count for _, _, count in surveys.values())
+    sizes = {name: size for name, (size, _, _) in surveys.items() if size}
     widest = max(sizes, key=lambda name: sizes[name].itemsize, default=None)
     mu = 0.0 if widest is None else float(sizes[widest])
     for name, size in sizes.items():
@@ -212,7 +202,7 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
                 coder.encode_reverse(sign.astype(np.int32) + 1, model)
         body = coder.get_compressed().astype("<u4").tobytes()
     header = HEADER.pack(MAGIC, VERSION, n, plus, minus, mu, len(body) // 4)
-    return header + CRC.pack(_crc(header, body)) + body
+    return header + CRC.pack(zlib.crc32(body, zlib.crc32(header))) + body
 
 
 def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
@@ -221,45 +211,36 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
     Raises CodecError if the message is damaged, has another number of entries, or has a μ that `like`'s
     dtypes cannot represent.
     """
-    if not isinstance(payload, bytes):
-        raise CodecError(f"a message must be bytes, not {type(payload).__name__}")
-    specs = {name: (np.shape(a), np.asarray(a).dtype) for name, a in like.items()}
-    for name, (_, dtype) in specs.items():
-        _check_dtype(name, dtype)
-    plus, minus, mu, body = _parse(payload, sum(np.asarray(a).size for a in like.values()))
-
-    out: NDArrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in specs.items()}
+    for name, a in like.items():
+        _check_dtype(name, np.asarray(a).dtype)
+    n = sum(np.size(a) for a in like.values())
+    plus, minus, mu, body = _parse(payload, n)
+    out: NDArrays = {name: np.zeros(np.shape(a), np.asarray(a).dtype) for name, a in like.items()}
     if plus + minus == 0:
         return out
     words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
     if words.size and words[-1] == 0:
         raise CodecError("the body ends in a zero word, which the coder never writes")
-    n = sum(a.size for a in out.values())
     coder, model = _library().stack.AnsCoder(words), _model(n, plus, minus)
-    seen_plus = seen_minus = 0
-    holders = []
+    counts = {name: np.zeros(3, int) for name in out}  # of −μ, 0 and +μ; zeros are not counted
     for name, a in out.items():
         flat, values = a.reshape(-1), _cast(np.array([-mu, 0.0, mu]), a.dtype)
-        before = seen_plus + seen_minus
         for part in pieces(flat.size, CHUNK):
             symbols = coder.decode(model, part.stop - part.start)
-            kept = np.flatnonzero(symbols != 1)  # most are zero, as `flat` is
-            signs = symbols[kept]
-            flat[part][kept] = values[signs]
-            seen_plus += int(np.count_nonzero(signs))
-            seen_minus += signs.size - int(np.count_nonzero(signs))
-        if seen_plus + seen_minus > before:
-            holders.append(name)
-            if not 0 < values[2] < np.inf:
-                raise CodecError(f"mu {mu!r} becomes {values[2]!s} in {a.dtype} of array '{name}'")
-    if (seen_plus, seen_minus) != (plus, minus):
+            filled = np.flatnonzero(symbols != 1)  # most are zero, as `flat` is
+            flat[part][filled] = values[symbols[filled]]
+            counts[name] += np.bincount(symbols[filled], minlength=3)
+        if counts[name].any() and not 0 < values[2] < np.inf:
+            raise CodecError(f"mu {mu!r} becomes {values[2]!s} in {a.dtype} of array '{name}'")
+    below, _, above = np.sum([*counts.values()], axis=0)
+    if (above, below) != (plus, minus):
         raise CodecError(
-            f"the body holds {seen_plus} positive and {seen_minus} negative entries, "
-            f"but the header says {plus} and {minus}"
+            f"the body holds {above} positive and {below} negative entries, but the header says "
+            f"{plus} and {minus}"
         )
     if not coder.is_empty():  # with correct counts, only encode's own output passes this check
         raise CodecError("the body holds more than the header's number of entries")
-    widest = max(holders, key=lambda name: out[name].itemsize)
+    widest = max((name for name in out if counts[name].any()), key=lambda name: out[name].itemsize)
     if float(_cast(mu, out[widest].dtype)) != mu:
         raise CodecError(
             f"mu {mu!r} is not a number of {out[widest].dtype}, the dtype of array '{widest}': "
@@ -270,55 +251,42 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
 
 def _parse(payload: bytes, n: int) -> tuple[int, int, float, bytes]:
     """Return (n₊, n₋, μ, body) of a message of `n` entries; checks all but the body's content."""
-    start = HEADER.size + CRC.size
-    if len(payload) < start:
-        raise CodecError(
-            f"truncated: a message has at least {start} bytes, but this has {len(payload)}"
-        )
+    start, size = HEADER.size + CRC.size, len(payload)
+    if size < start:
+        raise CodecError(f"truncated: a message has at least {start} bytes, but this has {size}")
     magic, version, count, plus, minus, mu, words = HEADER.unpack_from(payload)
-    if magic != MAGIC:
-        raise CodecError(f"not a sparse ternary message: it starts with {magic!r}, not {MAGIC!r}")
-    if version != VERSION:
-        raise CodecError(f"version {version} of the format, expected {VERSION}")
-    expected = start + 4 * words
-    if len(payload) != expected:
-        what = "truncated" if len(payload) < expected else "trailing bytes"
-        raise CodecError(f"{what}: the message has {len(payload)} bytes, expected {expected}")
-    body = payload[start:]
-    (crc,) = CRC.unpack_from(payload, HEADER.size)
-    if crc != (actual := _crc(payload[: HEADER.size], body)):
-        raise CodecError(f"damaged: the CRC-32 is {actual:08x}, expected {crc:08x}")
-    if count != n:
-        raise CodecError(f"the message has {count} entries, expected {n}")
-    if plus + minus > n:
-        raise CodecError(f"{plus} positive and {minus} negative entries are more than all {n}")
-    if plus + minus == 0:
-        if repr(mu) != "0.0" or words:
-            raise CodecError(
-                f"without non-zero entries mu is 0 and the body empty, not {mu!r} and {words} words"
-            )
-    elif not 0 < mu < float("inf"):
-        raise CodecError(f"mu must be finite and positive, but is {mu!r}")
+    (crc,), body = CRC.unpack_from(payload, HEADER.size), payload[start:]
+    actual = zlib.crc32(body, zlib.crc32(payload[: HEADER.size]))
+    expected, zero = start + 4 * words, plus + minus == 0
+    what = "truncated" if size < expected else "trailing bytes"
+    wrong = {
+        f"not a sparse ternary message: it starts with {magic!r}, not {MAGIC!r}": magic != MAGIC,
+        f"version {version} of the format, expected {VERSION}": version != VERSION,
+        f"{what}: the message has {size} bytes, expected {expected}": size != expected,
+        f"damaged: the CRC-32 is {actual:08x}, expected {crc:08x}": actual != crc,
+        f"the message has {count} entries, expected {n}": count != n,
+        f"{plus} positive and {minus} negative entries are more than all {n}": plus + minus > n,
+        f"without non-zero entries mu is 0 and the body empty, not {mu!r} and {words} words": zero
+        and (repr(mu) != "0.0" or words),
+        f"mu must be finite and positive, but is {mu!r}": not zero and not 0 < mu < np.inf,
+    }
+    for sentence, is_so in wrong.items():
+        if is_so:
+            raise CodecError(sentence)
     return plus, minus, mu, body
 
 
 def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
     """Return (μ, n₊, n₋) of one array; μ has its dtype, and is 0 if all entries are zero."""
-    mu = flat.dtype.type(0)
-    plus = minus = 0
-    for part in pieces(flat.size, CHUNK):
-        a = flat[part]
-        if mu == 0:
-            mu = abs(a[(a != 0).argmax()])
-            if mu == 0:
-                continue
-        p, m = int(np.count_nonzero(a == mu)), int(np.count_nonzero(a == -mu))
-        plus, minus = plus + p, minus + m
-        if np.isfinite(mu) and p + m + np.count_nonzero(a == 0) == a.size:
-            continue
-        if not np.isfinite(a).all():
-            raise CodecError(f"array '{name}' holds NaN or infinity")
-        other = abs(a[(a != 0) & (abs(a) != mu)][0])
+    _check_dtype(name, flat.dtype)
+    if not all_finite(flat):
+        raise CodecError(f"array '{name}' holds NaN or infinity")
+    mu = max(flat.max(initial=0), -flat.min(initial=0))
+    if not mu:
+        return mu, 0, 0
+    plus, minus = int(np.count_nonzero(flat == mu)), int(np.count_nonzero(flat == -mu))
+    if plus + minus != np.count_nonzero(flat):
+        other = abs(flat[(flat != 0) & (abs(flat) != mu)][0])
         raise CodecError(f"array '{name}' is not ternary: it has magnitudes {mu!s} and {other!s}")
     return mu, plus, minus
 
@@ -342,10 +310,6 @@ def _model(n: int, plus: int, minus: int) -> Any:
     counts = np.array([minus, n - plus - minus, plus], dtype=np.float64)
     lazy = MOSTLY_ZERO * (plus + minus) < n
     return _library().model.Categorical(counts, perfect=False, lazy=lazy)
-
-
-def _crc(header: bytes, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(header))
 
 
 def _library() -> Any:
