@@ -38,7 +38,6 @@ the client's own model after its local steps, and we follow the text.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -50,21 +49,11 @@ import torch
 from flwr_regs.abilities import Addresses, Agrees, Checks, Probes
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.once import log_once
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.once import LOG, log_once
+from flwr_regs.methods.parts.uploads import check_arrays, unlike_most
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.term import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SWITCH,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
-from flwr_regs.wire.text import named
+from flwr_regs.term import COUNT, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Term
 
 __all__ = [
     "FeatureTable",
@@ -76,7 +65,6 @@ __all__ = [
 ]
 
 
-LOG = logging.getLogger("flwr")
 NOBODY = -2
 """The id of a row of the table that is no single client's; -1 is that of a client without one."""
 
@@ -84,24 +72,21 @@ NOBODY = -2
 class _Means(Term, Checks, Agrees):
     """The part that both terms share: the upload is one δ, as long as the others'."""
 
+    needs: ClassVar[Collection[str]] = ("features",)
+
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if upload.keys() != {"delta"}:
-            raise ValueError(f"arrays {named(upload)}, expected one vector 'delta'")
-        d = upload["delta"]
-        if d.ndim != 1 or d.dtype.kind != "f" or not d.size:
-            raise ValueError(f"'delta' is {d.dtype} {d.shape}, expected one vector of floats")
-        seen = list(server.values())
-        if len(seen) > 1 and d.shape != seen[0].shape:  # a single one may be the wrong one
-            raise ValueError(f"'delta' has {d.size} entries, but those seen so far {seen[0].size}")
+        size = np.size(upload.get("delta", ()))
+        check_arrays(upload, {"delta": ("floats", (size,))})
+        seen = [row.size for row in server.values()]
+        if not size or (len(seen) > 1 and size != seen[0]):  # a single one may be the wrong one
+            expected = seen[0] if seen else "at least 1"
+            raise ValueError(
+                f"'delta' has {size} entries, expected {expected}, as those seen so far"
+            )
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
-        sizes = [u["delta"].size for u in uploads.values()]
-        usual = max(sorted(sizes, reverse=True), key=sizes.count, default=0)
-        return {
-            pid: f"'delta' has {u['delta'].size} entries, but most clients' {usual}"
-            for pid, u in uploads.items()
-            if u["delta"].size != usual
-        }
+        sizes = {pid: u["delta"].size for pid, u in uploads.items()}
+        return unlike_most(sizes, "'delta' has {} entries", int)
 
 
 @dataclass(frozen=True)
@@ -120,7 +105,6 @@ class FeatureTable(_Means, Addresses):
     robust: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
-    needs: ClassVar[Collection[str]] = ("features",)
     ranges: ClassVar[Mapping[str, Range]] = {"lam": NOT_NEGATIVE, "delta_batches": COUNT}
     lam: float
     delta_batches: int | None = None
@@ -143,12 +127,10 @@ class FeatureTable(_Means, Addresses):
         return {"ids": np.array([NOBODY]), "table": centre[None]}
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        if "table" not in ctx.broadcast:
+        table = ctx.broadcast.get("table", [None])
+        if not _fits(table[0], self.name, ctx):
             return base
-        mean = ctx.features.mean(0)  # φ̄
-        if not _fits(ctx.broadcast["table"][0], mean, self.name, ctx):
-            return base
-        distances = ((mean - ctx.broadcast["table"]) ** 2).sum(-1)  # ‖φ̄ − δ^j‖²
+        distances = ((ctx.features.mean(0) - table) ** 2).sum(-1)  # ‖φ̄ − δ^j‖²
         others = (ctx.broadcast["ids"] != ctx.client_id).to(distances.dtype)
         return base + self.lam * (distances * others).sum() / others.sum().clamp(min=1)
 
@@ -156,9 +138,7 @@ class FeatureTable(_Means, Addresses):
         end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k: the model may still be shifted
         return delta, {"delta": ctx.mean_features(end, self.delta_batches)}, {}
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         new = {str(pid): u["delta"] for pid, u in uploads.items()}
         sizes = {d.shape for d in new.values()}  # one: they agree; a row of another shape was wrong
         kept = {pid: d for pid, d in server.items() if not sizes or d.shape in sizes}
@@ -185,7 +165,6 @@ class LeaveOneOutMean(_Means, Probes):
     """
 
     name: ClassVar[str] = "rfedavg-plus"
-    needs: ClassVar[Collection[str]] = ("features",)
     ranges: ClassVar[Mapping[str, Range]] = {
         "lam": NOT_NEGATIVE,
         "noise_std": NOT_NEGATIVE,
@@ -212,10 +191,10 @@ class LeaveOneOutMean(_Means, Probes):
         d = ctx.mean_features(ctx.start, self.delta_batches)  # δ^k with w_t
         if self.clip_norm is not None:
             d = d * torch.clamp(self.clip_norm / d.norm().clamp(min=1e-12), max=1.0)
-        if self.noise_std > 0 and self.clip_norm is not None:
-            generator = torch.Generator().manual_seed(secrets.randbits(63))
-            noise = torch.randn(d.shape, generator=generator, dtype=d.dtype).to(d.device)
-            d = d + self.noise_std * self.clip_norm / ctx.batch_size * noise
+            if self.noise_std > 0:
+                generator = torch.Generator().manual_seed(secrets.randbits(63))
+                noise = torch.randn(d.shape, generator=generator, dtype=d.dtype).to(d.device)
+                d = d + self.noise_std * self.clip_norm / ctx.batch_size * noise
         return {"delta": d}, {"delta": d} if self.sum_only else {}
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
@@ -235,33 +214,28 @@ class LeaveOneOutMean(_Means, Probes):
         return {pid: {"mean": ctx.aggregated(rest)["delta"]} for pid, rest in others.items()}
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        if "mean" in ctx.broadcast:
-            target = ctx.broadcast["mean"]  # δ̄^{−k}
-        elif "sum" in ctx.broadcast:
+        target = ctx.broadcast.get("mean")  # δ̄^{−k}
+        if "sum" in ctx.broadcast:
             if "delta" not in ctx.client:
                 raise ValueError("this client has lost its own δ between the round's two exchanges")
             target = (ctx.broadcast["sum"] - ctx.client["delta"]) / ctx.broadcast["others"]
-        else:
-            return base
-        if not _fits(target, ctx.features[0], self.name, ctx):
+        if not _fits(target, self.name, ctx):
             return base
         return base + self.lam * ((ctx.features.mean(0) - target) ** 2).sum()
 
 
-def _fits(target: Any, features: Any, name: str, ctx: ClientContext) -> bool:
-    """Whether a δ of other clients is as long as this client's features; logs it once if it is not.
+def _fits(target: Any, name: str, ctx: ClientContext) -> bool:
+    """Whether there is a δ of others, as long as this client's features; logs once that it is not.
 
     Torch would spread a δ of length 1 over all features.
     """
-    if target.shape == features.shape:
-        return True
-    log_once(
-        logging.WARNING,
-        f"the others' δ have {target.numel()} entries, but this model has {features.numel()} features: "
-        f"it trains without the regulariser of '{name}' until they fit",
-        name,
-        ctx,
+    if target is None or target.shape == ctx.features[0].shape:
+        return target is not None
+    text = (
+        f"the others' δ have {target.numel()} entries, but this model has {ctx.features[0].numel()} "
+        f"features: it trains without the regulariser of '{name}' until they fit"
     )
+    log_once(text, name, ctx)
     return False
 
 

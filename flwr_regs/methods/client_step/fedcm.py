@@ -24,7 +24,6 @@ Its server averages the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -66,20 +65,19 @@ class ClientMomentum(LastStep):
     def _warn(self, ctx: ClientContext) -> None:
         """Log once that the client's optimiser makes the repeated step larger than the step itself."""
         m = ctx.momentum
-        if m is not None and 1 - self.alpha <= 1 - m:
-            return
         if m is None:
             why = (
                 "needs SGD without momentum on the clients, but their optimiser has no such setting, or "
                 "was not made by loop.optimizer(...)"
             )
-        else:
+            log_once(f"FedCM {why}", self.name, ctx)
+        elif 1 - self.alpha > 1 - m:
             why = (
                 f"with alpha={self.alpha:g} and a client momentum of {m:g} repeats "
                 f"{(1 - self.alpha) / (1 - m):.3g} times the last global step in each round, and above 1 "
                 "training can diverge: leave the momentum out"
             )
-        log_once(logging.WARNING, f"FedCM {why}", self.name, ctx)
+            log_once(f"FedCM {why}", self.name, ctx)
 
 
 class FedCM(RegStrategy):
@@ -100,12 +98,7 @@ class FedCM(RegStrategy):
     method = "FedCM"
 
     def __init__(
-        self,
-        alpha: float,
-        downlink: str = "model",
-        *,
-        weighting: str = "uniform",
-        **kwargs: Any,
+        self, alpha: float, downlink: str = "model", *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
         super().__init__([ClientMomentum(alpha)], downlink=downlink, weighting=weighting, **kwargs)
 

@@ -23,7 +23,6 @@ regularization" (2022), Eqs. 4-7, Alg. 1, Tab. 1 (the two downlinks).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -57,28 +56,21 @@ class FirstOrder(LastStep):
 
     def _strength(self, ctx: ClientContext) -> Any:
         """Return α of one step."""
-        steps, m = ctx.budget_steps, ctx.momentum or 0.0
-        if self.alpha is None:
-            if ctx.momentum is None:
-                log_once(
-                    logging.WARNING,
-                    "FedFOR's default alpha is for SGD, and the client's optimiser has no setting "
-                    "'momentum' (or was not made by loop.optimizer). If it is like SGD, nothing is to be "
-                    "done. With Adam and its like the default is far too strong: start with alpha = 0.01 / "
-                    "(local steps)",
-                    self.name,
-                    ctx,
-                )
-            return 2 * (1 - m) / steps
-        if isinstance(steps, int) and self.alpha * steps > 6 * (1 - m):  # no int: a stacked cohort
-            log_once(
-                logging.WARNING,
-                f"FedFOR's alpha={self.alpha:g} is strong for {steps} local steps and momentum {m:g}: "
-                f"above {6 * (1 - m) / steps:.3g} training can collapse; alpha=None is a third of that",
-                self.name,
-                ctx,
+        alpha, steps, m = self.alpha, ctx.budget_steps, ctx.momentum or 0.0
+        if alpha is None and ctx.momentum is None:
+            text = (
+                "FedFOR's default alpha is for SGD, and the client's optimiser has no setting 'momentum' "
+                "(or was not made by loop.optimizer). If it is like SGD, nothing is to be done. With Adam "
+                "and its like the default is far too strong: start with alpha = 0.01 / (local steps)"
             )
-        return self.alpha
+            log_once(text, self.name, ctx)
+        if alpha and isinstance(steps, int) and alpha * steps > 6 * (1 - m):  # no int: a stack
+            text = (
+                f"FedFOR's alpha={alpha:g} is strong for {steps} local steps and momentum {m:g}: above "
+                f"{6 * (1 - m) / steps:.3g} training can collapse; alpha=None is a third of that"
+            )
+            log_once(text, self.name, ctx)
+        return 2 * (1 - m) / steps if alpha is None else alpha
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not ctx.broadcast:

@@ -19,7 +19,6 @@ objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,17 +54,14 @@ class Proximal(Term):
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.implicit and ctx.lr * self.mu > 2:
-            log_once(
-                logging.WARNING,
+            text = (
                 f"'{self.name}' has mu={self.mu:g}, but its explicit steps are stable only up to "
                 f"mu={2 / ctx.lr:.3g} (as η is now): the model may diverge. Use a smaller mu, or "
-                "implicit=True",
-                self.name,
-                ctx,
+                "implicit=True"
             )
-        out = {}
-        for n, g in grads.items():  # in place: a sum into a third array takes several times as long
-            out[n] = (params[n] - ctx.start[n]).mul_(self.mu).add_(g)  # ∇h_k
+            log_once(text, self.name, ctx)
+        # ∇h_k, in place: a sum into a third array takes several times as long
+        out = {n: (params[n] - ctx.start[n]).mul_(self.mu).add_(g) for n, g in grads.items()}
         return {n: g / (1 + ctx.lr * self.mu) for n, g in out.items()} if self.implicit else out
 
 

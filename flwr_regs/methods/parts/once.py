@@ -11,15 +11,15 @@ from flwr_regs.term import ClientContext, Slot
 from flwr_regs.wire import keys
 
 LOG = logging.getLogger("flwr")
-_logged: set[tuple[Any, str, int]] = set()
+_logged: set[tuple[Any, str]] = set()
 
 
-def log_once(level: int, text: str, name: str, ctx: ClientContext) -> None:
-    """Log a client's text once in a process, for each training, term `name` and level."""
-    key = ctx.config.get(keys.START_KEY), name, level
+def log_once(text: str, name: str, ctx: ClientContext) -> None:
+    """Log a client's warning once in a process, for each training and term `name`."""
+    key = ctx.config.get(keys.START_KEY), name
     if key not in _logged:
         _logged.add(key)
-        LOG.log(level, text)
+        LOG.warning(text)
 
 
 def warn_once(key: str, server: Slot, text: str) -> Slot:

@@ -33,9 +33,10 @@ class Sums(Folds):
         return True
 
 
-def kept(a: Any, like: Any) -> np.ndarray:
-    """Return what the server keeps of an array: in the dtype of `like`, but float32 at least."""
-    return np.asarray(a, dtype=np.promote_types(like.dtype, np.float32))
+def kept(a: Any, like: Any = None) -> np.ndarray:
+    """Return what the server keeps of an array: in its dtype, or that of `like`, but float32 at least."""
+    dtype = (a if like is None else like).dtype
+    return np.asarray(a, dtype=np.promote_types(dtype, np.float32))
 
 
 def wide(a: Any) -> Any:

@@ -34,19 +34,11 @@ from flwr_regs.abilities import Steps
 from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.uploads import kept, under
 from flwr_regs.server.options import Options
-from flwr_regs.term import (
-    DECAY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SWITCH,
-    Arrays,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
-from flwr_regs.wire.config import nearest
+from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Term, one_of
+from flwr_regs.wire.config import OPTIMIZERS, check_arguments, nearest
 
 __all__ = [
     "AdaptiveServer",
@@ -63,6 +55,7 @@ __all__ = [
     "TorchServerOptimizer",
 ]
 
+Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 Schedule = Callable[[int], float]
 
 
@@ -80,7 +73,7 @@ class TorchServerOptimizer(Term, Steps):
 
     name: ClassVar[str] = "server-optimizer"
     reads_lr: ClassVar[bool] = False
-    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    make: Factory
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
@@ -107,35 +100,27 @@ class TorchServerOptimizer(Term, Steps):
             raise ValueError(f"this optimiser cannot run on the server: {error}") from error
         return {}
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        names = list(delta)
-        start = {n: _wide(ctx.params[n]) for n in names}
-        params = [torch.tensor(start[n], requires_grad=True) for n in names]
-        for p, n in zip(params, names, strict=True):
-            p.grad = -torch.as_tensor(_wide(delta[n]))  # the pseudo-gradient
-        optimizer = self.make(params)
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
+        start = {n: kept(ctx.params[n]) for n in delta}
+        params = {n: torch.tensor(w, requires_grad=True) for n, w in start.items()}
+        for n, p in params.items():
+            p.grad = -torch.as_tensor(kept(delta[n]))  # the pseudo-gradient
+        optimizer = self.make([*params.values()])
         _check_optimizer(optimizer)
-        named = dict(zip(names, params, strict=True))
         # The slot holds the optimiser's state as arrays, and each round restores it from there: by the
         # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
-        load_state(optimizer, named, {k: torch.tensor(a) for k, a in server.items() if k[0] != "#"})
-        for key in [key for key in server if key[0] == "#"]:
-            at, _, what = key[1:].partition("|")
-            group = optimizer.param_groups[int(at)]
-            group[what] = type(group[what])(server[key])
-        factor = self.schedule(ctx.round) if self.schedule else 1.0
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-        optimizer.step()
-        new: Slot = {key: value.numpy() for key, value in state_of(optimizer, named).items()}
+        state = {key: torch.tensor(a) for key, a in server.items() if key[0] != "#"}
+        load_state(optimizer, params, state)
         for i, group in enumerate(optimizer.param_groups):
-            for what, value in group.items():
-                if type(value) in (int, float) and what != "lr":
-                    new[f"#{i}|{what}"] = np.asarray(value)
-        step = {n: p.detach().numpy() - start[n] for p, n in zip(params, names, strict=True)}
-        return new, step
+            for what, value in under(server, f"#{i}|").items():
+                group[what] = type(group[what])(value)
+            group["lr"] = group["lr"] * (self.schedule(ctx.round) if self.schedule else 1.0)
+        optimizer.step()
+        new: Slot = {key: value.numpy() for key, value in state_of(optimizer, params).items()}
+        for i, group in enumerate(optimizer.param_groups):
+            numbers = {k: v for k, v in group.items() if type(v) in (int, float) and k != "lr"}
+            new |= {f"#{i}|{what}": np.asarray(value) for what, value in numbers.items()}
+        return new, {n: p.detach().numpy() - start[n] for n, p in params.items()}
 
 
 def _check_schedule(schedule: Any) -> None:
@@ -149,11 +134,6 @@ def _check_optimizer(made: Any) -> None:
             "server_optimizer must be a function of a list of parameters that returns a "
             f"torch.optim.Optimizer, but it returned {type(made).__name__}"
         )
-
-
-def _wide(array: Any) -> Any:
-    """Return an array in float32 or wider: half precision loses squares and small steps."""
-    return np.asarray(array, dtype=np.result_type(array, np.float32))
 
 
 @dataclass(frozen=True)
@@ -184,6 +164,7 @@ class AdaptiveServer(Term, Steps):
         "beta_2": DECAY,
         "tau": POSITIVE,
         "initial_v": NOT_NEGATIVE,
+        "rule": one_of("adagrad", "adam", "yogi"),
     }
     rule: str
     lr: float
@@ -195,19 +176,15 @@ class AdaptiveServer(Term, Steps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rule not in ("adagrad", "adam", "yogi"):
-            raise ValueError(f"rule must be 'adagrad', 'adam' or 'yogi', not {self.rule!r}")
         _check_schedule(self.schedule)
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         b1, b2 = self.beta_1, self.beta_2
         v0 = self.tau**2 if self.initial_v is None else self.initial_v
         lr = self.lr * (self.schedule(ctx.round) if self.schedule else 1.0)
         new: Slot = {}
         step = {}
-        for n, d in ((n, _wide(d)) for n, d in delta.items()):
+        for n, d in ((n, kept(d)) for n, d in delta.items()):
             m = b1 * server.get(f"{n}|m", 0 * d) + (1 - b1) * d  # line 11
             v, square = server.get(f"{n}|v", 0 * d + v0), d * d
             if self.rule == "adagrad":
@@ -249,7 +226,7 @@ class FedOpt(RegStrategy):
 
     def __init__(
         self,
-        server_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | str,
+        server_optimizer: Factory | str,
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
@@ -258,37 +235,25 @@ class FedOpt(RegStrategy):
         super().__init__([TorchServerOptimizer(server_optimizer, server_lr_schedule)], **kwargs)
 
 
-def _named_optimizer(
-    name: str, kwargs: Mapping[str, Any]
-) -> tuple[Callable[[list[torch.Tensor]], torch.optim.Optimizer], dict[str, Any]]:
+def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Factory, dict[str, Any]]:
     """Return (the factory of the optimiser with its own arguments, the strategy's arguments)."""
-    optimizers = {
-        n: kind
-        for n, kind in vars(torch.optim).items()
-        if isinstance(kind, type)
-        and issubclass(kind, torch.optim.Optimizer)
-        and kind is not torch.optim.Optimizer
-    }
-    if name not in optimizers:
+    if name not in OPTIMIZERS:
         raise ValueError(
-            f"server_optimizer: torch.optim has no optimiser '{name}'{nearest(name, optimizers)}"
+            f"server_optimizer must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), or a "
+            f"function, not {name!r}{nearest(name, OPTIMIZERS)}"
         )
-    parameters = inspect.signature(optimizers[name]).parameters
-    taken = set(parameters) - {"params"}
-    settings = Options.names()
-    for argument in kwargs.keys() - taken - settings:
-        raise TypeError(
-            f"neither torch's {name} nor a strategy takes '{argument}'{nearest(argument, taken | settings)}"
-        )
+    kind, who, settings = getattr(torch.optim, name), f"FedOpt('{name}')", Options.names()
+    parameters = inspect.signature(kind).parameters
+    check_arguments(who, kwargs, {*parameters} - {"params"} | settings)
     given = {k: v for k, v in kwargs.items() if k not in settings}
-    if given.get("nesterov") and "momentum" in taken:
+    if given.get("nesterov") and "momentum" in parameters:
         given.setdefault("momentum", 0.9)
     for argument, value in given.items():
         default = parameters[argument].default
         if isinstance(default, int | float):
             number = Range("a number") if type(default) is not bool else SWITCH
-            number.check(f"FedOpt('{name}')", argument, value)
-    make: Any = partial(optimizers[name], **given)
+            number.check(who, argument, value)
+    make = partial(kind, **given)
     make([torch.zeros(2, 2, requires_grad=True)])  # torch refuses a wrong value here
     return make, {k: v for k, v in kwargs.items() if k in settings}
 
@@ -321,34 +286,6 @@ class FedAvgMClient(RegClient):
     """The client of :class:`FedAvgM`."""
 
     method = "FedAvgM"
-
-
-class FedAdagrad(RegStrategy):
-    """FedAvg with Adagrad on the server (Reddi et al. 2021).
-
-    Parameters as in :class:`AdaptiveServer`.
-    """
-
-    method = "FedAdagrad"
-
-    def __init__(
-        self,
-        server_lr: float = 0.1,
-        beta_1: float = 0.0,
-        tau: float = 1e-3,
-        initial_v: float | None = None,
-        server_lr_schedule: Schedule | None = None,
-        **kwargs: Any,
-    ) -> None:
-        POSITIVE.check("FedAdagrad", "server_lr", server_lr)  # the term calls it lr
-        term = AdaptiveServer("adagrad", server_lr, beta_1, 0.0, tau, initial_v, server_lr_schedule)
-        super().__init__([term], **kwargs)
-
-
-class FedAdagradClient(RegClient):
-    """The client of :class:`FedAdagrad`."""
-
-    method = "FedAdagrad"
 
 
 class FedAdam(RegStrategy):
@@ -397,3 +334,30 @@ class FedYogiClient(RegClient):
     """The client of :class:`FedYogi`."""
 
     method = "FedYogi"
+
+
+class FedAdagrad(FedAdam):
+    """FedAvg with Adagrad on the server (Reddi et al. 2021).
+
+    Parameters as in :class:`AdaptiveServer`.
+    """
+
+    method = "FedAdagrad"
+    rule = "adagrad"
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta_1: float = 0.0,
+        tau: float = 1e-3,
+        initial_v: float | None = None,
+        server_lr_schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(server_lr, beta_1, 0.0, tau, initial_v, server_lr_schedule, **kwargs)
+
+
+class FedAdagradClient(RegClient):
+    """The client of :class:`FedAdagrad`."""
+
+    method = "FedAdagrad"
