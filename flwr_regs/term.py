@@ -78,6 +78,8 @@ class Range:
             raise ParameterError(owner, name, self.expected + ", or None" * optional, value)
 
 
+Ranges = Mapping[str, Range]
+"""Field -> the values that it may have."""
 NOT_NEGATIVE = Range("a number of at least 0", lambda v: v >= 0)
 POSITIVE = Range("a positive number", lambda v: v > 0)
 DECAY = Range("a number from 0 to below 1", lambda v: 0 <= v < 1)
@@ -149,7 +151,7 @@ class Term:
     keeps_update: ClassVar[bool] = False
     reads_lr: ClassVar[bool] = True
     excludes: ClassVar[Collection[str]] = ()
-    ranges: ClassVar[Mapping[str, Range]] = {}
+    ranges: ClassVar[Ranges] = {}
     server_only: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -30,18 +30,11 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.common import log
 
-from flwr_regs.abilities import (
-    Addresses,
-    Carries,
-    Compresses,
-    Folds,
-    Personalises,
-    Probes,
-    Weighs,
-)
+from flwr_regs.abilities import Addresses, Carries, Compresses, Folds, Personalises, Probes, Weighs
 from flwr_regs.chain import chain, check_instances
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.methods.server_step.fedavg import FedAvgClient
 from flwr_regs.server.aggregate.updates import update_of
@@ -52,7 +45,7 @@ from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Reply, Round, TooFewReplies
 from flwr_regs.server.training import Training
-from flwr_regs.term import COUNT, POSITIVE, Arrays, ParameterError, Range, ServerContext, Slot, Term
+from flwr_regs.term import COUNT, POSITIVE, ParameterError, Ranges, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
 from flwr_regs.wire.precision import widen
@@ -75,6 +68,7 @@ ASSUMES: tuple[tuple[type, str], ...] = (
 )
 FINISHES = "sends something of a round, or keeps it for the next, in `finish`"
 REFUSED = {
+    "incomplete": "it weighs the updates of a cohort; use 'average' or 'drop'",
     "privacy": "its noise is for the mean over a cohort that was drawn at random",
     "cohorts": "clients begin one by one",
     "overlap": "clients begin one by one",
@@ -92,11 +86,7 @@ class Buffer(Term):
 
     name: ClassVar[str] = "fedbuff"
     reads_lr: ClassVar[bool] = False
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "buffer": COUNT,
-        "server_lr": POSITIVE,
-        "max_concurrency": COUNT,
-    }
+    ranges: ClassVar[Ranges] = {"buffer": COUNT, "server_lr": POSITIVE, "max_concurrency": COUNT}
     buffer: int
     server_lr: float
     seconds: Seconds
@@ -104,15 +94,14 @@ class Buffer(Term):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seconds, str) and self.seconds not in DURATIONS:
-            expected = f"one of {', '.join(DURATIONS)}, a number, or a function of (client, turn)"
+        known = self.seconds in [*DURATIONS] or callable(self.seconds)
+        if not known and not POSITIVE.fits(self.seconds):
+            expected = (
+                f"one of {', '.join(DURATIONS)}, a positive number, or a function of (client, turn)"
+            )
             raise ParameterError("FedBuff", "seconds", expected, self.seconds)
-        if not (isinstance(self.seconds, str) or callable(self.seconds)):
-            POSITIVE.check("FedBuff", "seconds", self.seconds)
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         return server, {n: self.server_lr * d for n, d in delta.items()}
 
     def duration(self, seed: int, pid: int, turn: int) -> float:
@@ -132,7 +121,7 @@ class BufferedTraining(Training):
     def __init__(self, options: Options, *more: Any) -> None:
         check_settings(options)  # they may have changed since the strategy was made
         super().__init__(options, *more)
-        self._plan = next(t for t in options.term.terms if isinstance(t, Buffer))
+        self._plan: Buffer = options.term.able(Buffer)[0]
         self._clock, self._turns = 0.0, 0
         self._at_work: dict[int, tuple[int, float, Parcel]] = {}
         """Client -> its turn, the simulated time at which it ends, its message."""
@@ -157,9 +146,8 @@ class BufferedTraining(Training):
         self._unsent = set(self._at_work)
 
     def evaluators(self, connected: list[int], network: Network) -> list[int]:
-        if _open_ended(network) is None:
-            return connected
-        return [p for p in connected if p not in self._at_work]
+        busy = () if _open_ended(network) is None else self._at_work
+        return [p for p in connected if p not in busy]
 
     def _draw(self, *_: Any) -> list[int]:
         return []  # clients begin one by one
@@ -167,6 +155,7 @@ class BufferedTraining(Training):
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         yield []
         network = self._network = self._network or network
+        elsewhere = _open_ended(network)
         this_round, exchange, members = self._opened(number, config, network)
         reader = Reader(self.method, self.options, self.model)
         this_round.came = came = dict[int, Parcel]()
@@ -177,7 +166,11 @@ class BufferedTraining(Training):
                 self._begin(members, exchange, network)
                 if not self._at_work:  # every client has failed
                     break
-                self._arrived = self._next(exchange, network)
+                wait = self.options.deadline
+                replies = elsewhere.receive(wait) if elsewhere else self._simulated(network)
+                self._arrived = list(exchange.noted(replies).items())
+                for pid in replies.failures:
+                    del self._at_work[pid]
                 continue
             pid, parcel = self._arrived.pop(0)
             sent = self._at_work.pop(pid)[2]
@@ -195,7 +188,7 @@ class BufferedTraining(Training):
             self.remembered.note(version, {pid: parcel}, (pid,))
         this_round.cohort = this_round.asked = sorted({*came, *this_round.failures})
         events["at_work"] = sorted(self._at_work)
-        if _open_ended(network) is None:
+        if elsewhere is None:
             events["clock"] = self._clock
         if (layer := output_layer(came)) is not None:
             events["output_layer"] = layer
@@ -212,6 +205,7 @@ class BufferedTraining(Training):
     def _begin(self, members: list[int], exchange: Exchange, network: Network) -> None:
         """Give the model to clients that are free and have not failed in this round."""
         this_round, options, plan = exchange.this_round, self.options, self._plan
+        elsewhere = _open_ended(network)
         began, number = this_round.events["began"], this_round.number
         failed = {*this_round.failures, *(this_round.received.keys() - this_round.used.keys())}
         free = [p for p in members if p not in self._at_work and p not in failed]
@@ -226,34 +220,22 @@ class BufferedTraining(Training):
             for pid in drawn:
                 sent, again = request.parcels[pid], began.count(pid)
                 if again:  # other batches than from the same model before
-                    seed = np.random.SeedSequence((options.seed, number, pid, again))
-                    own_seed = int(seed.generate_state(1)[0])
-                    sent = replace(sent, config={**sent.config, keys.SEED_KEY: own_seed})
-                took = 0.0
-                if _open_ended(network) is None:
-                    took = plan.duration(options.seed, pid, self._turns)
+                    seed = np.random.SeedSequence(
+                        (options.seed, number, pid, again)
+                    ).generate_state(1)
+                    sent = replace(sent, config={**sent.config, keys.SEED_KEY: int(seed[0])})
+                took = 0.0 if elsewhere else plan.duration(options.seed, pid, self._turns)
                 self._at_work[pid] = self._turns, self._clock + took, sent
                 self._turns += 1
                 began.append(pid)
             self._unsent |= set(drawn)
-        if (net := _open_ended(network)) is not None and self._unsent:
+        if elsewhere and self._unsent:
             for pid in self._unsent - set(members):  # of a run that was resumed
                 del self._at_work[pid]
                 this_round.failures[pid] = "it has left"
             here = sorted(self._unsent & set(members))
-            net.send(self.population.request("train", {p: self._at_work[p][2] for p in here}))
+            elsewhere.send(self.population.request("train", {p: self._at_work[p][2] for p in here}))
             self._unsent = set()
-
-    def _next(self, exchange: Exchange, network: Network) -> list[tuple[int, Parcel]]:
-        """Return the replies of those that end next; note those that fail."""
-        if (net := _open_ended(network)) is not None:
-            replies = net.receive(self.options.deadline)
-        else:
-            replies = self._simulated(network)
-        came = exchange.noted(replies)
-        for pid in replies.failures:
-            del self._at_work[pid]
-        return list(came.items())
 
     def _simulated(self, network: Network) -> Replies:
         """Move the clock on to the next instant at which clients end; return what they send then."""
@@ -264,10 +246,9 @@ class BufferedTraining(Training):
             # Together they train faster. But what a client keeps must not be ahead of the clock.
             ready = due if self.remembered.came else in_turn
             by_round: dict[int, dict[int, Parcel]] = {}
-            for pid in ready:
+            for pid in [p for p in ready if p not in self._done]:
                 sent = self._at_work[pid][2]
-                if pid not in self._done:
-                    by_round.setdefault(sent.config[keys.ROUND_KEY], {})[pid] = sent
+                by_round.setdefault(sent.config[keys.ROUND_KEY], {})[pid] = sent
             for parcels in by_round.values():
                 replies = network.ask(self.population.request("train", parcels))
                 self._done |= {**replies.failures, **replies.came}
@@ -293,14 +274,9 @@ class BufferedTraining(Training):
             counts = [m.get("examples-processed") for m in (before.metrics, metrics)]
             if all(type(count) is int for count in counts):
                 metrics = {**metrics, "examples-processed": sum(counts)}
-        statistics = {n: reply.arrays[n] for n in reply.buffers if n in reply.arrays}
+        buffers = {n: reply.arrays[n] for n in reply.buffers if n in reply.arrays}
         return replace(
-            reply,
-            arrays=statistics,
-            delta=delta,
-            metrics=metrics,
-            num_examples=examples,
-            turns=turns,
+            reply, arrays=buffers, delta=delta, metrics=metrics, num_examples=examples, turns=turns
         )
 
     def _remember(self, this_round: Round) -> None:
@@ -324,13 +300,9 @@ def _open_ended(network: Network) -> GridNetwork | None:
 def check_settings(options: Options) -> None:
     """Raise ValueError for settings that assume a cohort."""
     for name, why in REFUSED.items():
-        if (value := getattr(options, name)) != getattr(Options, name):
+        value = getattr(options, name)
+        if value not in (getattr(Options, name), "drop"):  # incomplete="drop" is taken
             raise ValueError(f"FedBuff does not go with {name}={value!r}: {why}")
-    if options.incomplete == "scale":
-        raise ValueError(
-            "FedBuff does not go with incomplete='scale': it weighs the updates of a cohort; use "
-            "'average' or 'drop'"
-        )
 
 
 class FedBuff(RegStrategy):
@@ -398,7 +370,7 @@ class FedBuff(RegStrategy):
     def summary(self) -> None:
         """Log the settings."""
         super().summary()
-        plan = next(t for t in self.term.terms if isinstance(t, Buffer))
+        plan = self.term.able(Buffer)[0]
         at_a_time = plan.max_concurrency or "a cohort"
         log(INFO, "FedBuff: a step after %d updates, %s at a time", plan.buffer, at_a_time)
 

@@ -55,7 +55,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedADC(beta_local=1.0, beta_global=0.5), "FedADC: beta_local must be .* below 1"),
     (lambda: fr.FedADC(local_momentum=0.5, beta_local=0.1, beta_global=0.2), "has one beta"),
     (lambda: fr.AdaptiveServer("Adam", 0.1, 0.9, 0.99, 0.001), "rule must be"),
-    (lambda: fr.FedBABU("tail"), "personal_part must be one of .*, not 'tail'"),
+    (lambda: fr.FedBABU("tail"), "personal_part must be 'head' or .*, not 'tail'"),
     (lambda: fr.FedBABU(layer="a,,b"), "layer must be a string of names"),
     (lambda: fr.FedNova(momentum=0.5, mu=0.1), r"but got momentum=0.5 and mu=0.1: leave"),
     (lambda: fr.RFedAvgPlus(1.0, noise_std=1.0), "give both"),

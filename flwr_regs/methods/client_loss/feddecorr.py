@@ -21,15 +21,13 @@ heterogeneous federated learning" (2023), Sec. 4. It averages the clients alike,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges, Term
 
 __all__ = ["Decorrelation", "FedDecorr", "FedDecorrClient"]
 
@@ -45,8 +43,8 @@ class Decorrelation(Term):
     """
 
     name: ClassVar[str] = "feddecorr"
-    needs: ClassVar[Collection[str]] = ("features",)
-    ranges: ClassVar[Mapping[str, Range]] = {"beta": NOT_NEGATIVE}
+    needs = ("features",)
+    ranges: ClassVar[Ranges] = {"beta": NOT_NEGATIVE}
     beta: float = 0.1
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
@@ -60,7 +58,7 @@ class Decorrelation(Term):
         return base + self.beta * others.square().sum() / (d * (d - 1) * batch)
 
 
-class FedDecorr(RegStrategy):
+class FedDecorr(MethodStrategy):
     """FedAvg with decorrelated features on the clients.
 
     Parameters
@@ -73,14 +71,11 @@ class FedDecorr(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedDecorr"
-
     def __init__(self, beta: float = 0.1, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([Decorrelation(beta)], weighting=weighting, **kwargs)
 
 
-class FedDecorrClient(RegClient):
+class FedDecorrClient(MethodClient):
     """The client of :class:`FedDecorr`."""
 
-    method = "FedDecorr"
     terms = (Decorrelation,)

@@ -19,7 +19,6 @@ federated learning with non-IID data" (2021), the variant FedGKD with one averag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,19 +26,10 @@ import numpy as np
 import torch
 
 from flwr_regs.client.train.distillation import check_classes, divergence
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.methods.parts.uploads import joined, under
+from flwr_regs.term import COUNT, NOT_NEGATIVE, POSITIVE, Ranges, Term
 
 __all__ = ["FedGKD", "FedGKDClient", "PastModels"]
 
@@ -62,24 +52,23 @@ class PastModels(Term):
 
     name: ClassVar[str] = "past-models"
     keeps_delta: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "gamma": NOT_NEGATIVE,
-        "models": COUNT,
-        "temperature": POSITIVE,
-    }
+    ranges: ClassVar[Ranges] = {"gamma": NOT_NEGATIVE, "models": COUNT, "temperature": POSITIVE}
     gamma: float = 0.2
     models: int = 5
     temperature: float = 1.0
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if not server:
-            return {}
-        past = range(1, 1 + len({key.partition(".")[0] for key in server}))
+        past = self._past(server)
         teacher: Slot = {}
-        for n, w in ctx.params.items():
-            total = w.astype(np.float64) + sum(server[f"{age}.{n}"] for age in past)
+        for n, w in ctx.params.items() if past else ():
+            total = w.astype(np.float64) + sum(model[n] for model in past)
             teacher[n] = np.asarray(total / (1 + len(past)), dtype=w.dtype)
         return teacher
+
+    def _past(self, server: Slot) -> list[Arrays]:
+        """Return the last models that the server keeps: that before ``w_t``, the one before it, …"""
+        models = (under(server, f"{age}.") for age in range(1, self.models))
+        return [model for model in models if model]
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         check_classes(ctx, "FedGKD")
@@ -87,18 +76,14 @@ class PastModels(Term):
             teacher = ctx.output_at({n: ctx.broadcast.get(n, w) for n, w in ctx.start.items()})
         return base + self.gamma / 2 * divergence(teacher, ctx.output, self.temperature)
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         """Keep ``w_t`` under ``"1.<name>"``, the one before under ``"2.<name>"``, up to M − 1."""
-        new = {f"1.{n}": w.copy() for n, w in ctx.params.items()}
-        for key, w in server.items():
-            age, _, n = key.partition(".")
-            new[f"{int(age) + 1}.{n}"] = w
-        return {k: w for k, w in new.items() if int(k.partition(".")[0]) < self.models}, delta
+        models = [{n: w.copy() for n, w in ctx.params.items()}, *self._past(server)]
+        last = models[: self.models - 1]
+        return joined(**{f"{age}": model for age, model in enumerate(last, 1)}), delta
 
 
-class FedGKD(RegStrategy):
+class FedGKD(MethodStrategy):
     """FedAvg with distillation from the mean of the last global models.
 
     Parameters
@@ -109,16 +94,13 @@ class FedGKD(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedGKD"
-
     def __init__(
         self, gamma: float = 0.2, models: int = 5, temperature: float = 1.0, **kwargs: Any
     ) -> None:
         super().__init__([PastModels(gamma, models, temperature)], **kwargs)
 
 
-class FedGKDClient(RegClient):
+class FedGKDClient(MethodClient):
     """The client of :class:`FedGKD`."""
 
-    method = "FedGKD"
     terms = (PastModels,)

@@ -21,16 +21,14 @@ federated learning" (2022), Sec. 3 and Alg. 1. There β = 1 and τ = 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from flwr_regs.client.train.distillation import check_classes, divergence
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Range, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Ranges, Term
 
 __all__ = ["FedNTD", "FedNTDClient", "NotTrueDistillation"]
 
@@ -50,8 +48,8 @@ class NotTrueDistillation(Term):
     """
 
     name: ClassVar[str] = "not-true-distillation"
-    needs: ClassVar[Collection[str]] = ("start_output",)
-    ranges: ClassVar[Mapping[str, Range]] = {"beta": NOT_NEGATIVE, "temperature": POSITIVE}
+    needs = ("start_output",)
+    ranges: ClassVar[Ranges] = {"beta": NOT_NEGATIVE, "temperature": POSITIVE}
     beta: float = 1.0
     temperature: float = 1.0
 
@@ -63,7 +61,7 @@ class NotTrueDistillation(Term):
         return base + self.beta * divergence(teacher, student, self.temperature)
 
 
-class FedNTD(RegStrategy):
+class FedNTD(MethodStrategy):
     """FedAvg with not-true distillation on the clients.
 
     Parameters
@@ -74,14 +72,11 @@ class FedNTD(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedNTD"
-
     def __init__(self, beta: float = 1.0, temperature: float = 1.0, **kwargs: Any) -> None:
         super().__init__([NotTrueDistillation(beta, temperature)], **kwargs)
 
 
-class FedNTDClient(RegClient):
+class FedNTDClient(MethodClient):
     """The client of :class:`FedNTD`."""
 
-    method = "FedNTD"
     terms = (NotTrueDistillation,)

@@ -27,7 +27,6 @@ distribution non-IID data" (2021), Sec. 4, where α = 0.5 (FedRS).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,9 +35,9 @@ from torch import Tensor
 
 from flwr_regs.client.train.distillation import check_classes, one_hot
 from flwr_regs.client.train.task import returns_loss
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, SHARE, Arrays, ClientContext, Range, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.methods.parts.uploads import wide
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, SHARE, Arrays, ClientContext, Ranges, Term
 
 __all__ = ["FedLC", "FedLCClient", "FedRS", "FedRSClient", "LogitCalibration", "RestrictedSoftmax"]
 
@@ -48,7 +47,7 @@ FAR = 100.0  # e^−100 is below the rounding of any dtype
 class _ChangedLogits(Term):
     """The part that both terms share: the loss of changed logits in place of the plain one."""
 
-    needs: ClassVar[Collection[str]] = ("label_counts",)
+    needs = ("label_counts",)
     who: ClassVar[str]
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
@@ -59,8 +58,7 @@ class _ChangedLogits(Term):
                 "model computes the loss itself: pass loss_fn="
             )
         counts = torch.where(ctx.label_counts > 0, ctx.label_counts, one_hot(ctx).sum(0))
-        wide = torch.promote_types(ctx.output.dtype, torch.float32)
-        changed = self.changed(ctx.output.to(wide), counts)
+        changed = self.changed(wide(ctx.output), counts)
         return base + ctx.loss_fn(changed, ctx.targets) - ctx.loss_fn(ctx.output, ctx.targets)
 
     def changed(self, logits: Tensor, counts: Tensor) -> Tensor:
@@ -85,7 +83,7 @@ class LogitCalibration(_ChangedLogits):
     name: ClassVar[str] = "logit-calibration"
     who: ClassVar[str] = "FedLC"
     excludes: ClassVar[tuple[str, ...]] = ("restricted-softmax",)
-    ranges: ClassVar[Mapping[str, Range]] = {"tau": NOT_NEGATIVE, "absent": POSITIVE}
+    ranges: ClassVar[Ranges] = {"tau": NOT_NEGATIVE, "absent": POSITIVE}
     tau: float
     absent: float | None = None
 
@@ -114,14 +112,14 @@ class RestrictedSoftmax(_ChangedLogits):
     name: ClassVar[str] = "restricted-softmax"
     who: ClassVar[str] = "FedRS"
     excludes: ClassVar[tuple[str, ...]] = ("logit-calibration",)
-    ranges: ClassVar[Mapping[str, Range]] = {"alpha": SHARE}
+    ranges: ClassVar[Ranges] = {"alpha": SHARE}
     alpha: float = 0.5
 
     def changed(self, logits: Tensor, counts: Tensor) -> Tensor:
         return torch.where(counts == 0, self.alpha * logits, logits)
 
 
-class FedLC(RegStrategy):
+class FedLC(MethodStrategy):
     """FedAvg with logits that are calibrated by the client's label counts.
 
     Parameters
@@ -132,20 +130,17 @@ class FedLC(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedLC"
-
     def __init__(self, tau: float, absent: float | None = None, **kwargs: Any) -> None:
         super().__init__([LogitCalibration(tau, absent)], **kwargs)
 
 
-class FedLCClient(RegClient):
+class FedLCClient(MethodClient):
     """The client of :class:`FedLC`."""
 
-    method = "FedLC"
     terms = (LogitCalibration,)
 
 
-class FedRS(RegStrategy):
+class FedRS(MethodStrategy):
     """FedAvg with a softmax that is restricted to the client's own classes.
 
     Parameters
@@ -156,14 +151,11 @@ class FedRS(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedRS"
-
     def __init__(self, alpha: float = 0.5, **kwargs: Any) -> None:
         super().__init__([RestrictedSoftmax(alpha)], **kwargs)
 
 
-class FedRSClient(RegClient):
+class FedRSClient(MethodClient):
     """The client of :class:`FedRS`."""
 
-    method = "FedRS"
     terms = (RestrictedSoftmax,)

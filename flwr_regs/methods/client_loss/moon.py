@@ -27,7 +27,7 @@ Source: Li, He, Song, "Model-contrastive federated learning" (2021), Sec. 3, Alg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,9 +35,8 @@ import torch
 from torch.nn import functional as F
 
 from flwr_regs.chain import OUTPUT_OF
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Range, Ranges, Slot, Term
 
 __all__ = ["MOON", "MOONClient", "ModelContrast"]
 
@@ -58,16 +57,14 @@ class ModelContrast(Term):
 
     name: ClassVar[str] = "model-contrast"
     keeps: ClassVar[str] = "always"
-    ranges: ClassVar[Mapping[str, Range]] = {"mu": NOT_NEGATIVE, "temperature": POSITIVE}
+    ranges: ClassVar[Ranges] = {
+        "mu": NOT_NEGATIVE,
+        "temperature": POSITIVE,
+        "projection": Range("a layer's name", bool, str),
+    }
     mu: float
     temperature: float = 0.5
     projection: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        layer = self.projection
-        if layer is not None and (not isinstance(layer, str) or not layer):
-            raise ValueError(f"projection must be a layer's name, or None, not {layer!r}")
 
     @property
     def needs(self) -> Collection[str]:
@@ -102,7 +99,7 @@ def _unit(rows: Any) -> Any:
     return torch.where(zero, 0.0, scaled / torch.where(zero, 1.0, squares).sqrt())
 
 
-class MOON(RegStrategy):
+class MOON(MethodStrategy):
     """FedAvg with MOON's model-contrastive loss on the clients.
 
     Parameters
@@ -112,8 +109,6 @@ class MOON(RegStrategy):
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
-
-    method = "MOON"
 
     def __init__(
         self,
@@ -125,8 +120,7 @@ class MOON(RegStrategy):
         super().__init__([ModelContrast(mu, temperature, projection)], **kwargs)
 
 
-class MOONClient(RegClient):
+class MOONClient(MethodClient):
     """The client of :class:`MOON`."""
 
-    method = "MOON"
     terms = (ModelContrast,)

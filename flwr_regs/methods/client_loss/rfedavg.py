@@ -39,7 +39,7 @@ the client's own model after its local steps, and we follow the text.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,13 +47,12 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Addresses, Agrees, Checks, Probes
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.once import LOG, log_once
 from flwr_regs.methods.parts.uploads import check_arrays, unlike_most
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.term import COUNT, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Term
+from flwr_regs.term import COUNT, NOT_NEGATIVE, POSITIVE, SWITCH, Ranges, Term
 
 __all__ = [
     "FeatureTable",
@@ -72,7 +71,7 @@ NOBODY = -2
 class _Means(Term, Checks, Agrees):
     """The part that both terms share: the upload is one δ, as long as the others'."""
 
-    needs: ClassVar[Collection[str]] = ("features",)
+    needs = ("features",)
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         size = np.size(upload.get("delta", ()))
@@ -105,7 +104,7 @@ class FeatureTable(_Means, Addresses):
     robust: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
-    ranges: ClassVar[Mapping[str, Range]] = {"lam": NOT_NEGATIVE, "delta_batches": COUNT}
+    ranges: ClassVar[Ranges] = {"lam": NOT_NEGATIVE, "delta_batches": COUNT}
     lam: float
     delta_batches: int | None = None
 
@@ -165,7 +164,7 @@ class LeaveOneOutMean(_Means, Probes):
     """
 
     name: ClassVar[str] = "rfedavg-plus"
-    ranges: ClassVar[Mapping[str, Range]] = {
+    ranges: ClassVar[Ranges] = {
         "lam": NOT_NEGATIVE,
         "noise_std": NOT_NEGATIVE,
         "clip_norm": POSITIVE,
@@ -239,7 +238,7 @@ def _fits(target: Any, name: str, ctx: ClientContext) -> bool:
     return False
 
 
-class RFedAvg(RegStrategy):
+class RFedAvg(MethodStrategy):
     """FedAvg with rFedAvg's regulariser; the table of δ grows with the number of clients.
 
     Parameters
@@ -252,27 +251,22 @@ class RFedAvg(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "RFedAvg"
-
     def __init__(self, lam: float, delta_batches: int | None = None, **kwargs: Any) -> None:
         super().__init__([FeatureTable(lam, delta_batches)], **kwargs)
 
 
-class RFedAvgClient(RegClient):
+class RFedAvgClient(MethodClient):
     """The client of :class:`RFedAvg`."""
 
-    method = "RFedAvg"
     terms = (FeatureTable,)
 
 
-class RFedAvgPlus(RegStrategy):
+class RFedAvgPlus(MethodStrategy):
     """FedAvg with rFedAvg+'s regulariser: a second, small exchange per round, constant in N.
 
     Parameters are those of :class:`LeaveOneOutMean`; `**kwargs` as for
     :class:`flwr_regs.RegStrategy`.
     """
-
-    method = "RFedAvgPlus"
 
     def __init__(
         self,
@@ -288,8 +282,7 @@ class RFedAvgPlus(RegStrategy):
         super().__init__([term], **kwargs)
 
 
-class RFedAvgPlusClient(RegClient):
+class RFedAvgPlusClient(MethodClient):
     """The client of :class:`RFedAvgPlus`."""
 
-    method = "RFedAvgPlus"
     terms = (LeaveOneOutMean,)

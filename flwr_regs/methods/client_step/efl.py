@@ -30,7 +30,6 @@ Alg. 1-2, Eqs. 2-6, Sec. 4. fedcurv.py has Shoham et al.'s term, which leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, ClassVar
@@ -39,14 +38,13 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Addresses
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.methods.parts.fisher_sums import FisherSums
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.ternary import SparseTernary
 from flwr_regs.methods.parts.uploads import check_arrays, under
-from flwr_regs.term import COUNT, FRACTION, Range
+from flwr_regs.term import COUNT, FRACTION, Range, Ranges
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
 
@@ -88,7 +86,7 @@ class Elastic(FisherSums, Addresses):
     """
 
     name: ClassVar[str] = "elastic"
-    ranges: ClassVar[Mapping[str, Range]] = {
+    ranges: ClassVar[Ranges] = {
         **FisherSums.ranges,
         "sums_bits": Range("16 or 32", lambda v: v in (16, 32), Integral),
         "sums_every": COUNT,
@@ -193,7 +191,7 @@ def sums_of(slot: Slot) -> Slot:
     return {key: a for key, a in slot.items() if key not in NOTES}
 
 
-class EFL(RegStrategy):
+class EFL(MethodStrategy):
     """Elastic federated learning: the elastic term, compression both ways, scaled incomplete clients.
 
     Parameters
@@ -212,8 +210,6 @@ class EFL(RegStrategy):
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
-
-    method = "EFL"
 
     def __init__(
         self,
@@ -236,8 +232,7 @@ class EFL(RegStrategy):
         super().__init__(terms, incomplete=incomplete, **kwargs)
 
 
-class EFLClient(RegClient):
+class EFLClient(MethodClient):
     """The client of :class:`EFL`."""
 
-    method = "EFL"
     terms = (Elastic, SparseTernary)

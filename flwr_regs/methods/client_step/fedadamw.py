@@ -37,12 +37,11 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Carries, Checks, Steers
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import steps_to_spread
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
 from flwr_regs.methods.parts.uploads import Sums, check_arrays
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges, ServerContext, Slot, Term
 
 __all__ = ["FedAdamW", "FedAdamWClient", "SharedMoments"]
 
@@ -64,7 +63,7 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
         ("scaffold", "gradient-tracking", "fedadc", "fednova", "mime", "mime-lite"),
         "FedAdamW's clients run AdamW, but the other counts on steps of SGD: keep one",
     )
-    ranges: ClassVar[Mapping[str, Range]] = {"gamma": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"gamma": NOT_NEGATIVE}
     gamma: float = 0.5
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +127,7 @@ def _shift(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             p.add_(state["shift"])
 
 
-class FedAdamW(RegStrategy):
+class FedAdamW(MethodStrategy):
     """AdamW on the clients, with second moments that travel.
 
     Parameters
@@ -141,14 +140,11 @@ class FedAdamW(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedAdamW"
-
     def __init__(self, gamma: float = 0.5, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([SharedMoments(gamma)], weighting=weighting, **kwargs)
 
 
-class FedAdamWClient(RegClient):
+class FedAdamWClient(MethodClient):
     """The client of :class:`FedAdamW`."""
 
-    method = "FedAdamW"
     terms = (SharedMoments,)

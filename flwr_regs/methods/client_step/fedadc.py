@@ -37,27 +37,16 @@ Source: Ozfatura, Ozfatura, Gündüz, "FedADC: Accelerated federated learning wi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Steers, Steps
 from flwr_regs.client.train.distillation import self_confidence_loss
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
-from flwr_regs.term import (
-    DECAY,
-    POSITIVE,
-    SHARE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.term import DECAY, POSITIVE, SHARE, Ranges, Term, one_of
 
 __all__ = [
     "EmbeddedMomentum",
@@ -92,11 +81,12 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
 
     name: ClassVar[str] = "fedadc"
     elementwise: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {
+    ranges: ClassVar[Ranges] = {
         "beta_local": SHARE,
         "beta_global": SHARE,
         "alpha": POSITIVE,
         "local_momentum": DECAY,
+        "variant": one_of("nesterov", "heavy-ball"),
     }
     beta_local: float
     beta_global: float
@@ -106,24 +96,23 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant not in ("nesterov", "heavy-ball"):
-            raise ValueError(f"variant must be 'nesterov' or 'heavy-ball', not {self.variant!r}")
-        if self.local_momentum is not None and self.beta_local != self.beta_global:
-            raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
         if self.local_momentum is None:
             for name in ("beta_local", "beta_global"):
                 DECAY.check(type(self).__name__, name, getattr(self, name))
-
-    @property
-    def _shifted(self) -> bool:
-        return self.variant == "nesterov" and self.local_momentum is None
+        elif self.beta_local != self.beta_global:
+            raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
 
     def recover(self, step: Arrays, lr: float) -> Slot:
         return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}
 
     def _per_step(self, ctx: ClientContext) -> Arrays:
         steps = steps_to_spread(ctx)
-        return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # line 5
+        return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # m̄, line 5
+
+    def _shift(self, ctx: ClientContext) -> Arrays:
+        """Return ``η m̄``, by which the steps of Nesterov's form are shifted."""
+        shifts = self.variant == "nesterov" and self.local_momentum is None
+        return {n: ctx.lr * m for n, m in self._per_step(ctx).items()} if shifts else {}
 
     def client_optimizer(self, optimizer: Any) -> Any:
         if what := unlike_sgd(optimizer, ["momentum"]):
@@ -137,28 +126,19 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
         return with_settings(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        m = self._per_step(ctx)
-        if not self._shifted or not m:
-            return params
-        return {n: p - ctx.lr * m[n] for n, p in params.items()}  # line 7, once
+        shift = self._shift(ctx)
+        return {n: p - shift[n] for n, p in params.items()} if shift else params  # line 7, once
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         m = self._per_step(ctx)
         return {n: g + m[n] for n, g in grads.items()} if m else grads  # line 11
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        m = self._per_step(ctx)
-        if self._shifted and m:
-            delta = {n: d + ctx.lr * m[n] for n, d in delta.items()}  # undo the shift
-        return delta, {}, {}
+        shift = self._shift(ctx)  # it is undone
+        return {n: d + shift[n] for n, d in delta.items()} if shift else delta, {}, {}
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        m = {n: -d / ctx.lr for n, d in delta.items()}  # Δ̄, line 16
-        if server:
-            m = {n: b + (self.beta_global - self.beta_local) * server[n] for n, b in m.items()}
-        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # lines 17, 19
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
+        return _momentum(server, delta, self.beta_global - self.beta_local, self.alpha, ctx.lr)
 
 
 @dataclass(frozen=True)
@@ -177,8 +157,8 @@ class SelfDistillation(Term):
     """
 
     name: ClassVar[str] = "self-distillation"
-    needs: ClassVar[Collection[str]] = ("start_output", "label_counts")
-    ranges: ClassVar[Mapping[str, Range]] = {"lam": SHARE, "temperature": POSITIVE}
+    needs = ("start_output", "label_counts")
+    ranges: ClassVar[Ranges] = {"lam": SHARE, "temperature": POSITIVE}
     lam: float = 0.35
     temperature: float = 4.0
 
@@ -199,31 +179,34 @@ class SlowMomentum(Term, Steps):
     """
 
     name: ClassVar[str] = "slowmo"
-    ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY, "alpha": POSITIVE}
+    ranges: ClassVar[Ranges] = {"beta": DECAY, "alpha": POSITIVE}
     beta: float
     alpha: float = 1.0
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        m = {n: -d / ctx.lr for n, d in delta.items()}  # Alg. 2, line 12
-        if server:
-            m = {n: self.beta * server[n] + g for n, g in m.items()}  # line 14
-        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # line 16
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
+        return _momentum(server, delta, self.beta, self.alpha, ctx.lr)
 
 
-def _betas(
-    beta: float, local: float | None, total: float | None, local_momentum: float | None
-) -> tuple[float, float]:
-    """Return β_l and β_g, where `beta` stands for those that are not given."""
-    # the term has other names for it
-    (DECAY if local_momentum is None else SHARE).check("FedADC", "beta", beta)
-    if local_momentum is not None and total is None:  # Alg. 4 has one beta
+def _momentum(server: Slot, delta: Arrays, decay: float, alpha: float, lr: float) -> ServerStep:
+    """Return (m, ``−α η m``), ``m ← Δ̄ + decay · m``: lines 12 to 16 of Alg. 2, 16 to 19 of Alg. 3."""
+    m = {n: -d / lr for n, d in delta.items()}  # Δ̄
+    if server:
+        m = {n: g + decay * server[n] for n, g in m.items()}
+    return m, {n: -alpha * lr * b for n, b in m.items()}
+
+
+def _term(
+    beta: float, local: float | None, total: float | None, alpha: float, how: str, phi: float | None
+) -> EmbeddedMomentum:
+    """Return the term, where `beta` stands for those of β_l and β_g that are not given."""
+    (DECAY if phi is None else SHARE).check("FedADC", "beta", beta)  # the term has no such name
+    if phi is not None and total is None:  # Alg. 4 has one beta
         total = local
-    return beta if local is None else local, beta if total is None else total
+    local, total = beta if local is None else local, beta if total is None else total
+    return EmbeddedMomentum(local, total, alpha, how, phi)
 
 
-class FedADC(RegStrategy):
+class FedADC(MethodStrategy):
     """Accelerated federated learning with drift control (Alg. 3 and 4).
 
     Parameters
@@ -246,8 +229,6 @@ class FedADC(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedADC"
-
     def __init__(
         self,
         beta: float = 0.9,
@@ -261,25 +242,21 @@ class FedADC(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        betas = _betas(beta, beta_local, beta_global, local_momentum)
-        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
+        term = _term(beta, beta_local, beta_global, alpha, variant, local_momentum)
         super().__init__([term], downlink=downlink, weighting=weighting, **kwargs)
 
 
-class FedADCClient(RegClient):
+class FedADCClient(MethodClient):
     """The client of :class:`FedADC`."""
 
-    method = "FedADC"
     terms = (EmbeddedMomentum,)
 
 
-class FedADCPlus(RegStrategy):
+class FedADCPlus(MethodStrategy):
     """FedADC with self-confidence distillation on the clients (Sec. III).
 
     Takes FedADC's parameters and `lam`, `temperature` of :class:`SelfDistillation`.
     """
-
-    method = "FedADCPlus"
 
     def __init__(
         self,
@@ -296,20 +273,18 @@ class FedADCPlus(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        betas = _betas(beta, beta_local, beta_global, local_momentum)
-        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
+        term = _term(beta, beta_local, beta_global, alpha, variant, local_momentum)
         terms = [SelfDistillation(lam, temperature), term]
         super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
 
 
-class FedADCPlusClient(RegClient):
+class FedADCPlusClient(MethodClient):
     """The client of :class:`FedADCPlus`."""
 
-    method = "FedADCPlus"
     terms = (SelfDistillation, EmbeddedMomentum)
 
 
-class SlowMo(RegStrategy):
+class SlowMo(MethodStrategy):
     """FedAvg with a slow momentum on the server (Alg. 2).
 
     Parameters
@@ -324,15 +299,11 @@ class SlowMo(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "SlowMo"
-
     def __init__(
         self, beta: float, alpha: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
         super().__init__([SlowMomentum(beta, alpha)], weighting=weighting, **kwargs)
 
 
-class SlowMoClient(RegClient):
+class SlowMoClient(MethodClient):
     """The client of :class:`SlowMo`: plain local training."""
-
-    method = "SlowMo"

@@ -24,15 +24,13 @@ Its server averages the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.once import log_once
-from flwr_regs.term import FRACTION, Arrays, ClientContext, Range
+from flwr_regs.term import FRACTION, Arrays, ClientContext, Ranges
 
 __all__ = ["ClientMomentum", "FedCM", "FedCMClient"]
 
@@ -49,7 +47,7 @@ class ClientMomentum(LastStep):
 
     name: ClassVar[str] = "fedcm"
     elementwise: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"alpha": FRACTION}
+    ranges: ClassVar[Ranges] = {"alpha": FRACTION}
     alpha: float
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -80,7 +78,7 @@ class ClientMomentum(LastStep):
             log_once(f"FedCM {why}", self.name, ctx)
 
 
-class FedCM(RegStrategy):
+class FedCM(MethodStrategy):
     """FedAvg with the last global step as momentum of each client's steps.
 
     Parameters
@@ -95,16 +93,13 @@ class FedCM(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedCM"
-
     def __init__(
         self, alpha: float, downlink: str = "model", *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
         super().__init__([ClientMomentum(alpha)], downlink=downlink, weighting=weighting, **kwargs)
 
 
-class FedCMClient(RegClient):
+class FedCMClient(MethodClient):
     """The client of :class:`FedCM`."""
 
-    method = "FedCM"
     terms = (ClientMomentum,)

@@ -31,10 +31,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Addresses
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.fisher_sums import FisherSums
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 
 __all__ = ["Curvature", "FedCurv", "FedCurvClient"]
 
@@ -79,7 +78,7 @@ class Curvature(FisherSums, Addresses):
         return {**sums, "ids": np.array(ids, dtype=np.int64)} if uploads else sums, delta
 
 
-class FedCurv(RegStrategy):
+class FedCurv(MethodStrategy):
     """FedAvg with the pull to the other clients' last models.
 
     Parameters
@@ -94,8 +93,6 @@ class FedCurv(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedCurv"
-
     def __init__(
         self,
         lam: float,
@@ -107,8 +104,7 @@ class FedCurv(RegStrategy):
         super().__init__([Curvature(lam, fisher_samples, implicit)], **kwargs)
 
 
-class FedCurvClient(RegClient):
+class FedCurvClient(MethodClient):
     """The client of :class:`FedCurv`."""
 
-    method = "FedCurv"
     terms = (Curvature,)

@@ -32,11 +32,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Steps
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import Sums, as_sent, kept
-from flwr_regs.term import POSITIVE, Range, Term
+from flwr_regs.term import POSITIVE, Ranges, Term
 
 __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]
 
@@ -57,7 +56,7 @@ class DynamicRegulariser(Term, Steps, Sums):
     excludes: ClassVar[Mapping[str, str]] = {
         "scaffold": "each corrects the same drift, which would count twice: keep one"
     }
-    ranges: ClassVar[Mapping[str, Range]] = {"alpha": POSITIVE}
+    ranges: ClassVar[Ranges] = {"alpha": POSITIVE}
     alpha: float
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -86,7 +85,7 @@ class DynamicRegulariser(Term, Steps, Sums):
         return new, {n: d - new[n] / self.alpha for n, d in delta.items()}
 
 
-class FedDyn(RegStrategy):
+class FedDyn(MethodStrategy):
     """Federated learning with dynamic regularisation (Alg. 1).
 
     Parameters
@@ -99,14 +98,11 @@ class FedDyn(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedDyn"
-
     def __init__(self, alpha: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([DynamicRegulariser(alpha)], weighting=weighting, **kwargs)
 
 
-class FedDynClient(RegClient):
+class FedDynClient(MethodClient):
     """The client of :class:`FedDyn`."""
 
-    method = "FedDyn"
     terms = (DynamicRegulariser,)

@@ -23,15 +23,13 @@ regularization" (2022), Eqs. 4-7, Alg. 1, Tab. 1 (the two downlinks).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import LastStep
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.once import log_once
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges
 
 __all__ = ["FedFOR", "FedFORClient", "FirstOrder"]
 
@@ -51,7 +49,7 @@ class FirstOrder(LastStep):
 
     name: ClassVar[str] = "first-order"
     elementwise: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"alpha": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"alpha": NOT_NEGATIVE}
     alpha: float | None = None
 
     def _strength(self, ctx: ClientContext) -> Any:
@@ -86,7 +84,7 @@ class FirstOrder(LastStep):
         return out
 
 
-class FedFOR(RegStrategy):
+class FedFOR(MethodStrategy):
     """FedAvg with the first-order term on the clients.
 
     Parameters
@@ -101,14 +99,11 @@ class FedFOR(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedFOR"
-
     def __init__(self, alpha: float | None = None, downlink: str = "model", **kwargs: Any) -> None:
         super().__init__([FirstOrder(alpha)], downlink=downlink, **kwargs)
 
 
-class FedFORClient(RegClient):
+class FedFORClient(MethodClient):
     """The client of :class:`FedFOR`."""
 
-    method = "FedFOR"
     terms = (FirstOrder,)

@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges, Slot, Term
 
 __all__ = ["FedInit", "FedInitClient", "RelaxedStart"]
 
@@ -44,7 +43,7 @@ class RelaxedStart(Term):
         ("scaffold", "gradient-tracking", "fednova"),
         "FedInit starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
-    ranges: ClassVar[Mapping[str, Range]] = {"beta": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"beta": NOT_NEGATIVE}
     beta: float = 0.1
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -55,7 +54,7 @@ class RelaxedStart(Term):
         return delta, {}, {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
 
 
-class FedInit(RegStrategy):
+class FedInit(MethodStrategy):
     """FedAvg with a relaxed start of each client.
 
     Parameters
@@ -68,14 +67,11 @@ class FedInit(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedInit"
-
     def __init__(self, beta: float = 0.1, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([RelaxedStart(beta)], weighting=weighting, **kwargs)
 
 
-class FedInitClient(RegClient):
+class FedInitClient(MethodClient):
     """The client of :class:`FedInit`."""
 
-    method = "FedInit"
     terms = (RelaxedStart,)

@@ -19,14 +19,12 @@ objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.once import log_once
-from flwr_regs.term import NOT_NEGATIVE, SWITCH, Arrays, ClientContext, Range, Term
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, Arrays, ClientContext, Ranges, Term
 
 __all__ = ["FedProx", "FedProxClient", "Proximal"]
 
@@ -48,7 +46,7 @@ class Proximal(Term):
 
     name: ClassVar[str] = "proximal"
     elementwise: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"mu": NOT_NEGATIVE, "implicit": SWITCH}
+    ranges: ClassVar[Ranges] = {"mu": NOT_NEGATIVE, "implicit": SWITCH}
     mu: float
     implicit: bool = False
 
@@ -65,7 +63,7 @@ class Proximal(Term):
         return {n: g / (1 + ctx.lr * self.mu) for n, g in out.items()} if self.implicit else out
 
 
-class FedProx(RegStrategy):
+class FedProx(MethodStrategy):
     """FedAvg with a proximal term on the clients.
 
     Parameters
@@ -78,14 +76,11 @@ class FedProx(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedProx"
-
     def __init__(self, mu: float, *, implicit: bool = False, **kwargs: Any) -> None:
         super().__init__([Proximal(mu, implicit)], **kwargs)
 
 
-class FedProxClient(RegClient):
+class FedProxClient(MethodClient):
     """The client of :class:`FedProx`."""
 
-    method = "FedProx"
     terms = (Proximal,)

@@ -40,12 +40,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Addresses
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
 from flwr_regs.methods.parts.uploads import as_sent, under
-from flwr_regs.term import POSITIVE, Range
+from flwr_regs.term import POSITIVE, Arrays, ClientContext, Ranges, ServerContext, ServerStep, Slot
 from flwr_regs.wire import keys
 
 __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClient"]
@@ -74,7 +72,7 @@ class GradientTracking(CountsOnSGD, Addresses):
         ),
         "fednova": "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out",
     }
-    ranges: ClassVar[Mapping[str, Range]] = {"server_lr": POSITIVE}
+    ranges: ClassVar[Ranges] = {"server_lr": POSITIVE}
     server_lr: float = 1.0
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -114,7 +112,7 @@ class GradientTracking(CountsOnSGD, Addresses):
         return {**last, **means}, {n: self.server_lr * d for n, d in delta.items()}
 
 
-class VRLSGD(RegStrategy):
+class VRLSGD(MethodStrategy):
     """Variance reduced local SGD (Liang et al. 2019, Alg. 1).
 
     Parameters
@@ -125,20 +123,17 @@ class VRLSGD(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "VRLSGD"
-
     def __init__(self, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([GradientTracking()], weighting=weighting, **kwargs)
 
 
-class VRLSGDClient(RegClient):
+class VRLSGDClient(MethodClient):
     """The client of :class:`VRLSGD`."""
 
-    method = "VRLSGD"
     terms = (GradientTracking,)
 
 
-class FedGATE(RegStrategy):
+class FedGATE(MethodStrategy):
     """Federated averaging with local gradient tracking (Haddadpour et al. 2021).
 
     Parameters
@@ -151,16 +146,13 @@ class FedGATE(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedGATE"
-
     def __init__(
         self, server_lr: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
         super().__init__([GradientTracking(server_lr)], weighting=weighting, **kwargs)
 
 
-class FedGATEClient(RegClient):
+class FedGATEClient(MethodClient):
     """The client of :class:`FedGATE`."""
 
-    method = "FedGATE"
     terms = (GradientTracking,)

@@ -41,28 +41,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Agrees, Checks, Probes, Steers
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
 from flwr_regs.methods.parts.uploads import Sums, check_like, kept, under, unlike_most
-from flwr_regs.term import DECAY, Range, Term
+from flwr_regs.term import DECAY, Ranges, Term
 
-__all__ = [
-    "CorrectedMomentum",
-    "FixedMomentum",
-    "Mime",
-    "MimeClient",
-    "MimeLite",
-    "MimeLiteClient",
-]
+__all__ = ["CorrectedMomentum", "FixedMomentum", "Mime", "MimeClient", "MimeLite", "MimeLiteClient"]
 
 
 class _ServerMomentum(Term, Checks, Steers):
     """The part that both terms share: the server's m, the clients' step with it, the check of uploads."""
 
     keeps_delta: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY}
+    ranges: ClassVar[Ranges] = {"beta": DECAY}
     beta: float
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +178,7 @@ def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
     return {n: a.astype(kinds[n]) for n, a in total.items()}
 
 
-class Mime(RegStrategy):
+class Mime(MethodStrategy):
     """Clients that take the steps of a centralised momentum method (Alg. 1).
 
     Parameters
@@ -199,20 +191,17 @@ class Mime(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "Mime"
-
     def __init__(self, beta: float = 0.9, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([CorrectedMomentum(beta)], weighting=weighting, **kwargs)
 
 
-class MimeClient(RegClient):
+class MimeClient(MethodClient):
     """The client of :class:`Mime`."""
 
-    method = "Mime"
     terms = (CorrectedMomentum,)
 
 
-class MimeLite(RegStrategy):
+class MimeLite(MethodStrategy):
     """Clients that step with the server's momentum, which stands still in a round (Alg. 1).
 
     Parameters
@@ -225,14 +214,11 @@ class MimeLite(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "MimeLite"
-
     def __init__(self, beta: float = 0.9, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([FixedMomentum(beta)], weighting=weighting, **kwargs)
 
 
-class MimeLiteClient(RegClient):
+class MimeLiteClient(MethodClient):
     """The client of :class:`MimeLite`."""
 
-    method = "MimeLite"
     terms = (FixedMomentum,)

@@ -28,15 +28,13 @@ the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Perturbs
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.perturbation import moved, of_length
-from flwr_regs.term import NOT_NEGATIVE, SHARE, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.term import NOT_NEGATIVE, SHARE, Arrays, ClientContext, Ranges, Slot, Term
 
 __all__ = [
     "FedLESAM",
@@ -62,7 +60,7 @@ class LocalPerturbation(Term):
 
     name: ClassVar[str] = "fedsam"
     excludes: ClassVar[tuple[str, ...]] = ("fedlesam",)
-    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE, "share": SHARE}
+    ranges: ClassVar[Ranges] = {"rho": NOT_NEGATIVE, "share": SHARE}
     rho: float
     share: float = 1.0
 
@@ -88,7 +86,7 @@ class GlobalPerturbation(Term, Perturbs):
     name: ClassVar[str] = "fedlesam"
     keeps: ClassVar[str] = "always"
     excludes: ClassVar[tuple[str, ...]] = ("fedsam",)
-    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"rho": NOT_NEGATIVE}
     rho: float
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -101,7 +99,7 @@ class GlobalPerturbation(Term, Perturbs):
         return delta, {}, {n: w.clone() for n, w in ctx.start.items()}
 
 
-class FedSAM(RegStrategy):
+class FedSAM(MethodStrategy):
     """FedAvg with sharpness-aware steps on the clients.
 
     Parameters
@@ -114,20 +112,17 @@ class FedSAM(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedSAM"
-
     def __init__(self, rho: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([LocalPerturbation(rho)], weighting=weighting, **kwargs)
 
 
-class FedSAMClient(RegClient):
+class FedSAMClient(MethodClient):
     """The client of :class:`FedSAM`."""
 
-    method = "FedSAM"
     terms = (LocalPerturbation,)
 
 
-class FedLESAM(RegStrategy):
+class FedLESAM(MethodStrategy):
     """FedAvg with steps that are perturbed along the last change of the global model.
 
     Parameters
@@ -140,14 +135,11 @@ class FedLESAM(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedLESAM"
-
     def __init__(self, rho: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([GlobalPerturbation(rho)], weighting=weighting, **kwargs)
 
 
-class FedLESAMClient(RegClient):
+class FedLESAMClient(MethodClient):
     """The client of :class:`FedLESAM`."""
 
-    method = "FedLESAM"
     terms = (GlobalPerturbation,)

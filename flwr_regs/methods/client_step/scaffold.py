@@ -27,7 +27,6 @@ federated learning" (2020), Alg. 1. Its server averages the clients alike, so ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -36,13 +35,12 @@ from typing import Any, ClassVar
 import torch
 
 from flwr_regs.abilities import Addresses, Checks
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
 from flwr_regs.methods.parts.uploads import Sums, check_like, kept, under, wide
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
-from flwr_regs.term import POSITIVE, Range, Term, one_of
+from flwr_regs.term import POSITIVE, Range, Ranges, Term, one_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST, check_finite
 
@@ -69,7 +67,7 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
         "SCAFFOLD's option 2 derives a client's control variate from its steps of plain SGD, but {}: leave "
         "it out, or give the strategy option=1"
     )
-    ranges: ClassVar[Mapping[str, Range]] = {
+    ranges: ClassVar[Ranges] = {
         "option": Range("1 or 2", lambda v: v in (1, 2), Integral),
         "state": one_of("client", "server"),
     }
@@ -138,7 +136,7 @@ def scaled(server_lr: float) -> list[Term]:
     return [] if server_lr == 1 else [step]
 
 
-class SCAFFOLD(RegStrategy):
+class SCAFFOLD(MethodStrategy):
     """Stochastic controlled averaging: control variates against client drift (Alg. 1).
 
     Parameters
@@ -153,8 +151,6 @@ class SCAFFOLD(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "SCAFFOLD"
-
     def __init__(
         self,
         server_lr: float = 1.0,
@@ -168,8 +164,7 @@ class SCAFFOLD(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class SCAFFOLDClient(RegClient):
+class SCAFFOLDClient(MethodClient):
     """The client of :class:`SCAFFOLD`."""
 
-    method = "SCAFFOLD"
     terms = (ControlVariates,)

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Averages, Steps
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.fedprox import Proximal
-from flwr_regs.term import DECAY, Arrays, Range, ServerContext, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import DECAY, Arrays, Ranges, ServerContext, Slot, Term
 
 __all__ = ["FedACG", "FedACGClient", "LookaheadMomentum"]
 
@@ -43,7 +42,7 @@ class LookaheadMomentum(Term, Steps, Averages):
 
     name: ClassVar[str] = "fedacg"
     reads_lr: ClassVar[bool] = False
-    ranges: ClassVar[Mapping[str, Range]] = {"lam": DECAY}
+    ranges: ClassVar[Ranges] = {"lam": DECAY}
     lam: float = 0.85
 
     def update(
@@ -56,7 +55,7 @@ class LookaheadMomentum(Term, Steps, Averages):
         return {n: z - self.lam * server.get(n, 0.0) for n, z in model.items()}  # w
 
 
-class FedACG(RegStrategy):
+class FedACG(MethodStrategy):
     """FedProx from the point where the server's momentum leads.
 
     Parameters
@@ -71,8 +70,6 @@ class FedACG(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedACG"
-
     def __init__(
         self, lam: float = 0.85, mu: float = 0.01, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
@@ -80,8 +77,7 @@ class FedACG(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedACGClient(RegClient):
+class FedACGClient(MethodClient):
     """The client of :class:`FedACG`."""
 
-    method = "FedACG"
     terms = (Proximal,)

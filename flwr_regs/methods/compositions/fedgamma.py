@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.sam import LocalPerturbation
 from flwr_regs.methods.client_step.scaffold import ControlVariates, scaled
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 
 __all__ = ["FedGAMMA", "FedGAMMAClient"]
 
 
-class FedGAMMA(RegStrategy):
+class FedGAMMA(MethodStrategy):
     """SCAFFOLD (option 2) with sharpness-aware gradients.
 
     Parameters
@@ -41,8 +40,6 @@ class FedGAMMA(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedGAMMA"
-
     def __init__(
         self, rho: float, server_lr: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
@@ -50,8 +47,7 @@ class FedGAMMA(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedGAMMAClient(RegClient):
+class FedGAMMAClient(MethodClient):
     """The client of :class:`FedGAMMA`."""
 
-    method = "FedGAMMA"
     terms = (LocalPerturbation, ControlVariates)

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.client_step.sam import GlobalPerturbation
 from flwr_regs.methods.client_step.scaffold import ControlVariates, scaled
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 
 __all__ = ["FedLESAMD", "FedLESAMDClient", "FedLESAMS", "FedLESAMSClient"]
 
 
-class FedLESAMS(RegStrategy):
+class FedLESAMS(MethodStrategy):
     """SCAFFOLD (option 2) at FedLESAM's points.
 
     Parameters
@@ -47,8 +46,6 @@ class FedLESAMS(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedLESAMS"
-
     def __init__(
         self, rho: float, server_lr: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
@@ -56,14 +53,13 @@ class FedLESAMS(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedLESAMSClient(RegClient):
+class FedLESAMSClient(MethodClient):
     """The client of :class:`FedLESAMS`."""
 
-    method = "FedLESAMS"
     terms = (GlobalPerturbation, ControlVariates)
 
 
-class FedLESAMD(RegStrategy):
+class FedLESAMD(MethodStrategy):
     """FedDyn at FedLESAM's points.
 
     Parameters
@@ -78,8 +74,6 @@ class FedLESAMD(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedLESAMD"
-
     def __init__(
         self, rho: float, alpha: float, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
@@ -87,8 +81,7 @@ class FedLESAMD(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedLESAMDClient(RegClient):
+class FedLESAMDClient(MethodClient):
     """The client of :class:`FedLESAMD`."""
 
-    method = "FedLESAMD"
     terms = (GlobalPerturbation, DynamicRegulariser)

@@ -24,20 +24,18 @@ so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flwr_regs.abilities import Checks, Evolves
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.perturbation import moved, of_length
 from flwr_regs.methods.parts.uploads import Sums, check_like, kept
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Range, Term
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Ranges, Term
 
 __all__ = ["CommonPerturbation", "FedSMOO", "FedSMOOClient"]
 
@@ -56,7 +54,7 @@ class CommonPerturbation(Term, Evolves, Sums, Checks):
     keeps_delta: ClassVar[bool] = True
     keeps_update: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("fedsam", "fedlesam")
-    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"rho": NOT_NEGATIVE}
     rho: float = 0.1
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -88,7 +86,7 @@ class CommonPerturbation(Term, Evolves, Sums, Checks):
         return {n: kept(scale * mu, ctx.params[n]) for n, mu in uploads.items()}, delta
 
 
-class FedSMOO(RegStrategy):
+class FedSMOO(MethodStrategy):
     """FedSpeed with perturbations on which the clients agree (Alg. 1).
 
     Parameters
@@ -104,8 +102,6 @@ class FedSMOO(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedSMOO"
-
     def __init__(
         self, lam: float = 0.1, rho: float = 0.1, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
@@ -114,8 +110,7 @@ class FedSMOO(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedSMOOClient(RegClient):
+class FedSMOOClient(MethodClient):
     """The client of :class:`FedSMOO`."""
 
-    method = "FedSMOO"
     terms = (CommonPerturbation, DynamicRegulariser)

@@ -27,16 +27,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.client_step.sam import LocalPerturbation
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.term import POSITIVE, SHARE, Term
 
 __all__ = ["FedSpeed", "FedSpeedClient"]
 
 
-class FedSpeed(RegStrategy):
+class FedSpeed(MethodStrategy):
     """FedDyn's correction with perturbed gradients (Alg. 1).
 
     Parameters
@@ -54,8 +53,6 @@ class FedSpeed(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedSpeed"
-
     def __init__(
         self,
         lam: float = 0.1,
@@ -71,8 +68,7 @@ class FedSpeed(RegStrategy):
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
-class FedSpeedClient(RegClient):
+class FedSpeedClient(MethodClient):
     """The client of :class:`FedSpeed`."""
 
-    method = "FedSpeed"
     terms = (LocalPerturbation, DynamicRegulariser)

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.fedcm import ClientMomentum
 from flwr_regs.methods.client_step.sam import LocalPerturbation
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 
 __all__ = ["MoFedSAM", "MoFedSAMClient"]
 
 
-class MoFedSAM(RegStrategy):
+class MoFedSAM(MethodStrategy):
     """FedCM with sharpness-aware gradients.
 
     Parameters
@@ -43,8 +42,6 @@ class MoFedSAM(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "MoFedSAM"
-
     def __init__(
         self,
         rho: float = 0.1,
@@ -58,8 +55,7 @@ class MoFedSAM(RegStrategy):
         super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
 
 
-class MoFedSAMClient(RegClient):
+class MoFedSAMClient(MethodClient):
     """The client of :class:`MoFedSAM`."""
 
-    method = "MoFedSAM"
     terms = (LocalPerturbation, ClientMomentum)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from flwr_regs.abilities import Checks
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.once import warn_once
 from flwr_regs.methods.parts.uploads import Sums, check_arrays, joined, under
-from flwr_regs.term import COUNT, NOT_NEGATIVE, SWITCH, Range, Term
+from flwr_regs.term import COUNT, NOT_NEGATIVE, SWITCH, Ranges, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST, check_finite
 
@@ -30,11 +29,7 @@ class FisherSums(Term, Sums, Checks):
     keeps_delta: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "lam": NOT_NEGATIVE,
-        "fisher_samples": COUNT,
-        "implicit": SWITCH,
-    }
+    ranges: ClassVar[Ranges] = {"lam": NOT_NEGATIVE, "fisher_samples": COUNT, "implicit": SWITCH}
     lam: float
     fisher_samples: int | None = None
     implicit: bool = False

@@ -52,7 +52,7 @@ from flwr_regs.abilities import Compresses, TakesBack
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.once import warn_once
 from flwr_regs.methods.parts.uploads import under
-from flwr_regs.term import FRACTION, Range, Term
+from flwr_regs.term import FRACTION, Ranges, Term
 from flwr_regs.wire.arrays import all_finite, pieces
 
 __all__ = ["SparseTernary"]
@@ -94,7 +94,7 @@ class SparseTernary(Term, Compresses, TakesBack):
     """
 
     name: ClassVar[str] = "ternary"
-    ranges: ClassVar[Mapping[str, Range]] = {"density_up": FRACTION, "density_down": FRACTION}
+    ranges: ClassVar[Ranges] = {"density_up": FRACTION, "density_down": FRACTION}
     density_up: float | None = None
     density_down: float | None = None
 

@@ -25,16 +25,14 @@ Source: Deng, Kamani, Mahdavi, "Adaptive personalized federated learning" (2020)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from flwr_regs.abilities import Personalises
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Ranges, Slot, Term, one_of
 
 __all__ = ["APFL", "APFLClient", "MixedModel"]
 
@@ -59,15 +57,14 @@ class MixedModel(Term, Personalises):
     name: ClassVar[str] = "apfl"
     keeps: ClassVar[str] = "always"
     keeps_update: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"alpha": SHARE, "adaptive": SWITCH}
+    ranges: ClassVar[Ranges] = {
+        "alpha": SHARE,
+        "adaptive": SWITCH,
+        "alpha_every": one_of("round", "step"),
+    }
     alpha: float = 0.5
     adaptive: bool = True
     alpha_every: str = "step"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.alpha_every not in ("round", "step"):
-            raise ValueError(f"alpha_every must be 'round' or 'step', not {self.alpha_every!r}")
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         names = list(ctx.start)
@@ -102,7 +99,7 @@ class MixedModel(Term, Personalises):
         return {n: a * ctx.client.get(f"u.{n}", w) + (1 - a) * w for n, w in params.items()}
 
 
-class APFL(RegStrategy):
+class APFL(MethodStrategy):
     """FedAvg, and on each client a mixture of its own model and the global one.
 
     Parameters
@@ -113,16 +110,13 @@ class APFL(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "APFL"
-
     def __init__(
         self, alpha: float = 0.5, adaptive: bool = True, alpha_every: str = "step", **kwargs: Any
     ) -> None:
         super().__init__([MixedModel(alpha, adaptive, alpha_every)], **kwargs)
 
 
-class APFLClient(RegClient):
+class APFLClient(MethodClient):
     """The client of :class:`APFL`."""
 
-    method = "APFL"
     terms = (MixedModel,)

@@ -21,14 +21,12 @@ Source: Li, Hu, Beirami, Smith, "Ditto: Fair and robust federated learning throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Personalises
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Range, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Ranges, Slot, Term
 
 __all__ = ["Ditto", "DittoClient", "PersonalModel"]
 
@@ -48,7 +46,7 @@ class PersonalModel(Term, Personalises):
     name: ClassVar[str] = "ditto"
     keeps: ClassVar[str] = "always"
     keeps_update: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"lam": NOT_NEGATIVE, "personal_lr": POSITIVE}
+    ranges: ClassVar[Ranges] = {"lam": NOT_NEGATIVE, "personal_lr": POSITIVE}
     lam: float = 0.1
     personal_lr: float | None = None
 
@@ -66,7 +64,7 @@ class PersonalModel(Term, Personalises):
         return {n: ctx.client.get(n, p) for n, p in params.items()}
 
 
-class Ditto(RegStrategy):
+class Ditto(MethodStrategy):
     """FedAvg, and a personal model of each client beside it.
 
     Parameters
@@ -77,14 +75,11 @@ class Ditto(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "Ditto"
-
     def __init__(self, lam: float = 0.1, personal_lr: float | None = None, **kwargs: Any) -> None:
         super().__init__([PersonalModel(lam, personal_lr)], **kwargs)
 
 
-class DittoClient(RegClient):
+class DittoClient(MethodClient):
     """The client of :class:`Ditto`."""
 
-    method = "Ditto"
     terms = (PersonalModel,)

@@ -31,18 +31,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Addresses, Checks, Folds, Personalises
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.methods.parts.uploads import check_arrays, joined
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Ranges, Term
 from flwr_regs.wire.arrays import square_sum
 
 __all__ = ["CloudModel", "FedAMP", "FedAMPClient"]
@@ -81,11 +73,7 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
         ),
         "FedAMP starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "lam": NOT_NEGATIVE,
-        "alpha": POSITIVE,
-        "sigma": POSITIVE,
-    }
+    ranges: ClassVar[Ranges] = {"lam": NOT_NEGATIVE, "alpha": POSITIVE, "sigma": POSITIVE}
     lam: float = 0.1
     alpha: float = 0.1
     sigma: float = 1.0
@@ -125,23 +113,19 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
         return {n: ctx.client.get(n, p) for n, p in params.items()}
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if upload:
-            raise ValueError(f"arrays {sorted(upload)}, expected none")
+        check_arrays(upload, {})
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        for n, d in delta.items():
-            acc[f"v{pid}.{n}"] = (ctx.params[n] + d).astype(ctx.params[n].dtype)
-        return acc
+        v = {n: (ctx.params[n] + d).astype(ctx.params[n].dtype) for n, d in delta.items()}
+        return acc | joined(**{f"v{pid}": v})
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         return {**server, **uploads}, delta
 
 
-class FedAMP(RegStrategy):
+class FedAMP(MethodStrategy):
     """Personalised models that attract those of similar clients.
 
     Parameters
@@ -152,16 +136,13 @@ class FedAMP(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedAMP"
-
     def __init__(
         self, lam: float = 0.1, alpha: float = 0.1, sigma: float = 1.0, **kwargs: Any
     ) -> None:
         super().__init__([CloudModel(lam, alpha, sigma)], **kwargs)
 
 
-class FedAMPClient(RegClient):
+class FedAMPClient(MethodClient):
     """The client of :class:`FedAMP`."""
 
-    method = "FedAMP"
     terms = (CloudModel,)

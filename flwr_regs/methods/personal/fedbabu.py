@@ -19,14 +19,13 @@ Alg. 1; Sec. 4 for the parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import FineTunes, Freezes
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import COUNT, POSITIVE, Range, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import COUNT, POSITIVE, Ranges, Term, one_of
 from flwr_regs.wire.arrays import matching, split_patterns
 from flwr_regs.wire.config import PARTS
 
@@ -51,7 +50,11 @@ class FixedHead(Term, Freezes, FineTunes):
     """
 
     name: ClassVar[str] = "fedbabu"
-    ranges: ClassVar[Mapping[str, Range]] = {"personal_epochs": COUNT, "personal_lr": POSITIVE}
+    ranges: ClassVar[Ranges] = {
+        "personal_part": one_of(*PARTS),
+        "personal_epochs": COUNT,
+        "personal_lr": POSITIVE,
+    }
     personal_part: str = "all"
     personal_epochs: int = 5
     personal_lr: float | None = None
@@ -59,8 +62,6 @@ class FixedHead(Term, Freezes, FineTunes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.personal_part not in PARTS:
-            raise ValueError(f"personal_part must be one of {PARTS}, not {self.personal_part!r}")
         if self.layer is not None:
             split_patterns(self.layer, "layer")
 
@@ -85,7 +86,7 @@ class FixedHead(Term, Freezes, FineTunes):
         return {"personalise": "plain", "personal-part": part, "personal-epochs": epochs, **rate}
 
 
-class FedBABU(RegStrategy):
+class FedBABU(MethodStrategy):
     """FedAvg on the body of the model, under an output layer that stays as it was at first.
 
     Parameters
@@ -95,8 +96,6 @@ class FedBABU(RegStrategy):
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
-
-    method = "FedBABU"
 
     def __init__(
         self,
@@ -109,8 +108,7 @@ class FedBABU(RegStrategy):
         super().__init__([FixedHead(personal_part, personal_epochs, personal_lr, layer)], **kwargs)
 
 
-class FedBABUClient(RegClient):
+class FedBABUClient(MethodClient):
     """The client of :class:`FedBABU`."""
 
-    method = "FedBABU"
     terms = (FixedHead,)

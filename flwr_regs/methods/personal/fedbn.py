@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Withholds
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.term import Range, Ranges, Term
 from flwr_regs.wire.arrays import matching, split_patterns
 
 __all__ = ["FedBN", "FedBNClient", "FedPer", "FedPerClient", "LocalBatchNorm", "Private"]
@@ -68,19 +67,18 @@ class Private(Term, Withholds):
     """
 
     name: ClassVar[str] = "private"
+    ranges: ClassVar[Ranges] = {"patterns": Range("a string of names", kind=str)}
     patterns: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.patterns, str):
-            raise ValueError(f"patterns must be a string of names, not {self.patterns!r}")
         split_patterns(self.patterns, "patterns")
 
     def private(self, names: Collection[str]) -> set[str]:
         return matching(split_patterns(self.patterns, "patterns"), names)
 
 
-class FedBN(RegStrategy):
+class FedBN(MethodStrategy):
     """FedAvg with BatchNorm kept on the clients.
 
     Parameters
@@ -89,20 +87,17 @@ class FedBN(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedBN"
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__([LocalBatchNorm()], **kwargs)
 
 
-class FedBNClient(RegClient):
+class FedBNClient(MethodClient):
     """The client of :class:`FedBN`."""
 
-    method = "FedBN"
     terms = (LocalBatchNorm,)
 
 
-class FedPer(RegStrategy):
+class FedPer(MethodStrategy):
     """FedAvg with named layers, such as the classifier, kept on the clients.
 
     Parameters
@@ -113,14 +108,11 @@ class FedPer(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedPer"
-
     def __init__(self, patterns: str, **kwargs: Any) -> None:
         super().__init__([Private(patterns)], **kwargs)
 
 
-class FedPerClient(RegClient):
+class FedPerClient(MethodClient):
     """The client of :class:`FedPer`."""
 
-    method = "FedPer"
     terms = (Private,)

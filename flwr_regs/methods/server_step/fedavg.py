@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 
 __all__ = ["FedAvg", "FedAvgClient"]
 
 
-class FedAvg(RegStrategy):
+class FedAvg(MethodStrategy):
     """Federated averaging.
 
     Parameters
@@ -32,13 +31,9 @@ class FedAvg(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedAvg"
-
     def __init__(self, weighting: str = "num-examples", **kwargs: Any) -> None:
         super().__init__([], weighting=weighting, **kwargs)
 
 
-class FedAvgClient(RegClient):
+class FedAvgClient(MethodClient):
     """The client of :class:`FedAvg`: plain local training."""
-
-    method = "FedAvg"

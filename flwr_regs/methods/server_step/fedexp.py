@@ -25,18 +25,15 @@ Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flwr_regs.abilities import Averages, Steps
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import Sums
-from flwr_regs.term import POSITIVE, Range, Term
+from flwr_regs.term import POSITIVE, Arrays, Ranges, ServerContext, ServerStep, Slot, Term
 from flwr_regs.wire.arrays import square_sum
 
 __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
@@ -54,7 +51,7 @@ class Extrapolation(Term, Steps, Averages, Sums):
 
     name: ClassVar[str] = "fedexp"
     reads_lr: ClassVar[bool] = False
-    ranges: ClassVar[Mapping[str, Range]] = {"eps": POSITIVE}
+    ranges: ClassVar[Ranges] = {"eps": POSITIVE}
     eps: float = 1e-3
 
     def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
@@ -72,7 +69,7 @@ def _square(arrays: Arrays) -> Any:
     return np.asarray(sum(map(square_sum, arrays.values())))
 
 
-class FedExP(RegStrategy):
+class FedExP(MethodStrategy):
     """FedAvg with an adaptive server step size.
 
     Parameters
@@ -85,13 +82,9 @@ class FedExP(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedExP"
-
     def __init__(self, eps: float = 1e-3, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([Extrapolation(eps)], weighting=weighting, **kwargs)
 
 
-class FedExPClient(RegClient):
+class FedExPClient(MethodClient):
     """The client of :class:`FedExP`."""
-
-    method = "FedExP"

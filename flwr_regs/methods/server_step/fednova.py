@@ -35,20 +35,10 @@ from statistics import median
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Restricts, Steers, Weighs
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.hook_contexts import bounded
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot, bounded
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
-from flwr_regs.term import (
-    DECAY,
-    NOT_NEGATIVE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.term import DECAY, NOT_NEGATIVE, Ranges, Term
 
 __all__ = ["FedNova", "FedNovaClient", "NormalizedAveraging"]
 
@@ -72,7 +62,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
         "fedadc": "FedNova's weights would multiply FedADC's momentum, which is in each client's update "
         "whatever its steps: leave one of the two out",
     }
-    ranges: ClassVar[Mapping[str, Range]] = {"momentum": DECAY, "mu": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"momentum": DECAY, "mu": NOT_NEGATIVE}
     momentum: float = 0.0
     mu: float = 0.0
 
@@ -125,7 +115,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
         return {k: p * effective / a[k] for k, p in weights.items()}
 
 
-class FedNova(RegStrategy):
+class FedNova(MethodStrategy):
     """FedAvg with normalised averaging of clients that take unequally many local steps.
 
     Parameters
@@ -137,14 +127,11 @@ class FedNova(RegStrategy):
         weighs the updates too, is refused.
     """
 
-    method = "FedNova"
-
     def __init__(self, momentum: float = 0.0, mu: float = 0.0, **kwargs: Any) -> None:
         super().__init__([NormalizedAveraging(momentum, mu)], **kwargs)
 
 
-class FedNovaClient(RegClient):
+class FedNovaClient(MethodClient):
     """The client of :class:`FedNova`."""
 
-    method = "FedNova"
     terms = (NormalizedAveraging,)

@@ -32,12 +32,11 @@ import torch
 
 from flwr_regs.abilities import Steps
 from flwr_regs.client.train.optimizer import load_state, state_of
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept, under
 from flwr_regs.server.options import Options
-from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Term, one_of
+from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Ranges, Term, one_of
 from flwr_regs.wire.config import OPTIMIZERS, check_arguments, nearest
 
 __all__ = [
@@ -158,7 +157,7 @@ class AdaptiveServer(Term, Steps):
 
     name: ClassVar[str] = "adaptive-server"
     reads_lr: ClassVar[bool] = False
-    ranges: ClassVar[Mapping[str, Range]] = {
+    ranges: ClassVar[Ranges] = {
         "lr": POSITIVE,
         "beta_1": DECAY,
         "beta_2": DECAY,
@@ -199,7 +198,7 @@ class AdaptiveServer(Term, Steps):
         return new, step
 
 
-class FedOpt(RegStrategy):
+class FedOpt(MethodStrategy):
     """Generalised FedAvg with any torch optimiser on the server.
 
     Parameters
@@ -221,8 +220,6 @@ class FedOpt(RegStrategy):
     TypeError
         An argument that neither the optimiser nor a strategy takes.
     """
-
-    method = "FedOpt"
 
     def __init__(
         self,
@@ -258,16 +255,12 @@ def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Factory, dic
     return make, {k: v for k, v in kwargs.items() if k in settings}
 
 
-class FedOptClient(RegClient):
+class FedOptClient(MethodClient):
     """The client of :class:`FedOpt`: local training with the optimiser that it is given."""
 
-    method = "FedOpt"
 
-
-class FedAvgM(RegStrategy):
+class FedAvgM(MethodStrategy):
     """FedAvg with momentum on the server, by torch's SGD (Hsu et al. 2019)."""
-
-    method = "FedAvgM"
 
     def __init__(
         self,
@@ -282,19 +275,16 @@ class FedAvgM(RegStrategy):
         super().__init__([TorchServerOptimizer(make, server_lr_schedule)], **kwargs)
 
 
-class FedAvgMClient(RegClient):
+class FedAvgMClient(MethodClient):
     """The client of :class:`FedAvgM`."""
 
-    method = "FedAvgM"
 
-
-class FedAdam(RegStrategy):
+class FedAdam(MethodStrategy):
     """FedAvg with Adam on the server (Reddi et al. 2021).
 
     Parameters as in :class:`AdaptiveServer`.
     """
 
-    method = "FedAdam"
     rule: ClassVar[str] = "adam"
 
     def __init__(
@@ -314,10 +304,8 @@ class FedAdam(RegStrategy):
         super().__init__([term], **kwargs)
 
 
-class FedAdamClient(RegClient):
+class FedAdamClient(MethodClient):
     """The client of :class:`FedAdam`."""
-
-    method = "FedAdam"
 
 
 class FedYogi(FedAdam):
@@ -330,10 +318,8 @@ class FedYogi(FedAdam):
     rule = "yogi"
 
 
-class FedYogiClient(RegClient):
+class FedYogiClient(MethodClient):
     """The client of :class:`FedYogi`."""
-
-    method = "FedYogi"
 
 
 class FedAdagrad(FedAdam):
@@ -357,7 +343,5 @@ class FedAdagrad(FedAdam):
         super().__init__(server_lr, beta_1, 0.0, tau, initial_v, server_lr_schedule, **kwargs)
 
 
-class FedAdagradClient(RegClient):
+class FedAdagradClient(MethodClient):
     """The client of :class:`FedAdagrad`."""
-
-    method = "FedAdagrad"

@@ -32,11 +32,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Folds, Restricts
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept
-from flwr_regs.term import Term
+from flwr_regs.term import Arrays, ServerContext, ServerStep, Slot, Term
 from flwr_regs.wire import keys
 
 __all__ = ["FedVARP", "FedVARPClient", "LastUpdates"]
@@ -75,7 +73,7 @@ class LastUpdates(Term, Folds, Restricts):
         return {**server, **uploads}, step
 
 
-class FedVARP(RegStrategy):
+class FedVARP(MethodStrategy):
     """FedAvg without the variance of partial participation (Alg. 1).
 
     Parameters
@@ -86,14 +84,11 @@ class FedVARP(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "FedVARP"
-
     def __init__(self, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([LastUpdates()], weighting=weighting, **kwargs)
 
 
-class FedVARPClient(RegClient):
+class FedVARPClient(MethodClient):
     """The client of :class:`FedVARP`."""
 
-    method = "FedVARP"
     terms = ()

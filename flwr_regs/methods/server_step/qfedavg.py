@@ -33,9 +33,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Checks, Weighs
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.methods.parts.uploads import check_arrays
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges, ServerContext, Slot, Term
 
 __all__ = ["FairWeights", "QFedAvg", "QFedAvgClient"]
 
@@ -62,16 +62,14 @@ class FairWeights(Term, Weighs, Checks):
     name: ClassVar[str] = "qfedavg"
     robust: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
-    ranges: ClassVar[Mapping[str, Range]] = {"q": NOT_NEGATIVE}
+    ranges: ClassVar[Ranges] = {"q": NOT_NEGATIVE}
     q: float
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {"loss": ctx.mean_loss(ctx.start).double()}, {}
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if upload.keys() != {"loss"} or upload["loss"].shape or upload["loss"].dtype.kind != "f":
-            kinds = {key: (str(a.dtype), a.shape) for key, a in upload.items()}
-            raise ValueError(f"{kinds}, expected one float 'loss' of shape ()")
+        check_arrays(upload, {"loss": ("floats", ())})
         if not upload["loss"] >= 0:
             loss = float(upload["loss"])
             raise ValueError(f"a mean loss of {loss:.3g}, but its power needs at least 0")
@@ -100,7 +98,7 @@ class FairWeights(Term, Weighs, Checks):
         return {k: share[k] * min(r**q / total, 1.0) for k, r in ratio.items()}
 
 
-class QFedAvg(RegStrategy):
+class QFedAvg(MethodStrategy):
     """FedAvg with weights for a fairer spread of the loss over the clients.
 
     Parameters
@@ -113,14 +111,11 @@ class QFedAvg(RegStrategy):
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    method = "QFedAvg"
-
     def __init__(self, q: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
         super().__init__([FairWeights(q)], weighting=weighting, **kwargs)
 
 
-class QFedAvgClient(RegClient):
+class QFedAvgClient(MethodClient):
     """The client of :class:`QFedAvg`."""
 
-    method = "QFedAvg"
     terms = (FairWeights,)
