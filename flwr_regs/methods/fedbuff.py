@@ -66,14 +66,11 @@ ASSUMES: tuple[tuple[type, str], ...] = (
     (Personalises, "trains a client's own model beside the global one of each round"),
     (Carries, "hands the clients' optimisers on from round to round"),
 )
-FINISHES = "sends something of a round, or keeps it for the next, in `finish`"
 REFUSED = {
     "incomplete": "it weighs the updates of a cohort; use 'average' or 'drop'",
     "privacy": "its noise is for the mean over a cohort that was drawn at random",
-    "cohorts": "clients begin one by one",
-    "overlap": "clients begin one by one",
+    **dict.fromkeys(("cohorts", "overlap", "retry_cohort"), "clients begin one by one"),
     "downlink": "clients begin from models of many rounds",
-    "retry_cohort": "clients begin one by one",
     "drop_inactive": "it counts a client's turns by rounds",
 }
 """Settings that must have their default -> why."""
@@ -96,9 +93,7 @@ class Buffer(Term):
         super().__post_init__()
         known = self.seconds in [*DURATIONS] or callable(self.seconds)
         if not known and not POSITIVE.fits(self.seconds):
-            expected = (
-                f"one of {', '.join(DURATIONS)}, a positive number, or a function of (client, turn)"
-            )
+            expected = f"one of {', '.join(DURATIONS)}, a number, or a function of (client, turn)"
             raise ParameterError("FedBuff", "seconds", expected, self.seconds)
 
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
@@ -220,9 +215,7 @@ class BufferedTraining(Training):
             for pid in drawn:
                 sent, again = request.parcels[pid], began.count(pid)
                 if again:  # other batches than from the same model before
-                    seed = np.random.SeedSequence(
-                        (options.seed, number, pid, again)
-                    ).generate_state(1)
+                    seed = np.random.SeedSequence((*key, pid, again)).generate_state(1)
                     sent = replace(sent, config={**sent.config, keys.SEED_KEY: int(seed[0])})
                 took = 0.0 if elsewhere else plan.duration(options.seed, pid, self._turns)
                 self._at_work[pid] = self._turns, self._clock + took, sent
@@ -348,7 +341,8 @@ class FedBuff(RegStrategy):
     ) -> None:
         for t in chain(check_instances(terms, "FedBuff")).terms:
             reasons = [why for ability, why in ASSUMES if isinstance(t, ability)]
-            reasons += [FINISHES] * t.acts("finish")
+            if t.acts("finish"):
+                reasons.append("sends something of a round, or keeps it for the next, in `finish`")
             if reasons:
                 methods = [m.name for m in METHODS.values() if type(t).__name__ in m.terms]
                 named = f"'{t.name}'" + (f" (of {', '.join(methods)})" if methods else "")

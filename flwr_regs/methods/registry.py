@@ -145,17 +145,14 @@ class Method:
         return (self.name, self.client, *(t for t in self.terms if HOMES[t] == self.module))
 
 
-_ROWS = Path(__file__).with_suffix(".toml")
 COMPOSITIONS = Path(__file__).with_name("compositions.toml")
 """Method -> a reason -> what it refuses for that; ``python docs/hooks/compositions.py`` writes it."""
 TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 METHODS: dict[str, Method] = {
     name: Method(**{**row, "terms": tuple(row["terms"])})
-    for name, row in tomllib.loads(_ROWS.read_text(encoding="utf-8")).items()
+    for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 """Name of the strategy -> row, in the order of the tables."""
-HOMES: dict[str, str] = {
-    t: row.module for row in [*METHODS.values()][::-1] for t in row.terms
-} | TERMS
+HOMES: dict[str, str] = {t: m.module for m in reversed(METHODS.values()) for t in m.terms} | TERMS
 """Term -> file in ``flwr_regs/methods/``: that of the first row that has the term."""

@@ -302,7 +302,7 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
         (
             {"seconds": "normal"},
-            "one of half-normal, exponential, uniform, a positive number, or a func",
+            "one of half-normal, exponential, uniform, a number, or a func",
         ),
     ],
 )

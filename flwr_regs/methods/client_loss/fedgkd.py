@@ -67,8 +67,7 @@ class PastModels(Term):
 
     def _past(self, server: Slot) -> list[Arrays]:
         """Return the last models that the server keeps: that before ``w_t``, the one before it, …"""
-        models = (under(server, f"{age}.") for age in range(1, self.models))
-        return [model for model in models if model]
+        return [m for age in range(1, self.models) if (m := under(server, f"{age}."))]
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         check_classes(ctx, "FedGKD")

@@ -78,10 +78,8 @@ class _Means(Term, Checks, Agrees):
         check_arrays(upload, {"delta": ("floats", (size,))})
         seen = [row.size for row in server.values()]
         if not size or (len(seen) > 1 and size != seen[0]):  # a single one may be the wrong one
-            expected = seen[0] if seen else "at least 1"
-            raise ValueError(
-                f"'delta' has {size} entries, expected {expected}, as those seen so far"
-            )
+            expected = f"{seen[0]} as before" if seen else "at least 1"
+            raise ValueError(f"'delta' has {size} entries, expected {expected}")
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
         sizes = {pid: u["delta"].size for pid, u in uploads.items()}

@@ -225,11 +225,9 @@ class EFL(MethodStrategy):
         sums_density: float | None = None,
         **kwargs: Any,
     ) -> None:
-        terms = [
-            Elastic(lam, fisher_samples, implicit, sums_bits, sums_every, sums_density),
-            SparseTernary(density_up, density_down),
-        ]
-        super().__init__(terms, incomplete=incomplete, **kwargs)
+        elastic = Elastic(lam, fisher_samples, implicit, sums_bits, sums_every, sums_density)
+        coded = SparseTernary(density_up, density_down)
+        super().__init__([elastic, coded], incomplete=incomplete, **kwargs)
 
 
 class EFLClient(MethodClient):

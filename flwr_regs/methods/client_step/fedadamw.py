@@ -29,7 +29,7 @@ guarantees for federated large models" (2026). Its server averages the clients a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from flwr_regs.abilities import Carries, Checks, Steers
 from flwr_regs.methods.parts.last_step import steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
-from flwr_regs.methods.parts.uploads import Sums, check_arrays
+from flwr_regs.methods.parts.uploads import Sums, check_arrays, joined, under, wide
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Ranges, ServerContext, Slot, Term
 
 __all__ = ["FedAdamW", "FedAdamWClient", "SharedMoments"]
@@ -59,7 +59,7 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
     name: ClassVar[str] = "fedadamw"
     keeps_delta: ClassVar[bool] = True
     keeps_update: ClassVar[bool] = True
-    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys(
         ("scaffold", "gradient-tracking", "fedadc", "fednova", "mime", "mime-lite"),
         "FedAdamW's clients run AdamW, but the other counts on steps of SGD: keep one",
     )
@@ -98,12 +98,11 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
         return state
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        upload: Slot = {}
-        for n, d in delta.items():
-            wide = torch.promote_types(d.dtype, torch.float32)
-            upload[f"exp_avg_sq.{n}"] = ctx.optimizer_state[f"exp_avg_sq.{n}"].to(wide)
-        zero = torch.zeros((), dtype=wide)
-        return delta, {**upload, "step": zero + ctx.broadcast.get("step", 0) + ctx.num_steps}, {}
+        state = under(ctx.optimizer_state, "exp_avg_sq.")
+        v = {n: state[n].to(wide(d).dtype) for n, d in delta.items()}
+        zero = torch.zeros((), dtype=[*v.values()][-1].dtype)
+        steps = zero + ctx.broadcast.get("step", 0) + ctx.num_steps
+        return delta, {**joined(exp_avg_sq=v), "step": steps}, {}
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         shapes: dict[str, Any] = {f"exp_avg_sq.{n}": ("floats", p.shape) for n, p in params.items()}

@@ -55,10 +55,7 @@ class ClientMomentum(LastStep):
             return grads
         self._warn(ctx)
         rest = (1 - self.alpha) / steps_to_spread(ctx)
-        return {
-            n: self.alpha * g + rest * ctx.broadcast[n] if n in ctx.broadcast else g
-            for n, g in grads.items()
-        }
+        return {n: self.alpha * g + rest * ctx.broadcast[n] for n, g in grads.items()}
 
     def _warn(self, ctx: ClientContext) -> None:
         """Log once that the client's optimiser makes the repeated step larger than the step itself."""

@@ -25,7 +25,6 @@ regularization" (2021), Alg. 1. Its server averages the clients alike, so ``weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +33,7 @@ import numpy as np
 from flwr_regs.abilities import Steps
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.methods.parts.uploads import Sums, as_sent, kept
+from flwr_regs.methods.parts.uploads import Sums, as_sent, joined, kept, under
 from flwr_regs.term import POSITIVE, Ranges, Term
 
 __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]
@@ -53,7 +52,7 @@ class DynamicRegulariser(Term, Steps, Sums):
 
     name: ClassVar[str] = "feddyn"
     elementwise: ClassVar[bool] = True
-    excludes: ClassVar[Mapping[str, str]] = {
+    excludes: ClassVar[dict[str, str]] = {
         "scaffold": "each corrects the same drift, which would count twice: keep one"
     }
     ranges: ClassVar[Ranges] = {"alpha": POSITIVE}
@@ -70,7 +69,7 @@ class DynamicRegulariser(Term, Steps, Sums):
         return delta, {}, {n: ctx.client.get(n, 0.0) - self.alpha * d for n, d in moved.items()}
 
     def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
-        return {**{f"sum.{n}": d for n, d in delta.items()}, f"counts.{pid}": np.ones(())}
+        return {**joined(sum=delta), f"counts.{pid}": np.ones(())}
 
     def adds(self, key: str) -> bool:
         return key.startswith("sum.")
@@ -78,10 +77,9 @@ class DynamicRegulariser(Term, Steps, Sums):
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         # A robust aggregator that selects clients gives n times their mean: only their h_k count.
         counted = sum(not self.adds(key) for key in uploads) / max(len(ctx.weights), 1)
-        new: Slot = {}
-        for n, w in ctx.params.items():
-            rise = self.alpha / ctx.population * counted * uploads.get(f"sum.{n}", 0.0)
-            new[n] = kept(server.get(n, 0.0) - rise, w)
+        rate, total = self.alpha / ctx.population * counted, under(uploads, "sum.")
+        rise = {n: rate * total.get(n, 0.0) for n in ctx.params}
+        new = {n: kept(server.get(n, 0.0) - rise[n], w) for n, w in ctx.params.items()}
         return new, {n: d - new[n] / self.alpha for n, d in delta.items()}
 
 

@@ -16,7 +16,6 @@ initialization" (2023), Alg. 1. Its server averages the clients alike, so ``weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ class RelaxedStart(Term):
     name: ClassVar[str] = "fedinit"
     keeps: ClassVar[str] = "always"
     keeps_update: ClassVar[bool] = True
-    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys(
         ("scaffold", "gradient-tracking", "fednova"),
         "FedInit starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )

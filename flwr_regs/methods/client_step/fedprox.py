@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.methods.parts.once import log_once
+from flwr_regs.methods.parts.once import log_once, unstable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Arrays, ClientContext, Ranges, Term
 
 __all__ = ["FedProx", "FedProxClient", "Proximal"]
@@ -52,12 +52,7 @@ class Proximal(Term):
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.implicit and ctx.lr * self.mu > 2:
-            text = (
-                f"'{self.name}' has mu={self.mu:g}, but its explicit steps are stable only up to "
-                f"mu={2 / ctx.lr:.3g} (as η is now): the model may diverge. Use a smaller mu, or "
-                "implicit=True"
-            )
-            log_once(text, self.name, ctx)
+            log_once(unstable(self.name, "mu", self.mu, 2 / ctx.lr, "η is"), self.name, ctx)
         # ∇h_k, in place: a sum into a third array takes several times as long
         out = {n: (params[n] - ctx.start[n]).mul_(self.mu).add_(g) for n, g in grads.items()}
         return {n: g / (1 + ctx.lr * self.mu) for n, g in out.items()} if self.implicit else out

@@ -49,6 +49,9 @@ from flwr_regs.wire import keys
 __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClient"]
 
 
+SAME_DRIFT = "each corrects the same drift, which would count twice: keep one"
+
+
 @dataclass(frozen=True)
 class GradientTracking(CountsOnSGD, Addresses):
     """The correction ``−d_k`` of each gradient, and FedGATE's step size γ.
@@ -66,10 +69,8 @@ class GradientTracking(CountsOnSGD, Addresses):
         "leave it out"
     )
     excludes: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("scaffold", "feddyn"),
-            "each corrects the same drift, which would count twice: keep one",
-        ),
+        "scaffold": SAME_DRIFT,
+        "feddyn": SAME_DRIFT,
         "fednova": "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out",
     }
     ranges: ClassVar[Ranges] = {"server_lr": POSITIVE}

@@ -60,10 +60,8 @@ class _ServerMomentum(Term, Checks, Steers):
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         acts = self.acts("client_optimizer")
         if acts and (what := unlike_sgd(optimizer, (*PLAIN, "weight_decay"))):
-            raise ValueError(
-                f"Mime's clients take the server's steps, by plain SGD, but {what} may take other steps: "
-                "leave it out"
-            )
+            why = f"by plain SGD, but {what} may take other steps: leave it out"
+            raise ValueError(f"Mime's clients take the server's steps, {why}")
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -170,12 +168,10 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
 
 def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
     """Return ``c = Σ p_k ∇F_k(w_t)``, summed in float64, in the gradients' dtypes."""
-    total: Slot = {}
-    for pid, probe in probes.items():
-        for n, g in probe.items():
-            total[n] = total.get(n, 0.0) + weights[pid] * np.asarray(g, dtype=np.float64)
-    kinds = {n: g.dtype for probe in probes.values() for n, g in probe.items()}
-    return {n: a.astype(kinds[n]) for n, a in total.items()}
+    wide = {pid: {n: np.asarray(g, np.float64) for n, g in p.items()} for pid, p in probes.items()}
+    names = next(iter(probes.values()), {})
+    total = {n: sum(weights[pid] * g[n] for pid, g in wide.items()) for n in names}
+    return {n: np.asarray(a, dtype=names[n].dtype) for n, a in total.items()}
 
 
 class Mime(MethodStrategy):

@@ -84,21 +84,19 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
         c, c_k = under(server, "c."), under(server, f"c{pid}.")
         return {n: a - c_k.get(n, 0) for n, a in c.items()} if self.state == "server" else {}
 
-    def _correction(self, name: str, ctx: ClientContext) -> Any:
-        """Return one parameter's ``c − c_k``; what is missing is 0."""
-        return ctx.broadcast.get(name, 0.0) - ctx.client.get(name, 0.0)
-
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         c, c_k = ctx.broadcast, ctx.client
         return {n: (g - c_k.get(n, 0.0)).add_(c.get(n, 0.0)) for n, g in grads.items()}  # line 11
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        # c − c_k; what is missing is 0
+        correction = {n: ctx.broadcast.get(n, 0.0) - ctx.client.get(n, 0.0) for n in delta}
         if self.option == 1:
             full = ctx.mean_gradient(ctx.start)
-            x = {n: full[n] + self._correction(n, ctx) for n in delta}
+            x = {n: full[n] + c for n, c in correction.items()}
         else:
             x = {n: -wide(d) / (ctx.num_steps * ctx.lr) for n, d in delta.items()}
-        next_c = {n: a - self._correction(n, ctx) for n, a in x.items()}  # c_k⁺, line 13
+        next_c = {n: a - correction[n] for n, a in x.items()}  # c_k⁺, line 13
         derived = self.option == 2 and ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
         return delta, {} if derived else x, {} if self.state == "server" else next_c
 
@@ -132,8 +130,8 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
 def scaled(server_lr: float) -> list[Term]:
     """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
     POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
-    step = TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr))
-    return [] if server_lr == 1 else [step]
+    make = partial(torch.optim.SGD, lr=server_lr)
+    return [] if server_lr == 1 else [TorchServerOptimizer(make)]
 
 
 class SCAFFOLD(MethodStrategy):

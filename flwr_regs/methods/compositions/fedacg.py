@@ -18,14 +18,13 @@ Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Averages, Steps
 from flwr_regs.methods.client_step.fedprox import Proximal
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.term import DECAY, Arrays, Ranges, ServerContext, Slot, Term
+from flwr_regs.term import DECAY, Arrays, Ranges, ServerContext, ServerStep, Slot, Term
 
 __all__ = ["FedACG", "FedACGClient", "LookaheadMomentum"]
 
@@ -45,9 +44,7 @@ class LookaheadMomentum(Term, Steps, Averages):
     ranges: ClassVar[Ranges] = {"lam": DECAY}
     lam: float = 0.85
 
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         m = {n: self.lam * server.get(n, 0.0) + d for n, d in delta.items()}
         return m, {n: d + self.lam * m[n] for n, d in delta.items()}
 

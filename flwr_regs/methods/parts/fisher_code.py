@@ -100,7 +100,13 @@ class SumsCode:
         if self.half and not (slot["scale"] > 0).all():
             raise ValueError(f"'scale' is {slot['scale']}, expected positive numbers")
         if self.density is not None:
-            _check_positions(slot["low"], slot["counts"], sum(p.size for p in params.values()))
+            low, counts = slot["low"], slot["counts"].astype(np.int64)
+            if (counts < 0).any() or counts.sum() != low.size:
+                raise ValueError(f"'counts' must add up to {low.size}, none of them negative")
+            at, n = np.repeat(np.arange(counts.size), counts), sum(p.size for p in params.values())
+            at = at * BLOCK + low
+            if (np.diff(at) <= 0).any() or (at.size and at[-1] >= n):
+                raise ValueError(f"positions in 'low' and 'counts' must ascend and be below {n}")
         tensors = {key: torch.tensor(a) for key, a in slot.items()}  # copies: it may be read-only
         sums = {key: a.numpy() for key, a in self.decode(tensors, like).items()}
         check_finite(sums, "the decoded sums", largest=LARGEST)  # the scale can make them larger
@@ -128,13 +134,3 @@ def _positions(low: Any, counts: Any) -> Any:
     passed = torch.zeros(low.shape[0] + 1, dtype=torch.int64, device=low.device)
     blocks = passed.scatter_add(0, ends, torch.ones_like(ends)).cumsum(0)[:-1]
     return blocks * BLOCK + low
-
-
-def _check_positions(low: np.ndarray, counts: np.ndarray, n: int) -> None:
-    """Raise ValueError unless the positions ascend and are below n."""
-    wide = counts.astype(np.int64)
-    if (wide < 0).any() or wide.sum() != low.size:
-        raise ValueError(f"'counts' must add up to {low.size}, none of them negative")
-    at = np.repeat(np.arange(wide.size), wide) * BLOCK + low
-    if (np.diff(at) <= 0).any() or (at.size and at[-1] >= n):
-        raise ValueError(f"positions must ascend and be below {n}, but 'low' and 'counts' do not")

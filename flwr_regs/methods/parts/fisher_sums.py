@@ -10,7 +10,7 @@ import torch
 
 from flwr_regs.abilities import Checks
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
-from flwr_regs.methods.parts.once import warn_once
+from flwr_regs.methods.parts.once import unstable, warn_once
 from flwr_regs.methods.parts.uploads import Sums, check_arrays, joined, under
 from flwr_regs.term import COUNT, NOT_NEGATIVE, SWITCH, Ranges, Term
 from flwr_regs.wire import keys
@@ -100,10 +100,6 @@ class FisherSums(Term, Sums, Checks):
         new = {key: total.astype(np.float32) for key, total in uploads.items()}  # U, V
         largest = max((a.max(initial=0) for a in under(new, "U.").values()), default=0)
         most = 2 / (ctx.lr * self.times * largest) if largest else np.inf
-        text = (
-            f"'{self.name}' has lam={self.lam:g}, but its explicit steps are stable only up to "
-            f"lam={most:.3g} (as η and U are now): the model may diverge. Use a smaller lam, or "
-            "implicit=True"
-        )
         strong = self.lam > most and not self.implicit
-        return new | warn_once("warned", server, text if strong else ""), delta
+        text = unstable(self.name, "lam", self.lam, most, "η and U are") if strong else ""
+        return new | warn_once("warned", server, text), delta

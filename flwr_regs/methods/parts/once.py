@@ -22,6 +22,14 @@ def log_once(text: str, name: str, ctx: ClientContext) -> None:
         LOG.warning(text)
 
 
+def unstable(name: str, setting: str, value: float, most: float, now: str) -> str:
+    """Return what to say of the pull of a term `name` whose explicit steps are too long."""
+    return (
+        f"'{name}' has {setting}={value:g}, but its explicit steps are stable only up to {setting}="
+        f"{most:.3g} (as {now} now): the model may diverge. Use a smaller {setting}, or implicit=True"
+    )
+
+
 def warn_once(key: str, server: Slot, text: str) -> Slot:
     """Log a server's warning, if there is a text and `server` has no note `key`; return the note."""
     if text and key not in server:

@@ -57,7 +57,6 @@ def with_settings(optimizer: Callable[..., Any], **settings: float) -> Callable[
     except TypeError:
         raise ValueError(
             f"the method sets {' and '.join(settings)} of the client's optimiser, which its factory does "
-            "not take: give torch.optim.SGD, or lambda params, **settings: torch.optim.SGD(params, "
-            "**settings)"
+            "not take: give torch.optim.SGD, or a function of (params, **settings) that returns one"
         ) from None
     return partial(optimizer, **settings)

@@ -154,8 +154,7 @@ def sparse_ternary(update: Arrays, density: float) -> Arrays:
     least = size.topk(k, sorted=False).values.min()
     tied = size == least
     keep = (size > least) | (tied & (tied.cumsum(0) <= k - (size > least).sum()))
-    mu = (size * keep).sum(dtype=torch.float64) / k
-    mu = mu.to(flat.dtype)
+    mu = ((size * keep).sum(dtype=torch.float64) / k).to(flat.dtype)
     # + 0 turns negative zero, which the codec cannot carry, into positive zero; one NaN makes all NaN
     sent = torch.where(keep, mu * flat.sign(), 0.0) + 0.0 * mu
     parts = torch.split(sent, [t.numel() for t in update.values()])
@@ -234,10 +233,8 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
             raise CodecError(f"mu {mu!r} becomes {values[2]!s} in {a.dtype} of array '{name}'")
     below, _, above = np.sum([*counts.values()], axis=0)
     if (above, below) != (plus, minus):
-        raise CodecError(
-            f"the body holds {above} positive and {below} negative entries, but the header says "
-            f"{plus} and {minus}"
-        )
+        found = f"{above} positive and {below} negative entries"
+        raise CodecError(f"the body holds {found}, but the header says {plus} and {minus}")
     if not coder.is_empty():  # with correct counts, only encode's own output passes this check
         raise CodecError("the body holds more than the header's number of entries")
     widest = max((name for name in out if counts[name].any()), key=lambda name: out[name].itemsize)
@@ -293,9 +290,7 @@ def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
 
 def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind != "f" or dtype.itemsize > 8:
-        raise CodecError(
-            f"array '{name}' has dtype {dtype}, expected one of float16, float32 and float64"
-        )
+        raise CodecError(f"array '{name}' has dtype {dtype}, expected float16, float32 or float64")
 
 
 def _cast(value: Any, dtype: np.dtype[Any]) -> Any:

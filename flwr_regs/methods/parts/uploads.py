@@ -35,8 +35,7 @@ class Sums(Folds):
 
 def kept(a: Any, like: Any = None) -> np.ndarray:
     """Return what the server keeps of an array: in its dtype, or that of `like`, but float32 at least."""
-    dtype = (a if like is None else like).dtype
-    return np.asarray(a, dtype=np.promote_types(dtype, np.float32))
+    return np.asarray(a, np.promote_types((a if like is None else like).dtype, np.float32))
 
 
 def wide(a: Any) -> Any:
@@ -74,11 +73,8 @@ def unlike_most(claims: Mapping[int, T], what: str, size: Callable[[T], int]) ->
     """Return why, for clients that claim another thing than most; of equally many, the largest counts."""
     each = sorted(claims.values(), key=size, reverse=True)
     usual = max(each, key=each.count, default=None)
-    return {
-        pid: f"{what.format(claim)}, but most clients' {usual}"
-        for pid, claim in claims.items()
-        if claim != usual
-    }
+    text = what + ", but most clients' {}"
+    return {pid: text.format(claim, usual) for pid, claim in claims.items() if claim != usual}
 
 
 def as_sent(delta: Arrays, ctx: ClientContext) -> Arrays:

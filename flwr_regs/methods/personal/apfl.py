@@ -32,6 +32,7 @@ import torch
 
 from flwr_regs.abilities import Personalises
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
+from flwr_regs.methods.parts.uploads import joined, under
 from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Ranges, Slot, Term, one_of
 
 __all__ = ["APFL", "APFLClient", "MixedModel"]
@@ -67,13 +68,11 @@ class MixedModel(Term, Personalises):
     alpha_every: str = "step"
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        names = list(ctx.start)
-
         def loss(p: Arrays, at: ClientContext) -> Any:
-            v = {n: p[f"v.{n}"] for n in names}
+            u, v = under(p, "u."), under(p, "v.")
             learns, a = p[LEARNS].detach(), p[WEIGHT]
             a = learns * a + (1 - learns) * a.detach()
-            mixed = {n: a * p[f"u.{n}"] + (1 - a) * v[n].detach() for n in names}
+            mixed = {n: a * u[n] + (1 - a) * w.detach() for n, w in v.items()}
             return sum(at.loss_fn(at.output_at(model), at.targets) for model in (v, mixed))
 
         def stepped(p: Arrays) -> Arrays:
@@ -82,7 +81,7 @@ class MixedModel(Term, Personalises):
 
         kept: Slot = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
         kept[WEIGHT] = self._share(ctx)
-        both = {**kept, **{f"v.{n}": w for n, w in ctx.start.items()}}
+        both = kept | joined(v=ctx.start)
         both[LEARNS] = torch.full_like(kept[WEIGHT], float(self.adaptive))
         end = ctx.train(both, loss, ctx.num_steps, after=stepped)
         return delta, {}, {key: end[key] for key in kept}
@@ -90,9 +89,8 @@ class MixedModel(Term, Personalises):
     def _share(self, ctx: ClientContext) -> Any:
         """Return a_k as the client's last round left it."""
         like = next(iter(ctx.start.values()))
-        return ctx.client.get(
-            WEIGHT, torch.tensor(self.alpha, dtype=like.dtype, device=like.device)
-        )
+        first = torch.tensor(self.alpha, dtype=like.dtype, device=like.device)
+        return ctx.client.get(WEIGHT, first)
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
         a = self._share(ctx)

@@ -26,7 +26,6 @@ data" (2021), Alg. 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,16 +59,10 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
     keeps_delta: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
-    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys(
         (
-            "scaffold",
-            "fedadc",
-            "gradient-tracking",
-            "feddyn",
-            "fednova",
-            "qfedavg",
-            "fedexp",
-            "mime",
+            *("scaffold", "fedadc", "gradient-tracking", "feddyn"),
+            *("fednova", "qfedavg", "fedexp", "mime"),
         ),
         "FedAMP starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
@@ -84,8 +77,7 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
             who, _, name = key.partition(".")
             if name in ctx.params:
                 models.setdefault(who, {})[name] = v
-        model = models.pop(f"v{pid}", None)
-        if model is None:
+        if (model := models.pop(f"v{pid}", None)) is None:
             return {}
         xi = {who: self._similarity(model, other) for who, other in models.items()}
         most = max(sum(xi.values()), 1.0)

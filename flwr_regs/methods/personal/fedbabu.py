@@ -69,11 +69,10 @@ class FixedHead(Term, Freezes, FineTunes):
         if self.layer is not None:
             return matching(split_patterns(self.layer, "layer"), names)
         layers = [n.removesuffix("weight") for n in names if n.rpartition(".")[2] == "weight"]
-        statistics = {n for n in names if n.rpartition(".")[2] == "running_mean"}
-        weighted = [layer for layer in layers if f"{layer}running_mean" not in statistics]
+        weighted = [layer for layer in layers if f"{layer}running_mean" not in names]
         if not weighted:
             raise ValueError(
-                "FedBABU found no layer with a weight to hold still: name the output layer with layer="
+                "FedBABU found no layer with a weight: name the output layer by layer="
             )
         return {n for n in names if n.rpartition(".")[0] == weighted[-1].removesuffix(".")}
 

@@ -69,18 +69,14 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum and self.mu:
-            raise ValueError(
-                f"FedNova has either momentum or mu, but got momentum={self.momentum:g} and "
-                f"mu={self.mu:g}: leave one of the two out"
-            )
+            given = f"momentum={self.momentum:g} and mu={self.mu:g}"
+            raise ValueError(f"FedNova has either momentum or mu, but got {given}: leave one out")
 
     def restrict(self, config: Mapping[str, Any]) -> None:
         lr = config.get("lr", 0.0)
         if self.mu and not lr * self.mu < 1:
-            raise ValueError(
-                f"FedNova's pull needs lr · mu < 1, but lr={lr:g} and mu={self.mu:g} make "
-                f"{lr * self.mu:g}: use a smaller mu"
-            )
+            given = f"lr={lr:g} and mu={self.mu:g} make {lr * self.mu:g}"
+            raise ValueError(f"FedNova's pull needs lr · mu < 1, but {given}: use a smaller mu")
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if what := unlike_sgd(optimizer, ("momentum", "dampening", "maximize", "lr")):

@@ -54,7 +54,7 @@ __all__ = [
     "TorchServerOptimizer",
 ]
 
-Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+Maker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 Schedule = Callable[[int], float]
 
 
@@ -72,7 +72,7 @@ class TorchServerOptimizer(Term, Steps):
 
     name: ClassVar[str] = "server-optimizer"
     reads_lr: ClassVar[bool] = False
-    make: Factory
+    make: Maker
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
@@ -92,9 +92,8 @@ class TorchServerOptimizer(Term, Steps):
     def init(self, params: Arrays) -> Slot:
         """Take one step with zero gradients: an optimiser that cannot run here fails before round 1."""
         trial = {n: np.asarray(p) for n, p in params.items() if np.asarray(p).dtype.kind == "f"}
-        ctx = ServerContext(1, 1.0, trial)
         try:
-            self.update({}, {n: 0 * p for n, p in trial.items()}, {}, ctx)
+            self.update({}, {n: 0 * p for n, p in trial.items()}, {}, ServerContext(1, 1.0, trial))
         except TypeError as error:
             raise ValueError(f"this optimiser cannot run on the server: {error}") from error
         return {}
@@ -223,7 +222,7 @@ class FedOpt(MethodStrategy):
 
     def __init__(
         self,
-        server_optimizer: Factory | str,
+        server_optimizer: Maker | str,
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
@@ -232,7 +231,7 @@ class FedOpt(MethodStrategy):
         super().__init__([TorchServerOptimizer(server_optimizer, server_lr_schedule)], **kwargs)
 
 
-def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Factory, dict[str, Any]]:
+def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Maker, dict[str, Any]]:
     """Return (the factory of the optimiser with its own arguments, the strategy's arguments)."""
     if name not in OPTIMIZERS:
         raise ValueError(
@@ -298,10 +297,8 @@ class FedAdam(MethodStrategy):
         **kwargs: Any,
     ) -> None:
         POSITIVE.check("FedAdam", "server_lr", server_lr)  # the term calls it lr
-        term = AdaptiveServer(
-            self.rule, server_lr, beta_1, beta_2, tau, initial_v, server_lr_schedule
-        )
-        super().__init__([term], **kwargs)
+        settings = (server_lr, beta_1, beta_2, tau, initial_v, server_lr_schedule)
+        super().__init__([AdaptiveServer(self.rule, *settings)], **kwargs)
 
 
 class FedAdamClient(MethodClient):

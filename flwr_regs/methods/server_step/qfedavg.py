@@ -78,18 +78,14 @@ class FairWeights(Term, Weighs, Checks):
         self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> dict[int, float]:
         q, count = self.q, len(uploads)
-        losses = {k: float(u["loss"]) for k, u in uploads.items()}
-        if q < 1:
-            losses = {k: max(f, LEAST) for k, f in losses.items()}
+        floor, least = (LEAST, 1 / FAR) if q < 1 else (0.0, 0.0)
+        losses = {k: max(float(u["loss"]), floor) for k, u in uploads.items()}
         unit = float(np.median([*losses.values()]))  # ω_k is the same in any unit of the loss
         unit = unit if unit > NO_LOSS else 1.0
         most = min(FAR, HIGHEST ** (1 / max(q, 1)))
-        least = 1 / FAR if q < 1 else 0.0
         ratio = {k: min(max(f / unit, least), most) for k, f in losses.items()}
-        h = [  # h_j / (L unit^q)
-            q * r ** (q - 1) * ctx.replies[k].norm ** 2 / ctx.lr / unit + r**q
-            for k, r in ratio.items()
-        ]
+        norm = {k: ctx.replies[k].norm for k in ratio}  # and h_j / (L unit^q):
+        h = [q * r ** (q - 1) * norm[k] ** 2 / ctx.lr / unit + r**q for k, r in ratio.items()]
         total = count * float(np.median(h) if ctx.robust else np.mean(h))
         if not total:
             return dict.fromkeys(uploads, 0.0)
