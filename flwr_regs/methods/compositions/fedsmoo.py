@@ -60,19 +60,18 @@ class CommonPerturbation(Term, Evolves, Sums, Checks):
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         return server  # s
 
-    def _perturbation(self, grads: Arrays, ctx: ClientContext) -> Arrays:
+    def _shift(self, grads: Arrays, ctx: ClientContext) -> Arrays:
         """Return ŝ."""
         mu, s = ctx.client, ctx.broadcast
         d = {n: g - mu.get(n, 0.0) - s.get(n, 0.0) for n, g in grads.items()}
         return of_length(d, self.rho)
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        return ctx.gradient_at(moved(params, self._perturbation(grads, ctx)))
+        return ctx.gradient_at(moved(params, self._shift(grads, ctx)))
 
     def evolve(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Slot:
         mu, s = ctx.client, ctx.broadcast
-        perturbation = self._perturbation(grads, ctx).items()
-        return {n: mu.get(n, 0.0) + p - s.get(n, 0.0) for n, p in perturbation}
+        return {n: mu.get(n, 0.0) + p - s.get(n, 0.0) for n, p in self._shift(grads, ctx).items()}
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, dict(ctx.client), dict(ctx.client)

@@ -278,12 +278,13 @@ def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
     _check_dtype(name, flat.dtype)
     if not all_finite(flat):
         raise CodecError(f"array '{name}' holds NaN or infinity")
-    mu = max(flat.max(initial=0), -flat.min(initial=0))
-    if not mu:
-        return mu, 0, 0
+    filled = flat != 0
+    if not filled.any():
+        return flat.dtype.type(0), 0, 0
+    mu = abs(flat[filled.argmax()])
     plus, minus = int(np.count_nonzero(flat == mu)), int(np.count_nonzero(flat == -mu))
-    if plus + minus != np.count_nonzero(flat):
-        other = abs(flat[(flat != 0) & (abs(flat) != mu)][0])
+    if plus + minus != np.count_nonzero(filled):
+        other = abs(flat[filled & (abs(flat) != mu)][0])
         raise CodecError(f"array '{name}' is not ternary: it has magnitudes {mu!s} and {other!s}")
     return mu, plus, minus
 
