@@ -18,13 +18,14 @@ SMALLEST = 1e-15
 """The smallest number of examples: the weight of a smaller one could be rounded to 0."""
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value that a client reports is a number, perhaps NaN; a boolean is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def usable(value: Any) -> bool:
-    """Whether a value that a client reports is a number from −1e15 to 1e15; a boolean is none."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -LARGEST <= value <= LARGEST
-    )
+    """Whether a value that a client reports is a number from −1e15 to 1e15."""
+    return is_number(value) and abs(value) <= LARGEST
 
 
 def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
@@ -34,14 +35,10 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
     """
     what = f"the reply of client {pid}"
     if parcel.metrics is None:
-        raise ProtocolError(
-            f"{what} must hold a MetricRecord '{METRICS}', but holds {parcel.names}"
-        )
+        raise ProtocolError(f"{what} must hold a MetricRecord '{METRICS}', not {parcel.names}")
     for kind, entries in (("metrics", parcel.metrics), ("config entries", parcel.config)):
         if len(entries) > MOST_ENTRIES:
-            raise ProtocolError(
-                f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}"
-            )
+            raise ProtocolError(f"{what} has {len(entries)} {kind}, more than {MOST_ENTRIES}")
     count = parcel.metrics.get(weighted_by_key)
     if not usable(count) or not float(count or 0) >= SMALLEST:
         raise ProtocolError(
@@ -66,10 +63,7 @@ def common_metrics(
     it is named with what it lacks. One with other names has them left out. A name under which no client has
     a usable number is kept as it is: a loss of NaN is news.
     """
-    single = {
-        pid: {k: v for k, v in m.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        for pid, m in metrics.items()
-    }
+    single = {p: {k: v for k, v in m.items() if is_number(v)} for p, m in metrics.items()}
     numbers = Counter(name for m in single.values() for name in m)
     usable_ones = Counter(name for m in single.values() for name, v in m.items() if usable(v))
     kept = sorted(name for name, n in numbers.items() if 2 * n > len(single))
@@ -91,11 +85,9 @@ def weighted_mean(metrics: Sequence[Mapping[str, float]], weight: str) -> dict[s
     Where all agree, it is what they say, without rounding.
     """
     total = sum(m[weight] for m in metrics)
-    shares = [m[weight] / total for m in metrics]
     means = {}
     for name in metrics[0]:
-        values = [m[name] for m in metrics]
         if name != weight:
-            mean = sum(value * share for value, share in zip(values, shares, strict=True))
-            means[name] = values[0] if len({*values}) == 1 else mean
+            mean = sum(m[name] * (m[weight] / total) for m in metrics)
+            means[name] = metrics[0][name] if len({m[name] for m in metrics}) == 1 else mean
     return means

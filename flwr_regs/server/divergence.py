@@ -52,7 +52,7 @@ import numpy as np
 
 from flwr_regs.abilities import Checks, Steps
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
+from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.failures import UnusableReplies, culprits
@@ -201,8 +201,7 @@ class DivergenceGuard(Snapshots):
         that is too long. Raises RoundFailed if no client is behind it, and at every sign if told so.
         """
         excludes = self.options.on_divergence == "exclude"
-        passing = UnusableReplies, RoundFailed, TooFewVectors
-        found = {*self.far, *culprits(this_round.used, again, text, passing)}
+        found = {*self.far, *culprits(this_round.used, again, text)}
         wrong = dict.fromkeys(sorted(found), f"with its reply, {text}")
         if wrong and excludes:
             _note_event(this_round, _named(wrong))

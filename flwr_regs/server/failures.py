@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from itertools import groupby
 from typing import TypeVar
 
 from flwr_regs.wire.arrays import ProtocolError
@@ -13,46 +15,43 @@ from flwr_regs.wire.text import shown
 
 S = TypeVar("S")
 T = TypeVar("T")
+Reasons = dict[int, str]
+"""Partition id -> why."""
+StepOf = Callable[[list[int]], T]
+"""Makes something of some clients, by partition id."""
 
 MOST_NAMED = 10
 """Ranges of clients, and errors, that a message names; the history has all."""
 
 
-class UnusableReplies(Exception):
-    """Replies that a step over all of them cannot use: partition id -> why."""
+class Passing(Exception):
+    """Names the clients behind it itself, or concerns all of them: nobody looks for others."""
+
+
+class UnusableReplies(Passing):
+    """Replies that a step over all of them cannot use, and why."""
 
     def __init__(self, why: Mapping[int, str]) -> None:
         super().__init__(dict(why))
         self.why = dict(why)
 
 
-def of_usable(
-    pids: Collection[int],
-    step: Callable[[list[int]], T],
-    what: str,
-    passing: tuple[type[Exception], ...] = (),
-) -> T:
+def of_usable(pids: Collection[int], step: StepOf[T], what: str) -> T:
     """Return what `step` makes of the clients; raise UnusableReplies for its :func:`culprits`.
 
-    What it raises goes on if no client is the cause, or if it is `passing`.
+    What it raises goes on if no client is the cause, or if it is `Passing`.
     """
-    everyone = list(pids)
     try:
-        return step(everyone)
-    except passing:
+        return step(list(pids))
+    except Passing:
         raise
     except Exception as error:
-        if not (found := culprits(everyone, step, what, passing)):
+        if not (found := culprits(pids, step, what)):
             raise
         raise UnusableReplies(found) from error
 
 
-def culprits(
-    pids: Collection[int],
-    step: Callable[[list[int]], object],
-    what: str,
-    passing: tuple[type[Exception], ...] = (),
-) -> dict[int, str]:
+def culprits(pids: Collection[int], step: StepOf[object], what: str) -> Reasons:
     """Return which clients make a step over all of them fail, and why; none if it fails without any client.
 
     A culprit fails alone, or the others do not fail without it. Of n clients, `step` takes each alone once,
@@ -62,16 +61,14 @@ def culprits(
     ----------
     pids : collection of int
     step : callable
-        Does the step for some clients; raises if it fails.
+        Does the step for some clients; raises if it fails. What is `Passing` is no failure.
     what : str
         Begins the reason; what was raised follows.
-    passing : tuple of exception classes
-        What may be raised without a failure: it names its clients itself.
     """
 
     def fails(some: list[int]) -> str:
         try:
-            with suppress(*passing):
+            with suppress(Passing):
                 step(some)
         except Exception as error:
             return f"{what}: {described(error)}"
@@ -88,9 +85,7 @@ def culprits(
     return wrong if len(wrong) < len(everyone) else {}
 
 
-def _to_leave_out(
-    good: list[int], suspects: list[int], fails: Callable[[list[int]], str]
-) -> dict[int, str]:
+def _to_leave_out(good: list[int], suspects: list[int], fails: StepOf[str]) -> Reasons:
     """Return those of the suspects with whom the `good` ones fail, and why; some of them do.
 
     They are halved again and again. A half that does not fail counts as good, the larger one first.
@@ -108,16 +103,14 @@ def _to_leave_out(
     return wrong
 
 
-def read_each(
-    came: Mapping[int, S], read: Callable[[int, S], T]
-) -> tuple[dict[int, T], dict[int, str]]:
+def read_each(came: Mapping[int, S], read: Callable[[int, S], T]) -> tuple[dict[int, T], Reasons]:
     """Return (what `read` makes of each reply, why it makes nothing of the others), in the order of ids.
 
     Here alone a client's reply becomes a value or a named failure. Whatever it makes `read` raise, also for
     want of memory or of stack, costs this client only.
     """
     values: dict[int, T] = {}
-    failures: dict[int, str] = {}
+    failures: Reasons = {}
     for pid in sorted(came):
         try:
             values[pid] = read(pid, came[pid])
@@ -135,10 +128,9 @@ def name_failures(
 
     Errors that differ in the client's number alone are one.
     """
-    by_reason: dict[str, list[int]] = {}
+    by_reason: defaultdict[str, list[int]] = defaultdict(list)
     for pid, why in sorted(failures.items()):
-        why = re.sub(rf"\bof client {pid}\b", "of the client", why)
-        by_reason.setdefault(why, []).append(pid)
+        by_reason[re.sub(rf"\bof client {pid}\b", "of the client", why)].append(pid)
     groups = []
     for why, pids in list(by_reason.items())[:MOST_NAMED]:
         s = "s" * (len(pids) > 1)
@@ -150,11 +142,7 @@ def name_failures(
 
 def _ranges(numbers: list[int]) -> str:
     """Return increasing numbers as a text: 0-2, 5, 7-9; at most `MOST_NAMED` ranges."""
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    texts = [f"{low}-{high}" if low < high else f"{low}" for low, high in ranges[:MOST_NAMED]]
-    return ", ".join(texts) + ", …" * (len(ranges) > MOST_NAMED)
+    in_a_row = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in in_a_row]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:MOST_NAMED]]
+    return ", ".join(texts) + ", …" * (len(runs) > MOST_NAMED)

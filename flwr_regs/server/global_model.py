@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,12 +11,11 @@ import numpy as np
 
 from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
-from flwr_regs.server.aggregate.weights import restricted
-from flwr_regs.server.failures import UnusableReplies, of_usable
-from flwr_regs.server.round import Reply, RoundFailed, Snapshots
+from flwr_regs.server.aggregate.weights import Weights, restricted
+from flwr_regs.server.failures import of_usable
+from flwr_regs.server.round import Replied, Snapshots
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -36,10 +36,8 @@ MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
 
 
-SERVER_HOOKS = (
-    *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
-    *("answer_in", "recover"),
-)
+_ABILITIES = ("broadcast_to", "weigh", "fold", "answer_in", "recover")
+READING = ("broadcast", "update", "release", *_ABILITIES)
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
 
@@ -115,10 +113,8 @@ class GlobalModel(Snapshots):
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
-    kept = (
-        *("model", "frozen", "step", "previous_lr", "server", "buffers", "tied"),
-        *("coded_steps", "changed"),
-    )
+    _agreed = ("frozen", "buffers", "tied")
+    kept = ("model", "step", "previous_lr", "server", "coded_steps", "changed", *_agreed)
 
     def __init__(
         self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
@@ -140,13 +136,10 @@ class GlobalModel(Snapshots):
                 f"wire_dtype='{half}' sends float32 arrays as {BITS[half]}, but {taken} are {BITS[half]} "
                 "themselves; pass flwr_regs.float32_arrays(model)"
             )
-        self._term = term
-        self._half = half
-        self._keeps_step = keeps_step or any(
-            isinstance(t, Averages) or any(t.acts(hook) for hook in SERVER_HOOKS)
-            for t in term.terms
-        )
-        self._rounded = (model, self._as_given(model))
+        self._term, self._half = term, half
+        reading = [t for t in term.terms if any(map(t.acts, READING))]
+        self._keeps_step = keeps_step or bool(reading or term.able(Averages))
+        self._rounded = model, self._as_given(model)
         self.model = model
         self.frozen: str | None = None
         self.step: NDArrays | None = None
@@ -165,16 +158,9 @@ class GlobalModel(Snapshots):
         return self._rounded[1]
 
     def _as_given(self, model: NDArrays) -> NDArrays:
-        if self._half is None:
-            return model
-        return widen(narrow(model, self._half), self._half)
+        return model if self._half is None else widen(narrow(model, self._half), self._half)
 
-    def agree(
-        self,
-        buffers: frozenset[str] | None,
-        tied: Mapping[str, str] | None,
-        frozen: str | None = None,
-    ) -> None:
+    def agree(self, buffers: Any, tied: Any, frozen: str | None = None) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
         if buffers is not None and buffers != self.fixed:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
@@ -183,7 +169,7 @@ class GlobalModel(Snapshots):
     @property
     def averaged(self) -> NDArrays | None:
         """The model of a term that `Averages`, integers as in ``w_t``; None without one, or a step."""
-        term = next((t for t in self._term.terms if isinstance(t, Averages)), None)
+        term = next(iter(self._term.able(Averages)), None)
         if term is None or self.step is None:
             return None
         floats = {n: a for n, a in self.model.items() if a.dtype.kind == "f"}
@@ -195,7 +181,7 @@ class GlobalModel(Snapshots):
         """The arrays that are not trained, as far as is known."""
         if self.buffers is not None:
             return self.buffers
-        return untrainable(self.model) | frozenset(self._term.frozen(self.model))
+        return untrainable(self.model) | self._term.frozen(self.model)
 
     def context(self, server_round: int, lr: float, population: int, **more: Any) -> ServerContext:
         """Return the context of the terms' server hooks in a round; `more` are its other fields."""
@@ -216,19 +202,17 @@ class GlobalModel(Snapshots):
             return False
         check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
-            moved = {n: model[n] - w for n, w in self.model.items() if w.dtype.kind == "f"}
-            self.step = {
-                n: as_step(self.model[n], s + moved[n]) if n in moved else s
-                for n, s in self.step.items()
-            }
+            floats = {n: s for n, s in self.step.items() if s.dtype.kind == "f"}
+            moved = {n: s + (model[n] - self.model[n]) for n, s in floats.items()}
+            self.step = self.step | moved
         self.model = model
         return True
 
     def stepped(
         self,
-        replies: Mapping[int, Reply],
+        replies: Replied,
         ctx: ServerContext,
-        scaled: Mapping[int, float],
+        scaled: Weights,
         mean: MeanOfUpdates = mean_delta,
         robust: RobustMeans | None = None,
     ) -> Step:
@@ -267,18 +251,17 @@ class GlobalModel(Snapshots):
     def move(self, made: Step, ctx: ServerContext) -> None:
         """Move by a step that was made for the round of `ctx`."""
         if made.code is not None:
-            self._keep_code(ctx.round, made.code)
+            steps, size = self.coded_steps, sum(w.nbytes for w in self.model.values())
+            steps[ctx.round] = made.code
+            while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
+                del steps[min(steps)]
         self.changed |= dict.fromkeys(made.moved, ctx.round)
         self.server, self.step = made.server, made.step if self._keeps_step else None
         self.model, self._rounded = made.model, (made.model, made.given)
         self.previous_lr = ctx.lr
 
     def _released(
-        self,
-        replies: Mapping[int, Reply],
-        ctx: ServerContext,
-        delta: NDArrays,
-        robust: RobustMeans | None,
+        self, replies: Replied, ctx: ServerContext, delta: NDArrays, robust: RobustMeans | None
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one).
 
@@ -290,19 +273,13 @@ class GlobalModel(Snapshots):
         mean = self._trainable(delta)
 
         def update(pids: list[int]) -> tuple[Slot, Any]:
-            context = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+            context = restricted(ctx, pids)
             folded = self._fold({p: replies[p] for p in pids}, context, robust)
             counted = pids if robust is None else robust.members(pids)
             uploads = {p: replies[p].uploads for p in counted}
             return self._term.update(self.server, mean, uploads, context, folded)
 
-        uploads = any(slot for r in replies.values() for slot in r.uploads.values())
-        folds = any(isinstance(t, Folds) for t in self._term.terms)  # `fold` reads updates too
-        if uploads or folds:
-            passing = UnusableReplies, RoundFailed, TooFewVectors  # the aggregator's own
-            server, step = of_usable(replies, update, "its upload cannot be used", passing)
-        else:
-            server, step = update(list(replies))
+        server, step = of_usable(replies, update, "its upload cannot be used")
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -313,32 +290,21 @@ class GlobalModel(Snapshots):
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
-    def _fold(
-        self, replies: Mapping[int, Reply], ctx: ServerContext, robust: RobustMeans | None
-    ) -> dict[str, Slot]:
+    def _fold(self, replies: Replied, ctx: ServerContext, robust: RobustMeans | None) -> Slot:
         """Return what the terms that fold made of the uploads, one client's at a time.
 
         A `robust` aggregator gets what `fold` makes of each client alone.
         """
-        folded: dict[str, Slot] = {}
-        each: dict[int, dict[str, Slot]] = {}
-        if not any(isinstance(t, Folds) for t in self._term.terms):
-            return folded
+        folded: defaultdict[int | None, Slot] = defaultdict(dict)
+        if not self._term.able(Folds):
+            return {}
         for pid, delta in each_update(replies, self.given, self.fixed):
-            acc = folded if robust is None else {}
             uploads = {  # copies: a term may change what it gets
                 t: {k: np.array(a) for k, a in u.items()} for t, u in replies[pid].uploads.items()
             }
-            folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
-            each[pid] = folded
-        return folded if robust is None else robust.sums(self._term, each)
-
-    def _keep_code(self, number: int, code: bytes) -> None:
-        """Keep a coded step; forget the oldest ones beyond `MOST_STEPS`, and beyond the model's size."""
-        steps, size = self.coded_steps, sum(w.nbytes for w in self.model.values())
-        steps[number] = code
-        while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
-            del steps[min(steps)]
+            acc = folded[None if robust is None else pid]
+            self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
+        return folded[None] if robust is None else robust.sums(self._term, folded)
 
     def _means(self, delta: NDArrays) -> NDArrays:
         """Return the steps of the float32 arrays that are not trained: directly to the clients' mean.
@@ -346,12 +312,10 @@ class GlobalModel(Snapshots):
         A step counted from the rounded ``w_t`` would add its rounding error: a variance near zero could
         become negative. Arrays that no client changed, such as frozen parameters, keep the server's values.
         """
+        given, w = self.given, self.model
+        names = [n for n in self.buffers or () if w[n].dtype == np.float32]
         with np.errstate(invalid="ignore"):  # an infinite constant
-            return {
-                n: np.where(delta[n] == 0, 0, delta[n] + (self.given[n] - self.model[n]))
-                for n in self.buffers or ()
-                if self.model[n].dtype == np.float32
-            }
+            return {n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - w[n])) for n in names}
 
     def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
@@ -362,6 +326,5 @@ def as_step(base: np.ndarray, delta: Any) -> np.ndarray:
     """Return a step in the dtype of `base`, so that it can be added; rounded for integers."""
     if base.dtype == np.bool_:  # the mean's majority, as a flip
         return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
-    if np.issubdtype(base.dtype, np.integer):
-        return np.asarray(np.rint(delta)).astype(base.dtype)
-    return np.asarray(delta).astype(base.dtype, copy=False)
+    rounded = np.rint(delta) if base.dtype.kind in "iu" else delta
+    return np.asarray(rounded).astype(base.dtype, copy=False)

@@ -122,19 +122,15 @@ class Budget(Protocol):
 
     def check(self, number: int, cohort: int) -> None:
         """Raise if the budget is too small for a round with a cohort of this size."""
-        ...
 
     def spend(self, cohort: int) -> tuple[float, float]:
         """Count a round; return (epsilon, delta) spent so far."""
-        ...
 
     def snapshot(self) -> dict[str, Any]:
         """Return what was spent, as plain values."""
-        ...
 
     def restore(self, spent: Mapping[str, Any]) -> None:
         """Count what was spent before, unless it is counted already."""
-        ...
 
 
 class PrivateRounds:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.server.failures import name_failures
+from flwr_regs.server.failures import Passing, Reasons, name_failures
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -24,7 +24,7 @@ ENTRY = (
 """What the history has of a round as it is here."""
 
 
-class RoundFailed(RuntimeError):
+class RoundFailed(RuntimeError, Passing):
     """A round had too few usable replies, or diverged; the global model stays as it was before."""
 
 
@@ -59,10 +59,11 @@ class Snapshots:
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
     """Return the clients that have lost private entries, and those that have lost slots of terms."""
     words = {"private": keys.LOST_PRIVATE, "state": keys.LOST_STATE}
-    return {
-        what: sorted(pid for pid, reply in replies.items() if reply.says(word))
-        for what, word in words.items()
-    }
+    return {what: sorted(p for p, r in replies.items() if r.says(w)) for what, w in words.items()}
+
+
+Model = Mapping[str, np.ndarray]
+"""Arrays by name."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,26 @@ class Reply:
         How many trainings of the client it is the mean of.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Model
     uploads: Slot
     metrics: Any
     num_examples: float
-    delta: Mapping[str, np.ndarray] = field(default_factory=dict)
+    delta: Model = field(default_factory=dict)
     steps: tuple[int, int] | None = None
     buffers: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: str = ""
-    coded: Callable[[], Mapping[str, np.ndarray]] | None = None
+    coded: Callable[[], Model] | None = None
     turns: int = 1
 
     @property
     def open(self) -> Reply:
         """The reply with its update decoded, which takes a model's memory as long as it is held."""
         return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
+
+
+Replied = Mapping[int, Reply]
+"""By partition id."""
 
 
 @dataclass
@@ -162,7 +167,7 @@ class Round:
     came: Mapping[int, Parcel] = field(default_factory=dict)
     received: dict[int, Reply] = field(default_factory=dict)
     used: dict[int, Reply] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: Reasons = field(default_factory=dict)
     late: list[int] = field(default_factory=list)
     steps: dict[int, int] = field(default_factory=dict)
     inactive: list[int] = field(default_factory=list)
@@ -187,10 +192,8 @@ class Round:
     def continue_from(self, failed: dict[str, Any]) -> None:
         """Note the earlier attempts at this round; `failed` is the last one's entry of the history."""
         self.lost = {what: failed[f"lost_{what}"] for what in self.lost}
-        self.events["attempts"] = [
-            *failed.get("attempts", []),
-            {k: failed[k] for k in ATTEMPT if k in failed},
-        ]
+        attempt = {k: failed[k] for k in ATTEMPT if k in failed}
+        self.events["attempts"] = [*failed.get("attempts", []), attempt]
 
     def check_enough(self, least: int, method: str) -> None:
         """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not.
@@ -199,9 +202,9 @@ class Round:
         """
         if len(self.used) >= least:
             return
-        named = {"inactive": self.inactive, "incomplete": self.incomplete}
         why = [name_failures(self.failures)] if self.failures else []
-        why += [f"{name}: {pids}" for name, pids in named.items() if pids]
+        why += [f"inactive: {self.inactive}"] if self.inactive else []
+        why += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
         raise kind(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from flwr_regs.server.failures import Passing
 from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
 from flwr_regs.wire.arrays import pieces
 from flwr_regs.wire.config import Spelled
@@ -34,7 +35,7 @@ READ = 1 << 17
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
 
 
-class TooFewVectors(Exception):
+class TooFewVectors(Passing):
     """There are fewer vectors than an aggregator needs; the text names it and both numbers."""
 
 
@@ -133,7 +134,6 @@ class Aggregator(Protocol):
         One with an absolute bound also has a method `beside` that returns one without: it aggregates
         buffers and uploads, whose units are not those of the updates.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,7 @@ class TrimmedMean(_Checked):
         hostile clients.
     """
 
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "share": Range("a number from 0 to below 0.5", lambda v: 0 <= v < 0.5)
-    }
+    ranges: ClassVar = {"share": Range("a number from 0 to below 0.5", lambda v: 0 <= v < 0.5)}
     share: float
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
@@ -227,13 +225,11 @@ class Krum(_Checked):
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
         self._need(self.byzantine + max(3, self.keep), vectors)
-        n = len(vectors)
         apart = _squared_distances(vectors)
         np.fill_diagonal(apart, np.inf)
-        nearest = np.sort(apart, axis=1)[:, : n - self.byzantine - 2]
+        nearest = np.sort(apart, axis=1)[:, : len(vectors) - self.byzantine - 2]
         rows = np.sort(np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep])
-        share = np.zeros(n)
-        share[rows] = 1 / len(rows)
+        share = np.isin(range(len(vectors)), rows) / len(rows)
         return Aggregate(vectors.combined(share), [vectors.pids[i] for i in rows])
 
 
@@ -283,8 +279,7 @@ class NormBound(_Checked):
     max_norm: float | None = None
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        norms = vectors.norms()
-        scale = shrink(norms, self.max_norm)
+        scale = shrink(vectors.norms(), self.max_norm)
         return Aggregate(vectors.combined(scale / len(vectors)), bounded=_below_one(vectors, scale))
 
     def beside(self) -> NormBound:
@@ -309,10 +304,11 @@ class CenteredClipping(_Checked):
     iters: int = 3
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        n, v = len(vectors), np.zeros(vectors.size, vectors.dtype)
-        radius = float(np.median(vectors.norms())) if self.radius is None else self.radius
+        n, v, radius = len(vectors), np.zeros(vectors.size, vectors.dtype), self.radius
         for _ in range(self.iters):
-            scale = shrink(vectors.norms(v), radius)
+            norms = vectors.norms(v)
+            radius = float(np.median(norms)) if radius is None else radius  # of v = 0
+            scale = shrink(norms, radius)
             v *= 1 - scale.sum() / n
             v += vectors.combined(scale / n)
         return Aggregate(v, bounded=_below_one(vectors, scale))

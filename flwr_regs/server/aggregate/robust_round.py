@@ -64,22 +64,21 @@ class RobustMeans:
         # all updates are read together, and more than once
         opened = {p: r.open for p, r in replies.items()}
         moves = {n: Moves(n, w, opened) for n, w in base.items()}
+
+        def read(name: str, part: slice) -> np.ndarray:
+            rows = moves[name].read(pids, part)
+            return rows if name in updates.fixed else ratio * rows
+
         trained = {n: base[n].size for n in updates.trained}
-        vectors = Vectors(
-            pids,
-            trained,
-            lambda name, part: ratio * moves[name].read(pids, part),
-            np.result_type(np.float16, *(summed_dtype(base[n]) for n in trained)),
-        )
+        dtype = np.result_type(np.float16, *(summed_dtype(base[n]) for n in trained))
+        vectors = Vectors(pids, trained, read, dtype)
         aggregate = self._aggregate(self._aggregator, vectors, share)
         self.selected = None if aggregate.selected is None else sorted(aggregate.selected)
         self.bounded = set(aggregate.bounded)
         parts = _split(aggregate.vector, trained)
         for name in base.keys() & updates.fixed:
-            buffers = Vectors(
-                pids, {name: base[name].size}, lambda name, part: moves[name].read(pids, part)
-            )
-            parts[name] = self._beside(buffers, share).vector
+            vectors = Vectors(pids, {name: base[name].size}, read)
+            parts[name] = self._beside(vectors, share).vector
         return {n: in_shape(parts[n], w) for n, w in base.items()}
 
     def members(self, pids: Iterable[int]) -> list[int]:
@@ -92,42 +91,34 @@ class RobustMeans:
         Floats keep their dtype. Raises ValueError unless all have the same keys and shapes, and
         TooFewVectors for fewer clients than the aggregator needs.
         """
-        like = {key: np.asarray(a) for key, a in next(iter(values.values()), {}).items()}
+        rows = [{key: np.asarray(a) for key, a in v.items()} for v in values.values()]
+        like = rows[0] if rows else {}
         sizes = {key: a.size for key, a in like.items()}
-        rows = {p: {key: np.asarray(a) for key, a in v.items()} for p, v in values.items()}
         shapes = {key: a.shape for key, a in like.items()}
-        if any({key: a.shape for key, a in row.items()} != shapes for row in rows.values()):
+        if any({key: a.shape for key, a in row.items()} != shapes for row in rows):
             raise ValueError(f"other arrays than {shapes}, which another client sent")
 
         def read(key: str, part: slice) -> np.ndarray:
-            of_each = [row[key].reshape(-1)[part] for row in rows.values()]
-            return np.stack(of_each).astype(np.float64)
+            return np.stack([row[key].reshape(-1)[part] for row in rows]).astype(np.float64)
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
         parts = _split(self._beside(vectors, share).vector, sizes)
-        return {
-            key: parts[key].reshape(a.shape).astype(a.dtype if a.dtype.kind == "f" else np.float64)
-            for key, a in like.items()
-        }
+        return {key: in_shape(parts[key], a) for key, a in like.items()}
 
-    def sums(self, chain: Chain, each: Mapping[int, Mapping[str, Slot]]) -> dict[str, Slot]:
+    def sums(self, chain: Chain, each: Mapping[Any, Slot]) -> Slot:
         """Return the terms' folds with robust sums in place of sums.
 
         `each` has what `fold` makes of one client alone, by partition id and term name. Entries that a
         term does not add up are notes of single clients; those of the clients that count are kept.
         """
-        out: dict[str, Slot] = {}
-        for t in chain.terms:
-            if not isinstance(t, Folds):
-                continue
+        out: Slot = {}
+        for t in chain.able(Folds):
             folded = {pid: slots[t.name] for pid, slots in each.items()}
             added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
-            counted = self.members(folded)
-            out[t.name] = total | {
-                key: a for pid in counted for key, a in folded[pid].items() if not t.adds(key)
-            }
+            counted = [folded[pid] for pid in self.members(folded)]
+            out[t.name] = total | {k: a for s in counted for k, a in s.items() if not t.adds(k)}
         return out
 
     def _beside(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
@@ -146,35 +137,34 @@ class RobustMeans:
             )
         return Aggregate(vectors.combined(chosen * scale / chosen.sum()))
 
-    def _aggregate(
-        self, aggregator: Aggregator, vectors: Vectors, weights: np.ndarray
-    ) -> Aggregate:
+    def _aggregate(self, aggregator: Aggregator, vectors: Vectors, share: np.ndarray) -> Aggregate:
         """Run an aggregator and check its result."""
         name = f"aggregator={aggregator!r:.100}"
         try:
-            result = aggregator.aggregate(vectors, weights)
+            result = aggregator.aggregate(vectors, share)
         except TooFewVectors:
             raise
         except Exception as error:
             raise AggregatorFailed(f"{name} fails: {described(error)}") from error
         if not isinstance(result, Aggregate):
             result = Aggregate(result)
-        vector, chosen = result.vector, result.selected
-        if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
-            raise AggregatorFailed(
-                f"{name} returned a {type(vector).__name__}, expected an array of numbers"
-            )
-        if vector.shape != (vectors.size,):
-            raise AggregatorFailed(
-                f"{name} returned an array of shape {vector.shape}, expected {(vectors.size,)}"
-            )
-        if not all_finite(vector):
-            raise AggregatorFailed(f"{name} returned NaN or infinity")
-        if chosen is not None and not (len(chosen) and set(chosen) <= set(vectors.pids)):
-            raise AggregatorFailed(
-                f"{name} selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
-            )
+        if wrong := _what_is_wrong(result, vectors):
+            raise AggregatorFailed(f"{name} {wrong}")
         return result
+
+
+def _what_is_wrong(result: Aggregate, vectors: Vectors) -> str:
+    """Return what is wrong with an aggregator's result; "" if nothing is."""
+    vector, chosen = result.vector, result.selected
+    if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
+        return f"returned a {type(vector).__name__}, expected an array of numbers"
+    if vector.shape != (vectors.size,):
+        return f"returned an array of shape {vector.shape}, expected {(vectors.size,)}"
+    if not all_finite(vector):
+        return "returned NaN or infinity"
+    if chosen is not None and not (len(chosen) and set(chosen) <= set(vectors.pids)):
+        return f"selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
+    return ""
 
 
 def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> NDArrays:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.server.round import Reply
+from flwr_regs.server.round import Model, Replied, Reply
 from flwr_regs.wire.arrays import NDArrays, all_finite, pieces
 from flwr_regs.wire.parcel import Row
 from flwr_regs.wire.precision import Widened
@@ -43,16 +43,16 @@ class Moves:
         Who sent the array.
     """
 
-    def __init__(self, name: str, w: np.ndarray, replies: Mapping[int, Reply]) -> None:
+    def __init__(self, name: str, w: np.ndarray, replies: Replied) -> None:
         self._w = w.reshape(-1)
         self._constant = None if all_finite(w) else ~np.isfinite(self._w)
-        self._delta = {
-            pid: r.delta[name].reshape(-1) for pid, r in replies.items() if name in r.delta
-        }
-        sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and name not in r.delta}
-        self.senders = [p for p in replies if p in self._delta or p in sent]
+        delta = {p: r.delta for p, r in replies.items() if name in r.delta}
+        sent = {p: r.arrays for p, r in replies.items() if name in r.arrays and p not in delta}
+        self.senders = [p for p in replies if p in delta or p in sent]
+        self._delta = {p: d[name].reshape(-1) for p, d in delta.items()}
         self._rows = {p: a for p, a in sent.items() if isinstance(a, Row)}
-        self._tables = {id(r.stack): _table(r.stack[name]) for r in self._rows.values()}
+        tables = {id(r.stack): r.stack[name] for r in self._rows.values()}
+        self._tables = {stack: a.reshape(len(a), -1) for stack, a in tables.items()}
         self._sent = {p: _as_sent(a, name) for p, a in sent.items() if p not in self._rows}
 
     def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
@@ -60,39 +60,26 @@ class Moves:
         base = self._w[part].astype(np.float64)
         rows = np.empty((len(pids), base.size))
         stacks = [id(self._rows[p].stack) if p in self._rows else 0 for p in pids]
-        at = 0
         with np.errstate(invalid="ignore"):  # inf − inf
-            for stack, run in groupby(stacks):
-                some = pids[at : (end := at + len([*run]))]
+            for stack, run in groupby(range(len(pids)), key=stacks.__getitem__):
+                at = [*run]
                 if stack:  # all rows of a stack at once
-                    places = [self._rows[p].at for p in some]
-                    np.subtract(self._tables[stack][places, part], base, out=rows[at:end])
-                else:
-                    for row, pid in zip(rows[at:end], some, strict=True):
-                        self._read_one(pid, part, base, row)
-                at = end
+                    places = [self._rows[pids[i]].at for i in at]
+                    out = rows[at[0] : at[-1] + 1]
+                    np.subtract(self._tables[stack][places, part], base, out=out)
+                    continue
+                for i in at:
+                    if (pid := pids[i]) in self._sent:
+                        vector, widen = self._sent[pid]
+                        np.subtract(widen(vector[part]), base, out=rows[i])
+                    else:
+                        rows[i] = self._delta[pid][part] if pid in self._delta else 0.0
         if self._constant is not None:
             rows[:, self._constant[part]] = 0.0
         return rows
 
-    def _read_one(self, pid: int, part: slice, base: np.ndarray, row: np.ndarray) -> None:
-        if pid in self._delta:
-            row[:] = self._delta[pid][part]
-        elif pid in self._sent:
-            vector, widen = self._sent[pid]
-            np.subtract(widen(vector[part]), base, out=row)
-        else:
-            row[:] = 0.0
 
-
-def _table(a: np.ndarray) -> np.ndarray:
-    """Return an array with a row for each client."""
-    return a.reshape(len(a), -1)
-
-
-def _as_sent(
-    arrays: Mapping[str, np.ndarray], name: str
-) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+def _as_sent(arrays: Model, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """Return an array as it travelled, as a vector, and what widens a part of it."""
     raw, widen = arrays.raw(name) if isinstance(arrays, Widened) else (arrays[name], np.asarray)
     return raw.reshape(-1), widen
@@ -114,8 +101,8 @@ class Updates:
         The names of the arrays that are not trained.
     """
 
-    base: Mapping[str, np.ndarray]
-    replies: Mapping[int, Reply]
+    base: Model
+    replies: Replied
     weights: Mapping[int, float]
     scaled: Mapping[int, float]
     fixed: Collection[str]
@@ -140,22 +127,21 @@ def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = N
     `squares`, if given, is filled in: array -> client -> the squared length of its ``v_k − w_t``.
     """
     base, replies = updates.base, updates.replies
-    lengths = {n: dict.fromkeys(replies, 0.0) for n in base}
-    if squares is not None:
-        squares |= lengths
+    lengths = {} if squares is None else squares
+    lengths |= {n: dict.fromkeys(replies, 0.0) for n in base}
     coded = any(r.coded is not None for r in replies.values())
-    wide = np.dtype(np.float64)
-    totals = {n: np.zeros(w.size, wide if coded else summed_dtype(w)) for n, w in base.items()}
+    totals = {
+        n: np.zeros(w.size, np.float64 if coded else summed_dtype(w)) for n, w in base.items()
+    }
     # a coded update is made whole here, and forgotten before others are
-    for group in _opened(base, replies) if coded else iter([replies]):
+    for group in _opened(base, replies) if coded else [replies]:
         for name, w in base.items():
             weights = updates.weights if name in updates.fixed else updates.scaled
             moves = Moves(name, w, group)
-            senders = moves.senders
             for part in pieces(w.size):
-                total = np.zeros(w.reshape(-1)[part].size)
-                for first in range(0, len(senders), TOGETHER):
-                    some = senders[first : first + TOGETHER]
+                total = np.zeros(part.stop - part.start)
+                for first in range(0, len(moves.senders), TOGETHER):
+                    some = moves.senders[first : first + TOGETHER]
                     rows = moves.read(some, part)
                     total += np.einsum("k,kj->j", [weights[p] for p in some], rows)
                     of_each = np.einsum("kj,kj->k", rows, rows).tolist()
@@ -175,14 +161,13 @@ def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
     return w.dtype if w.dtype.kind == "f" else np.dtype(np.float64)
 
 
-def update_of(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> NDArrays:
+def update_of(reply: Reply, base: Model, fixed: Collection[str]) -> NDArrays:
     """Return ``v_k − w_t`` of each trained array of a client, in float64."""
-    ((_, update),) = each_update({0: reply}, base, fixed)
-    return update
+    return dict(each_update({0: reply}, base, fixed))[0]
 
 
 def each_update(
-    replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
+    replies: Replied, base: Model, fixed: Collection[str]
 ) -> Iterator[tuple[int, NDArrays]]:
     """Yield each client's id and its :func:`update_of`; those of small models are read together."""
     for group in _opened(base, replies):
@@ -191,9 +176,7 @@ def each_update(
             yield pid, {n: moves[k].reshape(base[n].shape) for n, moves in rows.items()}
 
 
-def _opened(
-    base: Mapping[str, np.ndarray], replies: Mapping[int, Reply]
-) -> Iterator[dict[int, Reply]]:
+def _opened(base: Model, replies: Replied) -> Iterator[Replied]:
     """Yield the replies in their order, some at a time, with coded updates made whole."""
     pids = list(replies)
     step = max(1, min(TOGETHER, OPENED // max(sum(w.size for w in base.values()), 1)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
@@ -11,8 +11,8 @@ import numpy as np
 
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_of
-from flwr_regs.server.failures import UnusableReplies, of_usable
-from flwr_regs.server.round import Reply
+from flwr_regs.server.failures import Passing, UnusableReplies, of_usable
+from flwr_regs.server.round import Replied, Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST, square_sum
 from flwr_regs.wire.errors import described
@@ -22,14 +22,14 @@ STEPS = (
     "'local-epochs' or 'local-steps'"
 )
 
+Weights = Mapping[int, float]
+"""By partition id."""
 ROUNDING = 1e-12
 """Relative difference of two weights below which they are the same."""
 
 
-def aggregation_weights(
-    replies: Mapping[int, Reply], weighting: str, most: float | None = None
-) -> dict[int, float]:
-    """Return ``p_k`` by partition id; they sum to one over the used replies.
+def aggregation_weights(replies: Replied, weighting: str, most: float | None = None) -> Weights:
+    """Return ``p_k``; they sum to one over the used replies.
 
     ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``; then :func:`cut_weights`.
     """
@@ -40,7 +40,7 @@ def aggregation_weights(
     return weights if most is None else cut_weights(weights, most)
 
 
-def cut_weights(weights: Mapping[int, float], most: float) -> dict[int, float]:
+def cut_weights(weights: Weights, most: float) -> Weights:
     """Return weights of which none is above `most`; they keep their sum of 1.
 
     What is cut off goes to the others in proportion to theirs, again and again until none is above. If
@@ -48,16 +48,16 @@ def cut_weights(weights: Mapping[int, float], most: float) -> dict[int, float]:
     """
     if most * len(weights) <= 1:
         return dict.fromkeys(weights, 1 / len(weights))
-    new, full = dict(weights), set[int]()
+    new, full = weights, set[int]()
     while above := {k for k, p in new.items() if p > most and k not in full}:
         full |= above
-        rest = sum(weights[k] for k in weights if k not in full)
+        rest = sum(p for k, p in weights.items() if k not in full)
         left = 1 - most * len(full)
         new = {k: most if k in full else p * (left / rest) for k, p in weights.items()}
     return new
 
 
-def bounded_shares(weights: Mapping[int, float], most: float | None) -> Mapping[int, float]:
+def bounded_shares(weights: Weights, most: float | None) -> Weights:
     """Return ``ω_k`` of which none is above the share `most` of their sum; those below stay as they are."""
     positive = {k: w for k, w in weights.items() if w > 0}
     if most is None or not positive:
@@ -93,9 +93,8 @@ class Stats:
 
     @property
     def _steps(self) -> tuple[int, int]:
-        return self._reply.steps or self._unusable(
-            f"it reports no steps, which the method reads; {STEPS}"
-        )
+        why = f"it reports no steps, which the method reads; {STEPS}"
+        return self._reply.steps or self._unusable(why)
 
     @property
     def loss(self) -> float:
@@ -123,7 +122,7 @@ class StepScaling(Term, Weighs):
     name: ClassVar[str] = "step-scaling"
 
     def weigh(
-        self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
+        self, weights: Weights, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> dict[int, float]:
         scale = {k: r.planned_steps / r.num_steps for k, r in ctx.replies.items()}
         return {k: p * min(scale[k], ctx.max_scale) for k, p in weights.items()}  # p_k^τ
@@ -132,23 +131,16 @@ class StepScaling(Term, Weighs):
 class WithheldStats(Mapping[int, Stats]):
     """In place of the replies' measures under privacy: they get no noise."""
 
-    def __getitem__(self, pid: int) -> Stats:
+    def __getitem__(self, pid: object = None) -> NoReturn:
         raise ValueError(
             "privacy=CentralDP(...): a term reads ctx.replies, what was measured of single replies, which "
             "gets no noise; leave it out"
         )
 
-    def __iter__(self) -> Iterator[int]:
-        self[0]
-        return iter(())
-
-    def __len__(self) -> int:
-        return len(list(self))
+    __iter__ = __len__ = __getitem__
 
 
-def update_weights(
-    weigher: Any, replies: Mapping[int, Reply], ctx: ServerContext
-) -> Mapping[int, float]:
+def update_weights(weigher: Any, replies: Replied, ctx: ServerContext) -> Weights:
     """Return ``ω_k`` by partition id; ``p_k`` without a weigher, which is a term that `Weighs`.
 
     Raises UnusableReplies for replies without which `weigh` works, and ValueError if it never does.
@@ -157,13 +149,11 @@ def update_weights(
         return ctx.weights
 
     def weigh(pids: Collection[int]) -> dict[int, float]:
-        some = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+        some = restricted(ctx, pids)
         uploads = {p: replies[p].uploads.get(weigher.name, {}) for p in pids}
         scaled = weigher.weigh(some.weights, uploads, some)
         if not isinstance(scaled, Mapping) or set(scaled) != set(pids):
-            raise TypeError(
-                f"expected a weight for each of the clients {sorted(pids)}, not {scaled!r:.200}"
-            )
+            raise TypeError(f"expected a weight for each of {sorted(pids)}, not {scaled!r:.200}")
         numbers = {p: float(scaled[p]) for p in pids}
         if wrong := {p: w for p, w in numbers.items() if not abs(w) <= LARGEST}:
             raise TypeError(f"the weights {wrong} are no usable numbers")
@@ -171,8 +161,8 @@ def update_weights(
 
     why = f"weigh of '{weigher.name}' fails"
     try:
-        return of_usable(replies, weigh, why, (UnusableReplies,))
-    except UnusableReplies:
+        return of_usable(replies, weigh, why)
+    except Passing:
         raise
     except Exception as error:
         raise ValueError(f"{why}: {described(error)}") from error
@@ -180,6 +170,8 @@ def update_weights(
 
 def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
     """Return the context of a round in which only these clients' replies are used."""
+    if len(pids) == len(ctx.weights):
+        return ctx
     total = sum(ctx.weights[p] for p in pids)
     weights = {p: ctx.weights[p] / total for p in pids}
     measured = {p: r for p, r in ctx.replies.items() if p in pids}

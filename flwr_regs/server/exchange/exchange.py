@@ -202,7 +202,7 @@ class Exchange:
             return term.answer({p: r.uploads for p, r in some.items()}, context)
 
         try:
-            return of_usable(replies, answer, "its probe cannot be used", (TooFewVectors,))
+            return of_usable(replies, answer, "its probe cannot be used")
         except TooFewVectors as error:
             why = f"in the first exchange, {error}"
             raise UnusableReplies(dict.fromkeys(replies, why)) from error

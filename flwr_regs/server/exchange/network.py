@@ -47,11 +47,9 @@ class Network(Protocol):
 
     def nodes(self) -> Collection[int]:
         """Return the ids of the nodes that are connected now."""
-        ...
 
     def ask(self, request: Request, timeout: float | None = None) -> Replies:
         """Send a request and wait for its replies, at most `timeout` seconds (None: the network's own)."""
-        ...
 
 
 Course = Generator[Sequence[Request], Sequence[Replies], T]

@@ -137,7 +137,7 @@ REPLIES: dict[str, tuple[Change, str]] = {
     ),
     "too few arrays": (with_entry("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
     "no arrays": (without("arrays"), "must hold an ArrayRecord 'arrays'"),
-    "no metrics": (without("metrics"), "must hold a MetricRecord 'metrics', but holds ['arrays', "),
+    "no metrics": (without("metrics"), "must hold a MetricRecord 'metrics', not ['arrays', "),
     "pickle": (with_bytes("pickle"), NOT_NPY),
     "objects": (with_bytes("objects"), "its dtype is '|O', expected"),
     "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
@@ -269,7 +269,7 @@ EVALUATIONS: dict[str, tuple[Change, str]] = {
     "n": (with_metric("num-examples", 0), "'num-examples' must be a number from"),
     "nothing": (lambda _: RecordDict(), "must hold a MetricRecord"),
     "silent": (lambda _: None, "no reply"),
-    "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "expected at most 1000"),
+    "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "more than 1000"),
 }
 
 
