@@ -16,6 +16,7 @@ from flwr_regs.server.aggregate.updates import MeanOfUpdates
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
+    Weights,
     WithheldStats,
     aggregation_weights,
     bounded_shares,
@@ -33,7 +34,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.round import Reply, Round, RoundFailed, TooFewReplies
+from flwr_regs.server.round import Replied, Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -97,23 +98,17 @@ class Training:
         budget: Budget | None = None,
     ) -> None:
         if num_rounds is None and options.drop_inactive is not None:
-            raise ValueError(
-                "drop_inactive needs the number of rounds: use the strategy's own start"
-            )
-        self.options = options
+            raise ValueError("drop_inactive needs the number of rounds: use the strategy's start")
+        self.options = o = options
         self.method = method
         self.model = self.begin(options, model)
-        self.population = Population(
-            options.min_available_nodes, options.population, options.wait_timeout
-        )
+        self.population = Population(o.min_available_nodes, o.population, o.wait_timeout)
         self.history: list[dict[str, Any]] = []
         self.start_id = uuid4().hex[:8]
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
         self.privacy = PrivateRounds(options.privacy, options.seed, budget)
-        self.participation = Participation(
-            options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
-        )
+        self.participation = Participation(options, num_rounds or 1)
         self.guard = DivergenceGuard(options, method)
         self._warned_of_weights = False
         self.evaluated = False
@@ -129,9 +124,7 @@ class Training:
 
     def use(self, options: Options) -> None:
         """Go on with other settings: those that say who counts, and how."""
-        self.options = self.guard.options = options
-        for name in ("incomplete", "drop_inactive", "restart_lr"):
-            setattr(self.participation, name, getattr(options, name))
+        self.options = self.guard.options = self.participation.options = options
 
     def adopt(self, model: NDArrays) -> bool:
         """Continue from `model`, which the caller may have changed between rounds; return if it has."""
@@ -196,10 +189,8 @@ class Training:
             )
         here = set(self.population.connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
-        this_round.failures = dict.fromkeys(
-            set(this_round.cohort) - set(this_round.asked), "it has left"
-        )
-        if any(isinstance(t, Probes) for t in term.terms):
+        this_round.failures = {p: "it has left" for p in this_round.cohort if p not in here}
+        if term.able(Probes):
             this_round.asked = exchange.probe()
             self.remembered.held |= dict.fromkeys(this_round.asked, number)
             this_round.lap("probe")
@@ -234,7 +225,7 @@ class Training:
         if failed is not None:
             this_round.continue_from(failed)
         members = self.participation.remaining(clients, this_round)
-        this_round.cohort = self._draw(number, members, network, failed)
+        this_round.cohort = self._draw(number, members, network)
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
         self.privacy.check_budget(this_round)
@@ -264,19 +255,15 @@ class Training:
         try:
             self._advance(this_round)
             self.participation.note(this_round)
-            self._remember(this_round)
+            # Krum leaves out the uploads of clients that it did not select
+            counted = this_round.events.get("selected", this_round.used)
+            self.remembered.note(number, this_round.came, counted)
             self._measure(this_round)
         except Exception as error:
             this_round.events["failed"] = str(error)
             raise
         finally:
             entry |= this_round.entry()  # also what a failed round has cost
-
-    def _remember(self, this_round: Round) -> None:
-        """Note with which of its rounds each client's next one begins."""
-        # Krum leaves out the uploads of clients that it did not select
-        counted = this_round.events.get("selected", this_round.used)
-        self.remembered.note(this_round.number, this_round.came, counted)
 
     def evaluators(self, connected: list[int], network: Network) -> list[int]:
         """Return those of the `connected` clients that may evaluate now."""
@@ -287,15 +274,9 @@ class Training:
         last = self.history[-1] if self.history else {}
         return last if last.get("round") == number and "failed" in last else None
 
-    def _draw(
-        self,
-        number: int,
-        members: list[int],
-        network: Network,
-        failed: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the cohort of a round; `failed` is the last attempt at it."""
-        options = self.options
+    def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
+        """Return the cohort of a round, or of a further attempt at it."""
+        options, failed = self.options, self._failed(number)
         if failed is not None and options.retry_cohort == "same":
             here = set(members)
             return [p for p in failed["cohort"] if p in here]
@@ -309,16 +290,14 @@ class Training:
 
         Raises what :meth:`Options.learning_rate` raises.
         """
-        if given is None:
-            return None
-        return self.options.learning_rate(given, self.participation.schedule_round(number))
+        number = self.participation.schedule_round(number)
+        return None if given is None else self.options.learning_rate(given, number)
 
     def _config(self, this_round: Round, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round's config, the same for every client."""
         options, term = self.options, self.options.term
-        codes = bool(term.coder("finish") or term.coder("release"))
-        coding = [t.name for t in term.terms if codes and isinstance(t, Compresses)]
-        beside = [*term.uploading, *coding]
+        coding = [t for t in term.able(Compresses) if t.acts("finish") or t.acts("release")]
+        beside = [*term.uploading, *(t.name for t in coding)]
         return {
             **config,
             **self.identity,
@@ -336,13 +315,11 @@ class Training:
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
             context, robust = self._context(this_round)  # the trained arrays are known now
+            mean, used = partial(means.mean, this_round), this_round.used
             try:
-                self.guard.check_uploads(
-                    this_round, {p: r.uploads for p, r in this_round.used.items()}
-                )
+                self.guard.check_uploads(this_round, {p: r.uploads for p, r in used.items()})
                 self.guard.check_variances(this_round, self.model.given)
-                mean = partial(means.mean, this_round)
-                step, given, scaled = self._step(this_round.used, context, mean, robust)
+                step, given, scaled = self._step(used, context, mean, robust)
                 self.guard.watch(this_round, step.square)
                 self.model.move(step, context)
                 self._note_bounds(this_round, robust, context.weights, given, scaled)
@@ -355,8 +332,7 @@ class Training:
             except TooFewVectors as error:
                 raise TooFewReplies(f"{where}: {error}") from error
             except AggregatorFailed as error:
-                text = f"{where}: {error}; the model is as it was before"
-                raise AggregatorFailed(text) from error
+                raise AggregatorFailed(f"{where}: {error}; the model is as before") from error
             except ProtocolError as error:
                 raise RoundFailed(
                     f"{where} diverged: {error}; `strategy.arrays` is the model before it; try a smaller "
@@ -364,23 +340,23 @@ class Training:
                 ) from error
             why = {p: shown(f"the reply of client {p}: {y}") for p, y in wrong.items()}
             this_round.failures |= why
-            this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
+            this_round.used = {p: r for p, r in used.items() if p not in why}
             if why:
                 LOG.warning("\t> %s", name_failures(why))
 
     def _step(
         self,
-        used: Mapping[int, Reply],
-        context: ServerContext,
+        used: Replied,
+        ctx: ServerContext,
         mean: MeanOfUpdates,
         robust: RobustMeans | None = None,
-    ) -> tuple[Step, Mapping[int, float], Mapping[int, float]]:
+    ) -> tuple[Step, Weights, Weights]:
         """Return the step of these replies, and their ``ω_k`` before and after they were bounded."""
         scale = self.options.incomplete == "scale"
         weigher = StepScaling() if scale else self.options.term.weigher
-        given = update_weights(weigher, used, context)
+        given = update_weights(weigher, used, ctx)
         scaled = bounded_shares(given, self.options.max_weight)
-        return self.model.stepped(used, context, scaled, mean, robust), given, scaled
+        return self.model.stepped(used, ctx, scaled, mean, robust), given, scaled
 
     def _again(self, this_round: Round, context: ServerContext, pids: Collection[int]) -> None:
         """Make the step of some of the clients, which no one sees; raise Diverges if it is too long."""
@@ -395,40 +371,39 @@ class Training:
         It has weights and replies, once there are any. For `Mean`, there are no other means.
         """
         lr = math.nan if this_round.lr is None else this_round.lr
-        options, used = self.options, this_round.used
-        mean = isinstance(options.aggregator, Mean)
-        robust = None if mean else RobustMeans(options.aggregator)
+        options, used, model = self.options, this_round.used, self.model
         more: dict[str, Any] = {"max_scale": options.max_scale}
-        if robust is not None:
+        robust = None
+        if not isinstance(options.aggregator, Mean):
+            robust = RobustMeans(options.aggregator)
             more |= {"aggregated": robust.aggregated, "robust": True}
         if used:
-            given, fixed = self.model.given, self.model.fixed
-            measured = {p: Stats(p, r, given, fixed) for p, r in used.items()}
+            measured = {p: Stats(p, r, model.given, model.fixed) for p, r in used.items()}
             more["weights"] = aggregation_weights(used, options.weighting, options.max_weight)
             more["replies"] = measured if options.privacy is None else WithheldStats()
             more["answers"] = this_round.answers
-        return self.model.context(this_round.number, lr, self.population.size, **more), robust
+        return model.context(this_round.number, lr, self.population.size, **more), robust
 
     def _note_bounds(
         self,
         this_round: Round,
         robust: RobustMeans | None,
-        weights: Mapping[int, float],
-        given: Mapping[int, float],
-        scaled: Mapping[int, float],
+        weights: Weights,
+        given: Weights,
+        scaled: Weights,
     ) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded.
 
         `weights` are ``p_k``; `given` and `scaled` are ``ω_k`` before and after they were bounded. With the
         mean, the first time that a client has over half of the weight of five or more, it is named.
         """
-        bounded = set() if robust is None else set(robust.bounded)
-        bounded |= {p for p in given if scaled[p] < given[p]}
+        events = this_round.events
+        bounded = {p for p in given if scaled[p] < given[p]} | (robust.bounded if robust else set())
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
         is_heavy = robust is None and len(scaled) >= MANY and share > 0.5
         if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in self.history):
-            this_round.events["heavy"] = {heavy: share}
+            events["heavy"] = {heavy: share}
             LOG.warning(
                 "client %d has %.3g of the weight of %d clients, by what it says of itself: max_weight=0.2 "
                 "would bound it",
@@ -436,25 +411,22 @@ class Training:
             )
         if (most := self.options.max_weight) is not None:
             given = aggregation_weights(this_round.used, self.options.weighting)
-            n = len(given)
             bounded |= {p for p in given if weights[p] < given[p]}
-            if most * n < 1 and not self._warned_of_weights:
+            if most * (n := len(given)) < 1 and not self._warned_of_weights:
                 self._warned_of_weights = True
-                LOG.warning(
-                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
-                )
+                impossible = "max_weight=%g is impossible for %d replies: each weighs 1/%d"
+                LOG.warning(impossible, most, n, n)
         if bounded:
-            this_round.events["bounded"] = sorted(bounded)
+            events["bounded"] = sorted(bounded)
         if robust is not None and robust.selected is not None:
-            this_round.events["selected"] = robust.selected
+            events["selected"] = robust.selected
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""
         used = this_round.used
-        processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
-        this_round.examples_processed = sum(
-            n for n in processed if isinstance(n, int) and usable(n) and n > 0
-        )
+        said = [reply.metrics.get("examples-processed") for reply in used.values()]
+        processed = [n for n in said if isinstance(n, int) and usable(n) and n > 0]
+        this_round.examples_processed = sum(processed)
         reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
         if left_out:
             this_round.events["metrics_left_out"] = left_out

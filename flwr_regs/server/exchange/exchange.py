@@ -28,7 +28,7 @@ from flwr_regs.server.exchange.replies import check_round, disagreeing, output_l
 from flwr_regs.server.failures import UnusableReplies, name_failures, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import Reply, Round, Snapshots
+from flwr_regs.server.round import Replied, Reply, Round, Snapshots
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, digest
@@ -130,21 +130,15 @@ class Exchange:
         """Return a client's message, of the first exchange if it is a `probe`."""
         held_round = None if lost else self.remembered.held.get(pid)
         records, entries = self._downlink(held_round, probe)
-        term, server = self.options.term, self.model.server
+        term, server, number = self.options.term, self.model.server, self.this_round.number
         own = {} if probe else term.broadcast_to(pid, server, self.context)
-        for slots in (own, self.this_round.answers.get(pid, {})):
-            for name, slot in slots.items():
-                if slot:
-                    key = f"{name}.broadcast"
-                    records = {**records, key: Record({**records.get(key, {}), **slot})}
-        entries = {
-            **self.this_round.config,
-            **entries,
-            **self.remembered.entries(pid, self.options.seed, self.this_round.number),
-        }
-        if probe:
-            entries[keys.PROBE_KEY] = True
-        return Parcel(records, entries)
+        for name, slot in [*own.items(), *self.this_round.answers.get(pid, {}).items()]:
+            if slot:
+                key = f"{name}.broadcast"
+                records = {**records, key: Record({**records.get(key, {}), **slot})}
+        of_client = self.remembered.entries(pid, self.options.seed, number)
+        first = {keys.PROBE_KEY: True} if probe else {}
+        return Parcel(records, {**self.this_round.config, **entries, **of_client, **first})
 
     def probe(self) -> list[int]:
         """Run the first exchange, ``w_t`` down and the terms' probes up; return the clients that replied.
@@ -157,7 +151,7 @@ class Exchange:
         while waiting:
             parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
             _count(this_round.bytes_down, parcels)
-            came, waiting = self._lacking(self._ask(self.request(keys.PROBE, parcels)), lost)
+            came, waiting = self._ask(self.request(keys.PROBE, parcels), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             replies |= probes
@@ -188,18 +182,17 @@ class Exchange:
             self.options.term.check(probe, params, server, probing=True)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        metrics, count = read_metrics(pid, reply, "num-examples")
-        return Reply({}, probe, metrics, count)
+        return Reply({}, probe, *read_metrics(pid, reply, "num-examples"))
 
-    def _answer(self, replies: Mapping[int, Reply]) -> Mapping[int, Slot]:
+    def _answer(self, replies: Replied) -> Mapping[int, Slot]:
         """Return each client's own broadcasts; raise UnusableReplies for probes that cannot be used."""
         term, options = self.options.term, self.options
 
         def answer(pids: list[int]) -> Mapping[int, Slot]:
             some = {p: replies[p] for p in pids}
             weights = aggregation_weights(some, options.weighting, options.max_weight)
-            context = replace(self.context, weights=weights)
-            return term.answer({p: r.uploads for p, r in some.items()}, context)
+            uploads = {p: r.uploads for p, r in some.items()}
+            return term.answer(uploads, replace(self.context, weights=weights))
 
         try:
             return of_usable(replies, answer, "its probe cannot be used")
@@ -210,21 +203,16 @@ class Exchange:
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
         this_round = self.this_round
-        came, lost = self._lacking(self._counted(replies))
+        came, lost = self._lacking(replies)
         if lost:
-            came |= self._lacking(self._ask(self.train(lost, lost=True)), again=True)[0]
+            came |= self._ask(self.train(lost, lost=True), again=True)[0]
         this_round.came = came
         if (layer := output_layer(came)) is not None:
             this_round.events["output_layer"] = layer
 
-    def _ask(self, request: Request) -> Mapping[int, Parcel]:
-        return self._counted(self.network.ask(request, self.options.deadline))
-
-    def _counted(self, replies: Replies) -> Mapping[int, Parcel]:
-        """Return what `noted` does; count the bytes."""
-        came = self.noted(replies)
-        _count(self.this_round.bytes_up, came)
-        return came
+    def _ask(self, request: Request, again: bool) -> tuple[dict[int, Parcel], list[int]]:
+        """Send a request; return what :meth:`_lacking` makes of the replies."""
+        return self._lacking(self.network.ask(request, self.options.deadline), again)
 
     def noted(self, replies: Replies) -> Mapping[int, Parcel]:
         """Note the clients without a reply, which with a deadline are late; return the replies."""
@@ -237,12 +225,14 @@ class Exchange:
         return replies.came
 
     def _lacking(
-        self, came: Mapping[int, Parcel], again: bool = False
+        self, replies: Replies, again: bool = False
     ) -> tuple[dict[int, Parcel], list[int]]:
         """Return (the other replies, the clients to send the model that they say they have lost).
 
-        A client that says so `again` is named among the failures.
+        Their bytes are counted. A client that says so `again` is named among the failures.
         """
+        came = self.noted(replies)
+        _count(self.this_round.bytes_up, came)
         lost = [p for p, reply in came.items() if reply.says(keys.LOST_MODEL)]
         others = {p: reply for p, reply in came.items() if p not in lost}
         if again:
@@ -261,12 +251,11 @@ class Exchange:
         """
         keeps = self.options.downlink == "delta"
         if held_round == self.context.round:
-            kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._digest}
+            kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._base[keys.DIGEST_KEY]}
             return {keys.ARRAYS: Record(), **self._broadcasts}, kept
-        whole: Content = (
-            {keys.ARRAYS: self._whole} | ({} if probe else self._broadcasts),
-            {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {},
-        )
+        broadcasts = {} if probe else self._broadcasts
+        entries = {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {}
+        whole: Content = {keys.ARRAYS: self._whole, **broadcasts}, entries
         if not keeps or held_round is None or self.model.step is None:
             return whole
         if self.options.term.coder("release") is not None:
@@ -274,7 +263,7 @@ class Exchange:
         if held_round != self.context.round - 1:
             return whole
         broadcasts = {} if probe else self._explicit
-        return {keys.ARRAYS: self._step} | broadcasts, self._base("delta")
+        return {keys.ARRAYS: self._step, **broadcasts}, {keys.DOWNLINK_KEY: "delta", **self._base}
 
     @cached_property
     def _whole(self) -> Record:
@@ -296,15 +285,10 @@ class Exchange:
         return Record(self.model.step or {})
 
     @cached_property
-    def _digest(self) -> str:
-        return digest(self.model.given)
-
-    def _base(self, kind: str) -> dict[str, Any]:
-        return {
-            keys.DOWNLINK_KEY: kind,
-            keys.DIGEST_KEY: self._digest,
-            keys.PREVIOUS_LR_KEY: self.model.previous_lr,
-        }
+    def _base(self) -> dict[str, Any]:
+        """Entries of a message that changes a client's last model."""
+        model = self.model
+        return {keys.DIGEST_KEY: digest(model.given), keys.PREVIOUS_LR_KEY: model.previous_lr}
 
     def _coded_since(self, held_round: int, probe: bool, whole: Content) -> Content:
         """Return the coded steps since a round, or what is `whole` if that is smaller or one is gone."""
@@ -312,12 +296,11 @@ class Exchange:
         if not m.coded_steps.keys() >= set(rounds):
             return whole
         if key not in self._since:
-            buffers, tied = m.buffers or frozenset(), m.tied or {}
-            moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
-            update: Content = (
-                {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit),
-                {**self._base("coded"), keys.STEPS_KEY: [m.coded_steps[r] for r in rounds]},
-            )
+            names = {*(m.buffers or ())} - {*(m.tied or ())}
+            moved = Record({n: m.model[n] for n in names if m.changed[n] >= held_round})
+            steps = [m.coded_steps[r] for r in rounds]
+            entries = {keys.DOWNLINK_KEY: "coded", **self._base, keys.STEPS_KEY: steps}
+            update: Content = {keys.ARRAYS: moved, **({} if probe else self._explicit)}, entries
             smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
             self._since[key] = update if smaller else whole
         return self._since[key]
@@ -337,6 +320,4 @@ def name_losses(this_round: Round) -> None:
         this_round.events["not_saved"] = unsaved
         LOG.warning("clients %s could not save what they keep", unsaved)
     if lost := this_round.lost["private"]:
-        LOG.warning(
-            "clients %s have lost their private entries and began anew with their model's own", lost
-        )
+        LOG.warning("clients %s have lost their private entries and began with their model's", lost)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from statistics import median_low
 
+from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, Snapshots
 
 LOG = logging.getLogger("flwr")
@@ -17,22 +18,18 @@ class Participation(Snapshots):
 
     Parameters
     ----------
-    incomplete : {"average", "scale", "drop"}
-    drop_inactive : float or None
-        The constant C/J of Eq. 9: a client is dropped once it was inactive in more than the share
-        ``drop_inactive / (T E)`` of its turns, for T rounds of E steps. Where the clients plan different
-        numbers of steps, E is their median: no single client's word counts.
-    restart_lr : bool
-        Restart the learning rate's schedule when the clients change (Sec. 4.4).
+    options : Options
+        `incomplete`, `drop_inactive` and `restart_lr`. By `drop_inactive`, the constant C/J of Eq. 9, a
+        client is dropped once it was inactive in more than the share ``drop_inactive / (T E)`` of its
+        turns, for T rounds of E steps. Where the clients plan different numbers of steps, E is their
+        median: no single client's word counts.
     num_rounds : int
         T.
     """
 
     kept = ("turns", "inactive", "planned", "dropped", "members", "seen", "departed", "origin")
 
-    incomplete: str
-    drop_inactive: float | None
-    restart_lr: bool
+    options: Options
     num_rounds: int
     turns: dict[int, int] = field(default_factory=dict)
     inactive: dict[int, int] = field(default_factory=dict)
@@ -50,20 +47,20 @@ class Participation(Snapshots):
         connected. The schedule restarts at a client's first arrival, first departure or drop, not each
         time that it comes and goes.
         """
-        if self.drop_inactive is not None:
+        if (constant := self.options.drop_inactive) is not None:
             steps = median_low(self.planned.values()) if self.planned else 1
-            self._drop(members, self.drop_inactive / (self.num_rounds * steps), this_round)
+            self._drop(members, constant / (self.num_rounds * steps), this_round)
         left = [p for p in members if p not in self.dropped] if self.dropped else members
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
             left, self.dropped = members, set()
         if self.members is not None and left != self.members:
-            arrived = sorted(set(left) - set(self.members))
-            departed = sorted(set(self.members) - set(left))
-            this_round.events["shift"] = {"arrived": arrived, "departed": departed}
-            if self.restart_lr and (set(arrived) - self.seen or set(departed) - self.departed):
+            arrived, departed = set(left) - set(self.members), set(self.members) - set(left)
+            shift = {"arrived": sorted(arrived), "departed": sorted(departed)}
+            this_round.events["shift"] = shift
+            if self.options.restart_lr and (arrived - self.seen or departed - self.departed):
                 self.origin = this_round.number
-            self.departed |= set(departed)
+            self.departed |= departed
         if left != self.members:
             self.seen |= set(left)
         self.members = left
@@ -95,7 +92,7 @@ class Participation(Snapshots):
         this_round.steps = {pid: taken for pid, (taken, _) in steps.items()}
         this_round.inactive = [p for p, (taken, _) in steps.items() if taken == 0]
         this_round.incomplete = [p for p, (taken, planned) in steps.items() if 0 < taken < planned]
-        incomplete = this_round.incomplete if self.incomplete == "drop" else []
+        incomplete = this_round.incomplete if self.options.incomplete == "drop" else []
         unused = {*this_round.inactive, *incomplete}
         this_round.used = {pid: r for pid, r in received.items() if pid not in unused}
 
@@ -109,6 +106,4 @@ class Participation(Snapshots):
         for pid in set(this_round.cohort) - set(this_round.late):
             self.turns[pid] = self.turns.get(pid, 0) + 1
             self.inactive[pid] = self.inactive.get(pid, 0) + (pid not in active)
-        self.planned |= {
-            p: r.steps[1] for p, r in this_round.received.items() if r.steps is not None
-        }
+        self.planned |= {p: r.steps[1] for p, r in this_round.received.items() if r.steps}
