@@ -43,7 +43,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
 from typing import Any
@@ -54,8 +54,8 @@ from flwr_regs.abilities import Checks, Steps
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
-from flwr_regs.server.client_metrics import usable
-from flwr_regs.server.failures import UnusableReplies, culprits
+from flwr_regs.server.client_metrics import is_number, usable
+from flwr_regs.server.failures import Reasons, StepOf, UnusableReplies, culprits
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
@@ -63,6 +63,9 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 
 LOG = logging.getLogger("flwr")
+BEFORE = "`strategy.arrays` is the model before it"
+Numbers = Mapping[int, float]
+"""By partition id."""
 LAST = 5
 ENOUGH = 3
 """Clients with something else than zeros, so that their median counts."""
@@ -113,7 +116,7 @@ class DivergenceGuard(Snapshots):
         self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
     ) -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
-        checks = {t.name: t for t in self.options.term.terms if isinstance(t, Checks)}
+        checks = {t.name: t for t in self.options.term.able(Checks)}
         squares: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
         times: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for pid, upload in uploads.items() if self._compares else ():
@@ -125,7 +128,7 @@ class DivergenceGuard(Snapshots):
                         of_all, square = squares[name, ""], square_sum(a)
                         squares[name, key][pid] = square
                         of_all[pid] = of_all.get(pid, 0.0) + square
-        wrong: dict[int, str] = {}
+        wrong: Reasons = {}
         for (name, key), of_each in squares.items():
             which = f"{what} '{key}' of '{name}'" if key else f"{what} of '{name}'"
             wrong |= self._beyond(this_round, which, of_each, times[name])
@@ -133,13 +136,12 @@ class DivergenceGuard(Snapshots):
 
     def check_variances(self, this_round: Round, base: Mapping[str, np.ndarray]) -> None:
         """Raise UnusableReplies for clients with a negative variance; `base` is ``w_t``."""
-        wrong: dict[int, str] = {}
+        wrong: Reasons = {}
         pids = list(this_round.used)
         for name in [n for n in statistics(base) if n.endswith("running_var")]:
             moves = Moves(name, base[name], this_round.used).read(pids)
-            negative = (moves + base[name].reshape(-1) < 0).any(axis=1)
-            where = f"its '{name}' holds a negative variance"
-            wrong |= {pid: where for pid, bad in zip(pids, negative, strict=True) if bad}
+            negative = compress(pids, (moves + base[name].reshape(-1) < 0).any(axis=1))
+            wrong |= dict.fromkeys(negative, f"its '{name}' holds a negative variance")
         self._leave_out(this_round, wrong)
 
     def mean(self, this_round: Round, updates: Updates, compares: bool = True) -> NDArrays:
@@ -155,26 +157,24 @@ class DivergenceGuard(Snapshots):
             of_all = {p: sum(squares[n][p] for n in updates.trained) for p in updates.replies}
             usual = median_low([s for s in of_all.values() if s > 0] or [0.0])
             self.far = [p for p, square in of_all.items() if square > STEPS**2 * usual]
-            bounds = self._bounds(this_round)
+            bounds = self._bounds(this_round, of_all)
             wrong = self._beyond(this_round, "update", of_all, bounds)
             for name in base.keys() & updates.fixed:
-                if base[name].dtype.kind in "fiu":
-                    given = math.sqrt(square_sum(base[name]))
-                    what = f"change of '{name}'"
-                    # whole numbers may count steps
-                    times = None if base[name].dtype.kind == "f" else bounds
+                if (kind := base[name].dtype.kind) in "fiu":
+                    given, what = math.sqrt(square_sum(base[name])), f"change of '{name}'"
+                    times = {} if kind == "f" else bounds  # whole numbers may count steps
                     wrong |= self._beyond(this_round, what, squares[name], times, given)
             self._leave_out(this_round, wrong)
         square = sum(square_sum(means[n]) for n in updates.trained)
         self.limit(this_round, MEAN, square, updates.replies)
         return means
 
-    def _bounds(self, this_round: Round) -> dict[int, float]:
-        """Return how many times as long as usual each client's update may be: it may take more steps."""
+    def _bounds(self, this_round: Round, pids: Iterable[int]) -> Numbers:
+        """Return how many times as long as usual a client's update may be: it may take more steps."""
         steps = {p: reply.steps[0] for p, reply in this_round.used.items() if reply.steps}
         usual = max(median_low(steps.values()), 1) if steps else 1
         most = self.options.max_scale
-        return {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in this_round.used}
+        return {p: FAR * min(max(steps.get(p, 1) / usual, 1.0), most) for p in pids}
 
     def limit(self, this_round: Round, what: str, square: float, pids: Iterable[int]) -> None:
         """Raise Diverges if the mean or the step that these clients make is too long."""
@@ -182,8 +182,7 @@ class DivergenceGuard(Snapshots):
         last, before = (length, length / (this_round.lr or 1.0)), self.lengths.get(what, ())
         if what == MEAN:
             self.usual[what] = last
-        bounds = self._bounds(this_round)
-        bound = max(bounds[p] for p in pids)
+        bound = max(self._bounds(this_round, pids).values())
         if not self._compares or self.let_in == this_round.number:
             return
         if is_long([*before, last], bound) and length > STEPS * before[0][0]:
@@ -192,9 +191,7 @@ class DivergenceGuard(Snapshots):
                 f"({_usual(before):.3g})"
             )
 
-    def behind(
-        self, this_round: Round, text: str, again: Callable[[Collection[int]], None]
-    ) -> dict[int, str]:
+    def behind(self, this_round: Round, text: str, again: StepOf[None]) -> Reasons:
         """Return which clients to leave out, and why, because the mean or the step is too long.
 
         None if it is let in, with a warning. `again` makes the step of some clients, and raises Diverges if
@@ -211,28 +208,21 @@ class DivergenceGuard(Snapshots):
         if excludes and self.count >= LAST:
             text = f"round {this_round.number} of {self._method}: {text}"
             _note_event(this_round, text)
-            raise RoundFailed(
-                f"{text}; on_divergence='warn' lets it in (`strategy.arrays` is the model before it)"
-            )
+            raise RoundFailed(f"{text}; on_divergence='warn' lets it in ({BEFORE})")
         self._tell(this_round, f": {text}")
         self.let_in = this_round.number
         return {}
 
     def _beyond(
-        self,
-        this_round: Round,
-        what: str,
-        squares: Mapping[int, float],
-        times: Mapping[int, float] | None = None,
-        given: float = 0.0,
-    ) -> dict[int, str]:
+        self, this_round: Round, what: str, squares: Numbers, times: Numbers, given: float = 0.0
+    ) -> Reasons:
         """Return why, by partition id, for what is too long; `squares` are the squares of its lengths.
 
         `times` are other bounds than 1,000, by partition id. `given` is the length to compare with where
         nothing else is known.
         """
         norms = {pid: math.sqrt(square) for pid, square in squares.items()}
-        bounds = dict.fromkeys(norms, FAR) | dict(times or {})
+        bounds = {**dict.fromkeys(norms, FAR), **times}
         others, before = [n for n in norms.values() if n > 0], self.lengths.get(what, ())
         lr, whose = this_round.lr or 1.0, "its cohort's median"
         if before and len(others) < ENOUGH:
@@ -246,10 +236,8 @@ class DivergenceGuard(Snapshots):
         far = [p for p in far if bounds[p] < FAR or norms[p] > ordinary]
         if good := [n for p, n in norms.items() if n > 0 and p not in far]:
             self.usual[what] = median_low(good), median_low(good) / lr
-        return {
-            p: f"its {what} is {norms[p]:.3g} long, over {bounds[p]:g} times {whose} ({usual:.3g})"
-            for p in far
-        }
+        over = {p: f"its {what} is {norms[p]:.3g} long, over {bounds[p]:g} times" for p in far}
+        return {p: f"{text} {whose} ({usual:.3g})" for p, text in over.items()}
 
     def watch(self, this_round: Round, square: float) -> None:
         """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
@@ -265,15 +253,13 @@ class DivergenceGuard(Snapshots):
         begins, private = not self.count, self.options.privacy is not None
         loss = None if private else _usual_loss(this_round)
         sign = self.look(math.sqrt(square), this_round.lr, loss)
-        rose = [p for p, r in this_round.came.items() if r.says(keys.LOSS_ROSE)]
-        if begins and not private and 2 * len(rose) > len(this_round.came):
-            sign = sign or (
-                f"the loss of {len(rose)} of {len(this_round.came)} clients rose to over {STEPS:g} times "
-                "that of their first step"
-            )
-        self.lengths = {**self.lengths} | {
-            what: noted(self.lengths.get(what, ()), last) for what, last in self.usual.items()
-        }
+        rose = [reply.says(keys.LOSS_ROSE) for reply in this_round.came.values()]
+        if begins and not private and 2 * sum(rose) > len(rose):
+            whose = f"{sum(rose)} of {len(rose)} clients"
+            rise = f"the loss of {whose} rose to over {STEPS:g} times that of their first step"
+            sign = sign or rise
+        now = {what: noted(self.lengths.get(what, ()), last) for what, last in self.usual.items()}
+        self.lengths = {**self.lengths, **now}
         self.usual = {}
         if sign:
             likely = self._likely(this_round)
@@ -298,24 +284,16 @@ class DivergenceGuard(Snapshots):
             far, again = is_long(steps, FAR), ""
             if len(steps) > LAST and is_long(steps, STEPS):
                 self.long = [*self.long[-1:], self.count]
-                again = "for the second time " * (
-                    self.long[-1] - self.long[0] in range(1, LAST + 1)
-                )
+                again = "for the second time " * (0 < self.long[-1] - self.long[0] <= LAST)
             if far or again:
-                usual = _usual(steps[:-1])
-                return (
-                    f"{'' if far else again}the global step is over {FAR if far else STEPS:g} times the "
-                    f"median of the last {LAST} ({length:.3g} against {usual:.3g})"
-                )
-        if loss is None:
-            return ""
-        if self.first_loss is None and 0 < loss < math.inf:
+                over = f"over {FAR if far else STEPS:g} times the median of the last {LAST}"
+                usual = f"{length:.3g} against {_usual(steps[:-1]):.3g}"
+                return f"{'' if far else again}the global step is {over} ({usual})"
+        if self.first_loss is None and 0 < (loss or 0) < math.inf:
             self.first_loss = loss
-        if self.first_loss is not None and loss > LOSS * self.first_loss:
-            return (
-                f"the training loss is over {LOSS:g} times the first round's ({loss:.3g} against "
-                f"{self.first_loss:.3g})"
-            )
+        if loss is not None and loss > LOSS * (first := self.first_loss or math.inf):
+            over = f"the training loss is over {LOSS:g} times the first round's"
+            return f"{over} ({loss:.3g} against {first:.3g})"
         return ""
 
     def _likely(self, this_round: Round) -> str:
@@ -341,9 +319,7 @@ class DivergenceGuard(Snapshots):
         text = f"round {this_round.number} of {self._method}{text}"
         _note_event(this_round, text)
         if stop:
-            raise RoundFailed(
-                f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
-            )
+            raise RoundFailed(f"{text} (on_divergence='stop': {BEFORE})")
         LOG.warning("%s", text)
 
 
@@ -383,7 +359,7 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
     """
     likely = []
     for t in term.terms:
-        numbers = {f.name: v for f in fields(t) if _is_number(v := getattr(t, f.name))}
+        numbers = {f.name: v for f in fields(t) if is_number(v := getattr(t, f.name))}
         if not numbers and isinstance(t, Steps):
             likely.append(f"learning rate of the '{t.name}'")
         first = next(iter(numbers), "")
@@ -399,9 +375,5 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
 def _usual_loss(this_round: Round) -> float | None:
     """Return the median of the used replies' training losses; None if under half of them have a number."""
     losses = [reply.metrics.get("train-loss") for reply in this_round.used.values()]
-    numbers = [loss if usable(loss) else math.inf for loss in losses if _is_number(loss)]
+    numbers = [loss if usable(loss) else math.inf for loss in losses if is_number(loss)]
     return float(median(numbers)) if 2 * len(numbers) > len(losses) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

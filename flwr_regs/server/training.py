@@ -24,7 +24,7 @@ from flwr_regs.server.aggregate.weights import (
     update_weights,
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
-from flwr_regs.server.divergence import STEP, DivergenceGuard, Diverges
+from flwr_regs.server.divergence import BEFORE, STEP, DivergenceGuard, Diverges
 from flwr_regs.server.exchange.exchange import Exchange, Remembered, name_losses
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.replies import Reader
@@ -334,10 +334,8 @@ class Training:
             except AggregatorFailed as error:
                 raise AggregatorFailed(f"{where}: {error}; the model is as before") from error
             except ProtocolError as error:
-                raise RoundFailed(
-                    f"{where} diverged: {error}; `strategy.arrays` is the model before it; try a smaller "
-                    "learning rate"
-                ) from error
+                text = f"{where} diverged: {error}; {BEFORE}; try a smaller learning rate"
+                raise RoundFailed(text) from error
             why = {p: shown(f"the reply of client {p}: {y}") for p, y in wrong.items()}
             this_round.failures |= why
             this_round.used = {p: r for p, r in used.items() if p not in why}
