@@ -45,6 +45,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import compress
 from statistics import median, median_low
 from typing import Any
 

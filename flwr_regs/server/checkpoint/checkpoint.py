@@ -105,21 +105,21 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if not checkpoints:
         others = sorted(n for n in names if not n.startswith("."))
-        holds = f"only {', '.join(others[:3])}{', …' if len(others) > 3 else ''}"
+        only = ", ".join(others[:3]) + ", …" * (len(others) > 3)
+        holds = f"only {only}" if others else "it is empty"
         raise CheckpointError(
-            f"{path} holds no checkpoint, {holds if others else 'it is empty'}; a checkpoint is a file "
-            "such as round-000012"
+            f"{path} holds no checkpoint, {holds}; one has a name as round-000012"
         )
-    damaged = []
+    damaged: list[str] = []
     for number in sorted(checkpoints, reverse=True):
         try:
             checkpoint = read(checkpoints[number])
         except DamagedCheckpoint as error:
             damaged.append(str(error))
-            continue
-        for why in damaged:
-            LOG.warning("%s; going back to %s", why, checkpoint.path.name)
-        return checkpoint
+        else:
+            for why in damaged:
+                LOG.warning("%s; going back to %s", why, checkpoint.path.name)
+            return checkpoint
     raise CheckpointError("; ".join(damaged))
 
 
@@ -163,9 +163,8 @@ def _parsed(path: Path, arrays: dict[str, np.ndarray]) -> Checkpoint:
         raise DamagedCheckpoint(f"{path} is damaged: it holds round {number}")
     state, history = (arrays.pop(name).tobytes() for name in (STATE, HISTORY))
     entries = [from_json(json.loads(line), {}) for line in history.splitlines()]
-    return Checkpoint(
-        path, number, from_json(json.loads(state), arrays), entries, manifest["versions"]
-    )
+    held = from_json(json.loads(state), arrays)
+    return Checkpoint(path, number, held, entries, manifest["versions"])
 
 
 def written(content: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[bytes, bytes]:
@@ -249,28 +248,21 @@ class Folder:
         if not checkpoints:
             return
         names = ", ".join(sorted(p.name for p in checkpoints.values()))
+        holds, other = f"checkpoint_dir: {self.path} holds", "or name another folder"
         if resumed is None:
-            raise CheckpointError(
-                f"checkpoint_dir: {self.path} holds checkpoints ({names}): go on from them with "
-                f"start(..., resume_from={str(self.path)!r}), or name another folder"
-            )
+            again = f"start(..., resume_from={str(self.path)!r})"
+            raise CheckpointError(f"{holds} checkpoints ({names}): go on with {again}, {other}")
         if resumed.path.parent.resolve() != self.path.resolve():
-            raise CheckpointError(
-                f"checkpoint_dir: {self.path} holds checkpoints ({names}) of another run than "
-                f"{resumed.path}; name another folder"
-            )
-        for number, path in checkpoints.items():
-            if number <= resumed.round:
-                continue
+            which = f"({names}) of another run than {resumed.path}"
+            raise CheckpointError(f"{holds} checkpoints {which}: resume from them, {other}")
+        for path in [path for number, path in checkpoints.items() if number > resumed.round]:
             try:
                 read(path)
             except DamagedCheckpoint:
                 os.rename(path, self.path / f"damaged-{path.name}-{os.getpid()}")
-                continue
-            raise CheckpointError(
-                f"checkpoint_dir: {self.path} holds {path.name}, which is later than {resumed.path.name}; "
-                "resume from it, or name another folder"
-            )
+            else:
+                later = f"{path.name}, which is later than {resumed.path.name}"
+                raise CheckpointError(f"{holds} {later}: resume from it, {other}")
 
 
 # values
@@ -283,10 +275,13 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
     """
     if value is None or type(value) in (bool, int, str):  # first: most values are such
         return value
-    if isinstance(value, np.generic | np.ndarray):
-        return _array(value, store, where)
-    if isinstance(value, int | str):  # of another class
-        return _refuse(value, where)
+    if isinstance(value, np.generic | np.ndarray) and value.dtype in PLAIN:  # which safetensors has
+        if isinstance(value, np.generic):
+            return {"$scalar": _stored(value, store)}
+        turned = (
+            value.flags.f_contiguous and not value.flags.c_contiguous
+        )  # sums depend on the order
+        return {"$array": [_stored(value.T, store), "T"] if turned else [_stored(value, store)]}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, bytes):
@@ -296,14 +291,16 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, set | frozenset):
         items = [to_json(v, store, where) for v in value]
-        items.sort(key=json.dumps)  # one order for equal sets
-        return {f"${type(value).__name__}": items}
+        return {f"${type(value).__name__}": sorted(items, key=json.dumps)}  # equal sets, one order
     if isinstance(value, Mapping):
         pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
         if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
             return dict(pairs)
         return {"$dict": [[to_json(k, store, where), v] for k, v in pairs]}
-    return _refuse(value, where)
+    raise TypeError(
+        f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
+        "lists and dicts of these can be saved"
+    )
 
 
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:
@@ -315,24 +312,13 @@ def from_json(value: Any, arrays: dict[str, Any]) -> Any:
         return [from_json(v, arrays) for v in value]
     if not isinstance(value, dict):
         return value
-    tag = next((k for k in value if k.startswith("$")), None)
-    if tag is None:
+    if not any(key.startswith("$") for key in value):
         return {k: from_json(v, arrays) for k, v in value.items()}
-    if tag not in _TAGS or len(value) != 1:
-        raise ValueError(f"{value!r:.80} is no value")
     try:
-        return _TAGS[tag](value[tag], arrays)
-    except (KeyError, TypeError, IndexError) as error:
+        ((tag, content),) = value.items()
+        return _TAGS[tag](content, arrays)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"{value!r:.80} is no value") from error
-
-
-def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
-    if value.dtype not in PLAIN:  # which safetensors has
-        _refuse(value, where)
-    if isinstance(value, np.generic):
-        return {"$scalar": _stored(value, store)}
-    turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
-    return {"$array": [_stored(value.T, store), "T"] if turned else [_stored(value, store)]}
 
 
 def _stored(value: Any, store: Store) -> str:
@@ -360,10 +346,3 @@ _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "$array": _read_array,
     "$scalar": lambda v, arrays: arrays[v][()],
 }
-
-
-def _refuse(value: Any, where: str) -> Any:
-    raise TypeError(
-        f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
-        "lists and dicts of these can be saved"
-    )

@@ -11,40 +11,32 @@ from typing import Any
 from flwr_regs.server.options import Options
 from flwr_regs.wire.arrays import NDArrays
 
-MAY_DIFFER = frozenset(
-    {
-        *("checkpoint_dir", "checkpoint_every", "on_round", "stop_when"),
-        *("wait_timeout", "deadline", "retries", "retry_cohort", "retry_pause"),
-        *("population", "min_available_nodes", "min_replies", "on_divergence"),
-        *("fraction_evaluate", "min_evaluate_nodes", "evaluate_metrics_aggr_fn"),
-        *("train_metrics_aggr_fn", "term"),
-    }
-)
+Fingerprint = Mapping[str, Mapping[str, Any]]
+"""Kind -> name -> value."""
+MAY_DIFFER = {
+    *("checkpoint_dir", "checkpoint_every", "on_round", "stop_when", "wait_timeout", "deadline"),
+    *("retries", "retry_cohort", "retry_pause", "population", "min_available_nodes"),
+    *("min_replies", "on_divergence", "fraction_evaluate", "min_evaluate_nodes"),
+    *("evaluate_metrics_aggr_fn", "train_metrics_aggr_fn", "term"),
+}
 """Settings that a resumed run may change: they do not say what a round computes."""
 
 
 def fingerprint(
     method: str, options: Options, model: NDArrays, train_config: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Return what must not differ, as plain values: kind -> name -> value."""
-    terms = {
-        f"{t.name}.{f.name}": plain(getattr(t, f.name))
-        for t in options.term.terms
-        for f in fields(t)
-    }
-    settings = {f.name: plain(getattr(options, f.name)) for f in fields(options)}
+) -> Fingerprint:
+    """Return what must not differ, as plain values."""
+    terms = options.term.terms
     return {
-        "method": {"method": method, "terms": [t.name for t in options.term.terms]},
-        "hyper-parameter": terms,
-        "setting": {k: v for k, v in settings.items() if k not in MAY_DIFFER},
+        "method": {"method": method, "terms": [t.name for t in terms]},
+        "hyper-parameter": {f"{t.name}.{k}": v for t in terms for k, v in _fields(t).items()},
+        "setting": {k: v for k, v in _fields(options).items() if k not in MAY_DIFFER},
         "train_config": {k: plain(v) for k, v in sorted(train_config.items())},
         "initial_arrays": {n: f"{a.dtype}{list(a.shape)}" for n, a in model.items()},
     }
 
 
-def differences(
-    saved: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
     """Return the differences of two fingerprints in words; a setting that one lacks does not count."""
     changes = []
     for kind, after in current.items():
@@ -73,9 +65,11 @@ def plain(value: Any) -> Any:
         named = {k: plain(v) for k, v in value.keywords.items()}
         return [plain(value.func), [plain(a) for a in value.args], named]
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            type(value).__qualname__: {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        }
+        return {type(value).__qualname__: _fields(value)}
     if (config := getattr(value, "config", None)) is not None and is_dataclass(config):
         return [type(value).__qualname__, plain(config)]  # an accountant
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _fields(owner: Any) -> dict[str, Any]:
+    return {f.name: plain(getattr(owner, f.name)) for f in fields(owner)}
