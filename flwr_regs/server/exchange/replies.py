@@ -15,10 +15,10 @@ from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics
-from flwr_regs.server.failures import UnusableReplies, of_usable, read_each
+from flwr_regs.server.failures import Reasons, UnusableReplies, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import UNDECIDED, Reply, Round
+from flwr_regs.server.round import UNDECIDED, Model, Replied, Reply, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -100,7 +100,7 @@ class Reader:
         leave_out(self._uncovered(replies))
         this_round.received = replies
 
-    def _uncovered(self, replies: Mapping[int, Reply]) -> dict[int, str]:
+    def _uncovered(self, replies: Replied) -> Reasons:
         """Return client -> why, for what neither noise nor a robust aggregator would reach."""
         term, model, private = self.options.term, self.model, self.options.privacy is not None
         if not private and isinstance(self.options.aggregator, Mean):
@@ -108,7 +108,7 @@ class Reader:
         reached = {t.name for t in term.terms if term.aggregates(t) and not private}
         fixed = {*(model.buffers or ())} - {*(model.tied or ())} if private else set[str]()
         which = "get no noise" if private else "a robust aggregator does not reach"
-        wrong: dict[int, str] = {}
+        wrong: Reasons = {}
         for pid, reply in replies.items():
             sent = reply.arrays
             if changed := [n for n in fixed & {*sent} if np.any(sent[n] != model.given[n])]:
@@ -131,25 +131,21 @@ class Reader:
         self._check_sender(what, parcel, config)
         metrics, count = read_metrics(pid, parcel, self.options.weighted_by_key)
         model, entries, half = self.model.model, parcel.config, self.options.wire_dtype
-        arrays: Mapping[str, np.ndarray] = parcel.records[keys.ARRAYS]
-        if half:
-            arrays = Widened(arrays, half)
+        sent: Model = parcel.records[keys.ARRAYS]
+        arrays = Widened(sent, half) if half else sent
         try:
             uploads = read_uploads(what, parcel)
-            ours = keys.METHOD_KEY in entries
             buffers, tied = not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
             trained = {n: a for n, a in model.items() if n not in buffers}
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
-                raise ProtocolError(
-                    f"'{keys.FROZEN_DIGEST_KEY}' must be a digest, not {quoted(digest)}"
-                )
+                raise ProtocolError(f"'{keys.FROZEN_DIGEST_KEY}' is no digest: {quoted(digest)}")
             update, coded, expected = NDArrays(), None, model
             if keys.STEPS_KEY in entries:
                 coded = self._decoder(entries[keys.STEPS_KEY], trained)
                 update = {**parcel.decoded} if parcel.decoded else coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
-            steps = _steps(metrics, config, count, ours)
+            steps = _steps(parcel, config, count)
             if steps is None and (setting := self.options.counts_steps):
                 raise ProtocolError(f"it reports no steps, which {setting} needs; {STEPS}")
             if steps is None or steps[0]:
@@ -158,8 +154,8 @@ class Reader:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
         check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
         check_finite(update, what, largest=LARGEST)
-        for t in self.options.term.terms:
-            if isinstance(t, Folds) and t.name in uploads:  # copied again when it is folded
+        for t in self.options.term.able(Folds):
+            if t.name in uploads:  # copied again when it is folded
                 uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
         again = None if coded is None else held(update, coded)
         return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
@@ -168,10 +164,9 @@ class Reader:
         """Return what makes an update from its code."""
         coder = self.options.term.coder("finish")
         if coder is None or not isinstance(code, list) or len(code) != 1:
-            raise ProtocolError(
-                f"'{keys.STEPS_KEY}' holds {quoted(code, 40)}, but the method has "
-                + ("no code for updates" if coder is None else "one update in its code")
-            )
+            has = "no code for updates" if coder is None else "one update in its code"
+            where = f"'{keys.STEPS_KEY}' holds {quoted(code, 40)}"
+            raise ProtocolError(f"{where}, but the method has {has}")
         like = in_code_order(self.model.model, names)
         return partial(decoded, coder.decode, code[0], like, "its update")
 
@@ -190,7 +185,7 @@ class Reader:
         check_round(what, parcel, config)
         if keys.ARRAYS not in parcel.records:
             raise ProtocolError(
-                f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {parcel.names}"
+                f"{what} must hold an ArrayRecord '{keys.ARRAYS}', not {parcel.names}"
             )
 
 
@@ -203,9 +198,8 @@ def check_round(what: str, parcel: Parcel, config: Mapping[str, Any]) -> None:
     for key, whose in ((keys.START_KEY, "training"), (keys.ROUND_KEY, "round")):
         said, asked = parcel.config.get(key), config[key]
         if (said is not None or ours) and said != asked:
-            raise ProtocolError(
-                f"{what} belongs to {whose} {quoted(said, 40)}, not to {asked!r} ('{key}')"
-            )
+            which = f"{whose} {quoted(said, 40)}, not to {asked!r} ('{key}')"
+            raise ProtocolError(f"{what} belongs to {which}")
 
 
 def read_uploads(what: str, parcel: Parcel) -> Slot:
@@ -220,31 +214,29 @@ def read_uploads(what: str, parcel: Parcel) -> Slot:
     return uploads
 
 
-def _steps(
-    metrics: Mapping[str, Any], config: Mapping[str, Any], count: float, ours: bool
-) -> tuple[int, int] | None:
+def _steps(parcel: Parcel, config: Mapping[str, Any], count: float) -> tuple[int, int] | None:
     """Return ``s_k`` and E as the client reports them; raise ValueError unless the round allows them.
 
-    None if the round asks for no duration, or for a client that is not `ours` and reports none.
+    None if the round asks for no duration, or for a client that names no method and reports none.
     """
-    taken: Any = metrics.get("local-steps")
-    planned: Any = metrics.get("planned-steps")
+    metrics: Any = parcel.metrics or {}
+    taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
     asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
-    if not (asked or epochs) or (not ours and (taken is None or planned is None)):
+    silent = keys.METHOD_KEY not in parcel.config and (taken is None or planned is None)
+    if silent or not (asked or epochs):
         return None
     most = asked or epochs * count  # a step is at least one example
     whole = type(taken) is int and type(planned) is int
     if not (whole and 0 <= taken <= planned <= most and planned >= max(asked or 0, 1)):
-        raise ValueError(
-            f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}, where the round asked for "
-            + (f"{asked}" if asked else f"at most {most:.0f}")
-        )
+        said = f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}"
+        limit = asked or f"at most {most:.0f}"
+        raise ValueError(f"{said}, where the round asked for {limit}")
     return taken, planned
 
 
-def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
-    """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise."""
-    wrong: dict[int, str] = {}
+def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> Reasons:
+    """Return why for uploads that do not fit the others', or that make `agree` raise."""
+    wrong: Reasons = {}
     while True:
         try:
             unlike = of_usable(
@@ -276,18 +268,16 @@ def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:
     return next(iter(named.values()), None)
 
 
-def held(
-    update: Mapping[str, np.ndarray], decode: Callable[[], Mapping[str, np.ndarray]]
-) -> Callable[[], Mapping[str, np.ndarray]]:
+def held(update: Model, decode: Callable[[], Model]) -> Callable[[], Model]:
     """Return what gives a decoded update again, but does not hold a large model's memory.
 
     A small update is held as it is; of one that is mostly zero the other entries are. Any other is decoded
     a second time.
     """
-    if sum(a.size for a in update.values()) <= SMALL:
+    size = sum(a.size for a in update.values())
+    if size <= SMALL:
         return lambda: update
-    filled = sum(int(np.count_nonzero(a)) for a in update.values())
-    if filled * MOSTLY_ZERO > sum(a.size for a in update.values()):
+    if sum(int(np.count_nonzero(a)) for a in update.values()) * MOSTLY_ZERO > size:
         return decode
     places = {n: np.flatnonzero(a).astype(np.min_scalar_type(a.size)) for n, a in update.items()}
     entries = {n: (a.shape, places[n], a.reshape(-1)[places[n]]) for n, a in update.items()}
