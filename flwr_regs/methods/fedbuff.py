@@ -43,6 +43,7 @@ from flwr_regs.server.exchange.network import Course, Network, Replies
 from flwr_regs.server.exchange.replies import Reader, output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.options import Options
+from flwr_regs.server.population.cohorts import further, uniform_cohort
 from flwr_regs.server.round import Reply, Round, TooFewReplies
 from flwr_regs.server.training import Training
 from flwr_regs.term import COUNT, POSITIVE, ParameterError, Ranges, Term
@@ -209,8 +210,8 @@ class BufferedTraining(Training):
         if places > 0 and free:
             # with nobody at work, the cohort that the round would have
             first = not (self._at_work or began or "attempts" in this_round.events)
-            key, attempt = (options.seed, number), 0 if first else 1 + self._turns
-            drawn = self.population.cohort(free, key, places, "uniform", network, attempt)
+            purpose = further(0 if first else 1 + self._turns)
+            drawn = uniform_cohort(free, (options.seed, number), places, purpose)
             request = exchange.train(drawn, lost=True)  # everything, whatever a client has
             for pid in drawn:
                 sent, again = request.parcels[pid], began.count(pid)

@@ -31,6 +31,7 @@ from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import UnusableReplies, name_failures
 from flwr_regs.server.global_model import GlobalModel, Step
 from flwr_regs.server.options import Options
+from flwr_regs.server.population.cohorts import further, uniform_cohort
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
@@ -283,7 +284,9 @@ class Training:
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self.privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
-        return self.population.cohort(members, key, size, options.cohorts, network, attempt)
+        if options.cohorts == "uniform":
+            return uniform_cohort(members, key, size, further(attempt))
+        return self.population.covering_cohort(members, key, size, attempt, network)
 
     def learning_rate(self, number: int, given: Any) -> float | None:
         """Return the clients' η in a round; None if plain clients have their own.

@@ -10,6 +10,8 @@ TRAINING = (0, 0)
 EVALUATION = (1, 0)
 """Purposes of a draw. Draws for different purposes are independent, whatever their keys, and none of them
 is a client's own seed, which has no purpose."""
+Classes = Mapping[int, set[int]]
+"""Client -> the classes that it holds."""
 MOST_RANKS = 1 << 22
 """Ids below this get a number each, whoever is connected."""
 
@@ -41,10 +43,8 @@ def _generator(key: tuple[int, ...], purpose: tuple[int, int]) -> np.random.Gene
 
 def _drawn(clients: list[int], size: int, generator: np.random.Generator) -> list[int]:
     """Return `size` of some sorted clients, sorted: those with the smallest numbers drawn."""
-    most = max(clients, default=-1) + 1
-    ranks = (
-        generator.random(most)[clients] if most <= MOST_RANKS else generator.random(len(clients))
-    )
+    places = clients if max(clients, default=0) < MOST_RANKS else [*range(len(clients))]
+    ranks = generator.random(max(places, default=-1) + 1)[places]
     return sorted(clients[i] for i in np.argsort(ranks, kind="stable")[:size])
 
 
@@ -85,18 +85,14 @@ def class_covering_cohort(
         if must <= set().union(*(holds[c] for c in cohort)):
             return cohort
     order = [clients[i] for i in generator.permutation(len(clients))]
-    covering = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
+    covering = _search(must, size, {c: holds[c] & must for c in order}, [100_000])
     if covering is None:
-        raise CoverageError(
-            f"found no cohort of {size} clients that holds all of the {len(must)} classes; "
-            "draw larger cohorts"
-        )
+        what = f"found no cohort of {size} clients that holds all of the {len(must)} classes"
+        raise CoverageError(f"{what}; draw larger cohorts")
     return sorted(covering + [c for c in order if c not in covering][: size - len(covering)])
 
 
-def _search(
-    left: frozenset[int], size: int, holds: Mapping[int, set[int]], budget: list[int]
-) -> list[int] | None:
+def _search(left: set[int], size: int, holds: Classes, budget: list[int]) -> list[int] | None:
     """Return at most `size` clients that together hold `left`, or None; `budget` bounds the steps."""
     if not left:
         return []

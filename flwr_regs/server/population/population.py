@@ -11,12 +11,7 @@ from typing import Any
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.failures import name_failures, read_each
-from flwr_regs.server.population.cohorts import (
-    CoverageError,
-    class_covering_cohort,
-    further,
-    uniform_cohort,
-)
+from flwr_regs.server.population.cohorts import CoverageError, class_covering_cohort, further
 from flwr_regs.server.round import Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
@@ -155,10 +150,12 @@ class Population(Snapshots):
         short = expected - len(self.connected)
         if short <= 0:
             return ""
-        if short > MOST_MISSING:
-            return f"{short} of {expected} clients"
-        absent = sorted(set(range(expected)) - set(self.connected))
-        return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
+        absent = set(range(expected)) - set(self.connected) if short <= MOST_MISSING else ()
+        return (
+            f"partitions {sorted(absent)}"
+            if len(absent) == short
+            else f"{short} of {expected} clients"
+        )
 
     @property
     def left_out(self) -> dict[int, str]:
@@ -170,24 +167,15 @@ class Population(Snapshots):
         """Return a request to some of the clients, by partition id."""
         return Request(kind, parcels, {pid: self.nodes[pid] for pid in parcels})
 
-    def cohort(
-        self,
-        members: list[int],
-        key: tuple[int, int],
-        size: int,
-        kind: str,
-        network: Network,
-        attempt: int = 0,
+    def covering_cohort(
+        self, members: list[int], key: tuple[int, int], size: int, attempt: int, network: Network
     ) -> list[int]:
-        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`).
+        """Return `size` of the `members`, by `key` and `attempt`, that together hold every class.
 
         The classes to cover are those that the first population held; one that no member holds is left out,
         with a warning.
         """
-        purpose = further(attempt)
-        if kind == "uniform":
-            return uniform_cohort(members, key, size, purpose)
-        first = not self.labels
+        first, purpose = not self.labels, further(attempt)
         self._ask_for_labels(network)
         counts = {p: self.labels[p] for p in members if self.labels.get(p)}
         holders = Counter(i for c in counts.values() for i, n in enumerate(c) if n > 0)
@@ -202,11 +190,8 @@ class Population(Snapshots):
         except CoverageError:  # a class that one client alone claims may be its invention
             shared = {i for i in classes if holders[i] > 1}
             cohort = class_covering_cohort(counts, key, size, shared, purpose)
-            LOG.warning(
-                "no cohort of %d clients holds all %d classes; classes that one client alone holds do "
-                "not count in this round",
-                *(size, len(classes)),
-            )
+            none = f"no cohort of {size} clients holds all {len(classes)} classes"
+            LOG.warning("%s; those that one client alone holds do not count in this round", none)
             return cohort
 
     def _ask_for_labels(self, network: Network) -> None:
@@ -294,15 +279,12 @@ def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:
     config = reply.config
     pid, total = config.get("partition-id", node), config.get("num-partitions")
     if "partition-id" in config and not (type(pid) is int and 0 <= pid < MOST_PARTITIONS):
-        raise ProtocolError(
-            f"node {node} reports the partition-id {quoted(pid, 40)}, expected a whole number from 0 to "
-            f"{MOST_PARTITIONS - 1}"
-        )
-    if total is not None and not (type(total) is int and 0 < total <= MOST_PARTITIONS):
-        raise ProtocolError(
-            f"node {node} reports num-partitions {quoted(total, 40)}, expected a positive whole number"
-        )
-    return pid, total
+        wrong = f"the partition-id {quoted(pid, 40)}, expected one from 0 to {MOST_PARTITIONS - 1}"
+    elif total is not None and not (type(total) is int and 0 < total <= MOST_PARTITIONS):
+        wrong = f"num-partitions {quoted(total, 40)}, expected a positive whole number"
+    else:
+        return pid, total
+    raise ProtocolError(f"node {node} reports {wrong}")
 
 
 def _counts_of(pid: int, reply: Parcel) -> list[int]:
@@ -316,8 +298,6 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
         raise ProtocolError(f"its label counts cannot be read: {error}") from error
     fits = isinstance(counts, list) and 0 < len(counts) <= MOST_CLASSES
     if not (fits and all(type(n) is int and usable(n) and n >= 0 for n in counts)):
-        raise ProtocolError(
-            f"its label counts are {quoted(counts, 80)}, expected at most {MOST_CLASSES} whole numbers "
-            "that are not negative"
-        )
+        expected = f"at most {MOST_CLASSES} whole numbers, none of them negative"
+        raise ProtocolError(f"its label counts are {quoted(counts, 80)}, expected {expected}")
     return counts
