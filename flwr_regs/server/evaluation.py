@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
@@ -41,26 +40,24 @@ def evaluation(
     free = training.evaluators(connected, network)
     size = max(int(len(free) * options.fraction_evaluate), options.min_evaluate_nodes)
     cohort = uniform_cohort(free, (options.seed, number), size, EVALUATION)
-    global_model = training.model
-    shared = {name: a for name, a in model.items() if name in global_model.model}
-    tied = tie(shared, global_model.tied or {})
-    arrays = {keys.ARRAYS: Record(narrow(tied, options.wire_dtype))}
+    state = training.model
+    shared = tie({n: a for n, a in model.items() if n in state.model}, state.tied or {})
+    arrays = {keys.ARRAYS: Record(narrow(shared, options.wire_dtype))}
     common = {**config, **training.identity, keys.ROUND_KEY: number}
     if options.term.personalising:
-        common[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
-    own_entries = partial(training.remembered.entries, seed=options.seed, number=number)
-    parcels = {pid: Parcel(arrays, {**common, **own_entries(pid)}) for pid in cohort}
+        common[keys.PREVIOUS_LR_KEY] = state.previous_lr or 0.0
+    own = {pid: training.remembered.entries(pid, options.seed, number) for pid in cohort}
+    parcels = {pid: Parcel(arrays, {**common, **entries}) for pid, entries in own.items()}
     bytes_down = {pid: parcel.nbytes for pid, parcel in parcels.items()}
     clock = time.monotonic()
 
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
-    def measured(pid: int, reply: Parcel) -> tuple[Mapping[str, Any], float]:
+    def measured(pid: int, reply: Parcel) -> dict[str, Any]:
         check_round(f"the evaluation of client {pid}", reply, common)
-        return read_metrics(pid, reply, options.weighted_by_key)
+        return dict(read_metrics(pid, reply, options.weighted_by_key)[0])
 
-    read, unread = read_each(replies.came, measured)
-    metrics = {pid: dict(reported) for pid, (reported, _) in read.items()}
+    metrics, unread = read_each(replies.came, measured)
     if failures := {**replies.failures, **unread}:
         LOG.warning("\t> evaluation: %s", name_failures(failures))
     history = training.history
@@ -68,8 +65,7 @@ def evaluation(
         history.append({"round": number, "seconds": {}})  # evaluation alone
     entry = history[-1]
     entry["seconds"]["evaluate"] = time.monotonic() - clock
-    told = {"bytes_down": bytes_down, "failures": failures, "clients": metrics}
-    entry["evaluate"] = told
+    entry["evaluate"] = told = {"bytes_down": bytes_down, "failures": failures, "clients": metrics}
     for what, clients in losses(replies.came).items():
         if clients:
             told[f"lost_{what}"] = clients
@@ -79,8 +75,7 @@ def evaluation(
     if metrics:
         training.evaluated = True
         averaged, left_out = common_metrics(metrics)
-        if left_out:
-            told["metrics_left_out"] = left_out
+        told |= {"metrics_left_out": left_out} if left_out else {}
         if not averaged:
             return None
         mean = training.mean_of_metrics("evaluate", averaged)

@@ -221,15 +221,12 @@ class Options:
             needs["lr"] = "the clients' learning rate, which lr_schedule multiplies"
         if self.counts_steps:
             needs["duration"] = f"because {self.counts_steps} compares the clients' steps with it"
-        given = [
-            k for k in TRAIN_KEYS if k in config and not needs["lr" if k == "lr" else "duration"]
-        ]
+        given = [k for k in TRAIN_KEYS if k in config and not needs.get(k, needs["duration"])]
         if not self.term.plain:
             needs = {**NEEDS}
         elif given and not (self.term.terms and given == ["lr"]):
             needs = {key: why or NEEDS[key] for key, why in needs.items()}
-        noise = self.privacy is not None
-        check_train_config(config, noise=noise, needs=needs)
+        check_train_config(config, noise=self.privacy is not None, needs=needs)
         if "lr" in config:
             self.learning_rate(config["lr"], 1)
 

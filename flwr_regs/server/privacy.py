@@ -83,10 +83,8 @@ class CentralDP(Spelled):
     @property
     def amplified(self) -> bool:
         """Whether the accountant assumes that the cohorts are secret."""
-        return (
-            self.accountant is not None
-            and self.accountant.config.sampling_method.value == "without-replacement"
-        )
+        config = None if self.accountant is None else self.accountant.config
+        return config is not None and config.sampling_method.value == "without-replacement"
 
 
 def private_mean(updates: Updates, dp: CentralDP, cohort_size: int) -> tuple[NDArrays, float]:
@@ -151,11 +149,9 @@ class PrivateRounds:
         self._population: list[int] = []
         self.ledger: Callable[[Mapping[str, Any]], None] | None = None
         """Gets what was spent, before the noisy mean is used: a crash then forgets no release."""
-        self.cohort_seed = seed
-        if dp is not None and dp.amplified:
-            # The run's seed would reveal the cohorts. Each training draws a new one: the accountant
-            # assumes independent draws.
-            self.cohort_seed = secrets.randbits(128)
+        # The run's seed would reveal secret cohorts. Each training draws a new one: the accountant assumes
+        # independent draws.
+        self.cohort_seed = secrets.randbits(128) if dp is not None and dp.amplified else seed
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it.
@@ -163,11 +159,8 @@ class PrivateRounds:
         The secret seed of the cohorts is not in it: a resumed run may repeat rounds that were released, and
         the accountant assumes that their cohorts were drawn anew.
         """
-        budget = self._budget
-        return {
-            "population": self._population,
-            "spent": None if budget is None else budget.snapshot(),
-        }
+        spent = None if self._budget is None else self._budget.snapshot()
+        return {"population": self._population, "spent": spent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; releases that the accountant counted since stay counted."""
@@ -184,11 +177,11 @@ class PrivateRounds:
         if self._dp is None or self._dp.accountant is None:
             return connected
         if not self._population:
-            expected = self._dp.accountant.config.population_size
-            if len(connected) != expected:
+            expected, n = self._dp.accountant.config.population_size, len(connected)
+            if n != expected:
                 raise ValueError(
-                    f"the privacy accountant is set to a population of {expected} clients, but "
-                    f"{len(connected)} are connected: set PrivacyConfig(population_size={len(connected)})"
+                    f"the privacy accountant is set to a population of {expected} clients, but {n} are "
+                    f"connected: set PrivacyConfig(population_size={n})"
                 )
             self._population = connected
         return self._population if self._dp.amplified else connected
@@ -204,8 +197,8 @@ class PrivateRounds:
         cohort = len(this_round.cohort)
         delta, this_round.events["clipped"] = private_mean(updates, self._dp, cohort)
         if self._budget is not None:
-            spent = self._budget.spend(cohort)
-            this_round.events["epsilon"], this_round.events["delta"] = spent
+            events = this_round.events
+            events["epsilon"], events["delta"] = self._budget.spend(cohort)
             if self.ledger is not None:
                 self.ledger(self._budget.snapshot())
         return delta

@@ -59,8 +59,7 @@ def _fits(good: Callable[[Any], bool], value: Any) -> bool:
 
 def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
     """Return one callable, several, or none as a sequence."""
-    if given is None:
-        return ()
+    given = () if given is None else given
     return given if isinstance(given, list | tuple) else (given,)
 
 
@@ -72,11 +71,24 @@ def _whole(value: Any) -> bool:
     return bool(int(value) == value)
 
 
+def _is_aggregator(value: Any) -> bool:
+    return isinstance(value, Aggregator) and not isinstance(value, type)
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or callable(value) or (isinstance(value, str) and value != "")
+
+
+def _is_period(value: Any) -> bool:
+    return value > timedelta(0) if isinstance(value, timedelta) else _whole(value) and value >= 1
+
+
 def _one_of(name: str, *values: Any) -> Row:
     *others, last = map(repr, values)
     return name, lambda value: value in values, f"be {', '.join(others)} or {last}"
 
 
+COUNTS = ("seed", "retries", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 Row = tuple[str, Callable[[Any], bool], str]
 RANGES: list[Row] = [
     # a setting, what it must satisfy, and the sentence if it does not
@@ -87,14 +99,7 @@ RANGES: list[Row] = [
     _one_of("incomplete", "average", "scale", "drop"),
     _one_of("on_divergence", "exclude", "warn", "stop"),
     _one_of("retry_cohort", "new", "same"),
-    *(
-        (name, lambda v: _whole(v) and v >= 0, "be a whole number of at least 0")
-        for name in (
-            "seed",
-            "retries",
-            *(f"min_{w}_nodes" for w in ("train", "evaluate", "available")),
-        )
-    ),
+    *((n, lambda v: _whole(v) and v >= 0, "be a whole number of at least 0") for n in COUNTS),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1"),
     ("fraction_train", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
@@ -107,24 +112,12 @@ RANGES: list[Row] = [
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None"),
     ("lr_schedule", callable, "be a function of the round"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP"),
-    (
-        "aggregator",
-        lambda v: isinstance(v, Aggregator) and not isinstance(v, type),
-        "be an aggregator, such as Mean() or Krum(byzantine=1)",
-    ),
-    (
-        "keep_best",
-        lambda v: v is None or callable(v) or (isinstance(v, str) and v != ""),
-        "be a metric's name, or a function of a round's entry",
-    ),
+    ("aggregator", _is_aggregator, "be an aggregator, such as Mean() or Krum(byzantine=1)"),
+    ("keep_best", _is_metric, "be a metric's name, or a function of a round's entry"),
     ("stop_when", _callables, "be a function of the history, or a list of them"),
     ("on_round", _callables, "be a function of a round's entry, or a list of them"),
     ("checkpoint_dir", lambda v: v is None or bool(fspath(v)), "be the path of a folder or None"),
-    (
-        "checkpoint_every",
-        lambda v: v > timedelta(0) if isinstance(v, timedelta) else _whole(v) and v >= 1,
-        "be at least 1 round, or a positive timedelta",
-    ),
+    ("checkpoint_every", _is_period, "be at least 1 round, or a positive timedelta"),
 ]
 
 

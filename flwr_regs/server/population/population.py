@@ -151,11 +151,8 @@ class Population(Snapshots):
         if short <= 0:
             return ""
         absent = set(range(expected)) - set(self.connected) if short <= MOST_MISSING else ()
-        return (
-            f"partitions {sorted(absent)}"
-            if len(absent) == short
-            else f"{short} of {expected} clients"
-        )
+        by_name = len(absent) == short
+        return f"partitions {sorted(absent)}" if by_name else f"{short} of {expected} clients"
 
     @property
     def left_out(self) -> dict[int, str]:
