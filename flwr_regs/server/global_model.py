@@ -11,8 +11,8 @@ import numpy as np
 
 from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.robust_round import RobustMeans
-from flwr_regs.server.aggregate.updates import MeanOfUpdates, Updates, each_update, mean_delta
+from flwr_regs.server.aggregate.robust_round import Means
+from flwr_regs.server.aggregate.updates import Updates, each_update
 from flwr_regs.server.aggregate.weights import Weights, restricted
 from flwr_regs.server.failures import of_usable
 from flwr_regs.server.round import Replied, Snapshots
@@ -208,19 +208,11 @@ class GlobalModel(Snapshots):
         self.model = model
         return True
 
-    def stepped(
-        self,
-        replies: Replied,
-        ctx: ServerContext,
-        scaled: Weights,
-        mean: MeanOfUpdates = mean_delta,
-        robust: RobustMeans | None = None,
-    ) -> Step:
+    def stepped(self, replies: Replied, ctx: ServerContext, scaled: Weights, means: Means) -> Step:
         """Average the replies and let the terms make the step of them. Nothing changes.
 
-        `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies (default: their
-        weighted sums); a private one clips and adds noise before any term sees the mean. `robust`, if there
-        is one, is in place of `mean`, and of all sums of uploads.
+        `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `means` averages the replies, and all that is
+        summed of their uploads.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -229,12 +221,10 @@ class GlobalModel(Snapshots):
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision; also what `mean` and `robust` raise.
+        finite or beyond the range of the wire's precision; also what `means` raises.
         """
-        if robust is not None:
-            mean = robust.delta
-        step = mean(Updates(self.given, replies, ctx.weights, scaled, self.fixed))
-        server, step, code = self._released(replies, ctx, step, robust)
+        step = means.delta(Updates(self.given, replies, ctx.weights, scaled, self.fixed))
+        server, step, code = self._released(replies, ctx, step, means)
         new = {}
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
@@ -261,7 +251,7 @@ class GlobalModel(Snapshots):
         self.previous_lr = ctx.lr
 
     def _released(
-        self, replies: Replied, ctx: ServerContext, delta: NDArrays, robust: RobustMeans | None
+        self, replies: Replied, ctx: ServerContext, delta: NDArrays, means: Means
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one).
 
@@ -274,9 +264,8 @@ class GlobalModel(Snapshots):
 
         def update(pids: list[int]) -> tuple[Slot, Any]:
             context = restricted(ctx, pids)
-            folded = self._fold({p: replies[p] for p in pids}, context, robust)
-            counted = pids if robust is None else robust.members(pids)
-            uploads = {p: replies[p].uploads for p in counted}
+            folded = self._fold({p: replies[p] for p in pids}, context, means)
+            uploads = {p: replies[p].uploads for p in means.members(pids)}
             return self._term.update(self.server, mean, uploads, context, folded)
 
         server, step = of_usable(replies, update, "its upload cannot be used")
@@ -290,7 +279,7 @@ class GlobalModel(Snapshots):
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
-    def _fold(self, replies: Replied, ctx: ServerContext, robust: RobustMeans | None) -> Slot:
+    def _fold(self, replies: Replied, ctx: ServerContext, means: Means) -> Slot:
         """Return what the terms that fold made of the uploads, one client's at a time.
 
         A `robust` aggregator gets what `fold` makes of each client alone.
@@ -302,9 +291,9 @@ class GlobalModel(Snapshots):
             uploads = {  # copies: a term may change what it gets
                 t: {k: np.array(a) for k, a in u.items()} for t, u in replies[pid].uploads.items()
             }
-            acc = folded[None if robust is None else pid]
+            acc = folded[pid if means.robust else None]
             self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
-        return folded[None] if robust is None else robust.sums(self._term, folded)
+        return means.sums(self._term, folded) if means.robust else folded[None]
 
     def _means(self, delta: NDArrays) -> NDArrays:
         """Return the steps of the float32 arrays that are not trained: directly to the clients' mean.

@@ -11,8 +11,7 @@ from uuid import uuid4
 
 from flwr_regs.abilities import Compresses, Probes
 from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
-from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
-from flwr_regs.server.aggregate.updates import MeanOfUpdates
+from flwr_regs.server.aggregate.robust_round import AggregatorFailed, Means
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
@@ -231,7 +230,7 @@ class Training:
             this_round.events["refused"] = left_out
         self.privacy.check_budget(this_round)
         this_round.lr = self.learning_rate(number, config.get("lr"))
-        context, _ = self._context(this_round)
+        context = self._context(this_round, Means(options.aggregator))
         this_round.config = self._config(this_round, config)
         options.term.restrict(this_round.config)  # with this round's learning rate
         exchange = Exchange(
@@ -313,19 +312,19 @@ class Training:
 
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        means = self.guard if self.options.privacy is None else self.privacy
+        plain = self.guard if self.options.privacy is None else self.privacy
         where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
-            context, robust = self._context(this_round)  # the trained arrays are known now
-            mean, used = partial(means.mean, this_round), this_round.used
+            means = Means(self.options.aggregator, partial(plain.mean, this_round))
+            context, used = self._context(this_round, means), this_round.used
             try:
                 self.guard.check_uploads(this_round, {p: r.uploads for p, r in used.items()})
                 self.guard.check_variances(this_round, self.model.given)
-                step, given, scaled = self._step(used, context, mean, robust)
+                step, given, scaled = self._step(used, context, means)
                 self.guard.watch(this_round, step.square)
                 self.model.move(step, context)
-                self._note_bounds(this_round, robust, context.weights, given, scaled)
+                self._note_bounds(this_round, means, context.weights, given, scaled)
                 return
             except UnusableReplies as error:  # go on without these clients
                 wrong = error.why
@@ -346,52 +345,38 @@ class Training:
                 LOG.warning("\t> %s", name_failures(why))
 
     def _step(
-        self,
-        used: Replied,
-        ctx: ServerContext,
-        mean: MeanOfUpdates,
-        robust: RobustMeans | None = None,
+        self, used: Replied, ctx: ServerContext, means: Means
     ) -> tuple[Step, Weights, Weights]:
         """Return the step of these replies, and their ``ω_k`` before and after they were bounded."""
         scale = self.options.incomplete == "scale"
         weigher = StepScaling() if scale else self.options.term.weigher
         given = update_weights(weigher, used, ctx)
         scaled = bounded_shares(given, self.options.max_weight)
-        return self.model.stepped(used, ctx, scaled, mean, robust), given, scaled
+        return self.model.stepped(used, ctx, scaled, means), given, scaled
 
     def _again(self, this_round: Round, context: ServerContext, pids: Collection[int]) -> None:
         """Make the step of some of the clients, which no one sees; raise Diverges if it is too long."""
         some = {p: this_round.used[p] for p in pids}
-        mean = partial(self.guard.mean, this_round, compares=False)
-        step, *_ = self._step(some, restricted(context, pids), mean)
+        means = Means(Mean(), partial(self.guard.mean, this_round, compares=False))
+        step, *_ = self._step(some, restricted(context, pids), means)
         self.guard.limit(this_round, STEP, step.square, some)
 
-    def _context(self, this_round: Round) -> tuple[ServerContext, RobustMeans | None]:
-        """Return (the context of the terms' server hooks, a robust aggregator's means).
-
-        It has weights and replies, once there are any. For `Mean`, there are no other means.
-        """
+    def _context(self, this_round: Round, means: Means) -> ServerContext:
+        """Return the context of the terms' server hooks; it has weights and replies, once there are any."""
         lr = math.nan if this_round.lr is None else this_round.lr
         options, used, model = self.options, this_round.used, self.model
         more: dict[str, Any] = {"max_scale": options.max_scale}
-        robust = None
-        if not isinstance(options.aggregator, Mean):
-            robust = RobustMeans(options.aggregator)
-            more |= {"aggregated": robust.aggregated, "robust": True}
+        if means.robust:
+            more |= {"aggregated": means.aggregated, "robust": True}
         if used:
             measured = {p: Stats(p, r, model.given, model.fixed) for p, r in used.items()}
             more["weights"] = aggregation_weights(used, options.weighting, options.max_weight)
             more["replies"] = measured if options.privacy is None else WithheldStats()
             more["answers"] = this_round.answers
-        return model.context(this_round.number, lr, self.population.size, **more), robust
+        return model.context(this_round.number, lr, self.population.size, **more)
 
     def _note_bounds(
-        self,
-        this_round: Round,
-        robust: RobustMeans | None,
-        weights: Weights,
-        given: Weights,
-        scaled: Weights,
+        self, this_round: Round, means: Means, weights: Weights, given: Weights, scaled: Weights
     ) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded.
 
@@ -399,17 +384,14 @@ class Training:
         mean, the first time that a client has over half of the weight of five or more, it is named.
         """
         events = this_round.events
-        bounded = {p for p in given if scaled[p] < given[p]} | (robust.bounded if robust else set())
+        bounded = {p for p in given if scaled[p] < given[p]} | means.bounded
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
-        is_heavy = robust is None and len(scaled) >= MANY and share > 0.5
+        is_heavy = not means.robust and len(scaled) >= MANY and share > 0.5
         if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in self.history):
             events["heavy"] = {heavy: share}
-            LOG.warning(
-                "client %d has %.3g of the weight of %d clients, by what it says of itself: max_weight=0.2 "
-                "would bound it",
-                *(heavy, share, len(scaled)),
-            )
+            has = f"client {heavy} has {share:.3g} of the weight of {len(scaled)} clients"
+            LOG.warning("%s, by what it says of itself: max_weight=0.2 would bound it", has)
         if (most := self.options.max_weight) is not None:
             given = aggregation_weights(this_round.used, self.options.weighting)
             bounded |= {p for p in given if weights[p] < given[p]}
@@ -419,8 +401,8 @@ class Training:
                 LOG.warning(impossible, most, n, n)
         if bounded:
             events["bounded"] = sorted(bounded)
-        if robust is not None and robust.selected is not None:
-            events["selected"] = robust.selected
+        if means.selected is not None:
+            events["selected"] = means.selected
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""

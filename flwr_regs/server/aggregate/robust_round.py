@@ -25,11 +25,19 @@ from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import (
     Aggregate,
     Aggregator,
+    Mean,
     TooFewVectors,
     Vectors,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, summed_dtype
+from flwr_regs.server.aggregate.updates import (
+    MeanOfUpdates,
+    Moves,
+    Updates,
+    in_shape,
+    mean_delta,
+    summed_dtype,
+)
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
 from flwr_regs.wire.arrays import NDArrays, all_finite
@@ -40,24 +48,35 @@ class AggregatorFailed(RoundFailed):
     """An aggregator raised an error, or returned something else than finite numbers for each coordinate."""
 
 
-class RobustMeans:
+class Means:
     """What an aggregator makes of one round's replies.
+
+    Parameters
+    ----------
+    aggregator : Aggregator
+    mean : callable
+        Averages the updates, for `Mean`; a private one clips and adds noise before any term sees the mean.
 
     Attributes
     ----------
+    robust : bool
+        Whether the aggregator is another than `Mean`.
     selected : list of int or None
         The clients that the aggregator kept; None if it does not choose, or before it has seen updates.
     bounded : set of int
         The clients whose updates were scaled down.
     """
 
-    def __init__(self, aggregator: Aggregator) -> None:
-        self._aggregator = aggregator
+    def __init__(self, aggregator: Aggregator, mean: MeanOfUpdates = mean_delta) -> None:
+        self._aggregator, self._mean = aggregator, mean
+        self.robust = not isinstance(aggregator, Mean)
         self.selected: list[int] | None = None
         self.bounded: set[int] = set()
 
     def delta(self, updates: Updates) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
+        if not self.robust:
+            return self._mean(updates)
         base, replies = updates.base, updates.replies
         pids, share = list(replies), np.array([updates.weights[p] for p in replies])
         ratio = np.array([[updates.scaled[p] / updates.weights[p]] for p in pids])

@@ -12,7 +12,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.aggregate import updates
-from flwr_regs.server.aggregate.robust_round import RobustMeans
+from flwr_regs.server.aggregate.robust_round import Means
 from flwr_regs.server.aggregate.updates import Updates, mean_delta
 from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.round import Reply
@@ -174,7 +174,7 @@ class Same(Term):
 def advanced(terms: Any, base: Arrays, came: Mapping[int, Reply], **how: Any) -> GlobalModel:
     found = GlobalModel(chain(terms), base, **how)
     found.agree(found.fixed | {"f4 matrix", "f4 tied"}, {"f4 tied": "f4 long"})
-    found.move(found.stepped(came, CONTEXT, SCALED), CONTEXT)
+    found.move(found.stepped(came, CONTEXT, SCALED, Means(fr.Mean())), CONTEXT)
     return found
 
 
@@ -219,6 +219,6 @@ def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
     assert peak(lambda: mean_delta(Updates(base, came, weights, weights, []))) < 1.3 * size
     ctx = ServerContext(1, 0.1, weights=weights)
-    for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
-        step = partial(GlobalModel(chain([]), base).stepped, came, ctx, weights, robust=robust)
+    for aggregator in (fr.Mean(), fr.CoordinateMedian(), fr.Krum(0)):
+        step = partial(GlobalModel(chain([]), base).stepped, came, ctx, weights, Means(aggregator))
         assert peak(step) < 2.3 * size
