@@ -187,10 +187,8 @@ class DivergenceGuard(Snapshots):
         if not self._compares or self.let_in == this_round.number:
             return
         if is_long([*before, last], bound) and length > STEPS * before[0][0]:
-            raise Diverges(
-                f"the {what} is {length:.3g} long, over {bound:g} times the median of the last {LAST} "
-                f"({_usual(before):.3g})"
-            )
+            over = f"over {bound:g} times the median of the last {LAST} ({_usual(before):.3g})"
+            raise Diverges(f"the {what} is {length:.3g} long, {over}")
 
     def behind(self, this_round: Round, text: str, again: StepOf[None]) -> Reasons:
         """Return which clients to leave out, and why, because the mean or the step is too long.
@@ -204,7 +202,7 @@ class DivergenceGuard(Snapshots):
         if wrong and excludes:
             _note_event(this_round, _named(wrong))
             return wrong
-        likely = f"try a smaller {self._likely(this_round)}"
+        likely = self._likely(this_round)
         text = _named(wrong) or f"it diverges: {text}, whoever is left out; {likely}"
         if excludes and self.count >= LAST:
             text = f"round {this_round.number} of {self._method}: {text}"
@@ -259,15 +257,12 @@ class DivergenceGuard(Snapshots):
             whose = f"{sum(rose)} of {len(rose)} clients"
             rise = f"the loss of {whose} rose to over {STEPS:g} times that of their first step"
             sign = sign or rise
-        now = {what: noted(self.lengths.get(what, ()), last) for what, last in self.usual.items()}
-        self.lengths = {**self.lengths, **now}
-        self.usual = {}
         if sign:
             likely = self._likely(this_round)
-            self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
+            self._tell(this_round, f" looks like divergence: {sign}; {likely}")
 
     def look(self, length: float, lr: float | None, loss: float | None) -> str:
-        """Note a step; return the sign that it shows, or "".
+        """Note a step, and what else the round has measured; return the sign that the step shows, or "".
 
         Parameters
         ----------
@@ -279,7 +274,9 @@ class DivergenceGuard(Snapshots):
             The training loss; None if it is not known. It is compared with the first positive one.
         """
         steps = *self.lengths.get(STEP, ()), (length, length / (lr or 1.0))
-        self.lengths = {**self.lengths, STEP: noted(steps[:-1], steps[-1])}
+        of_round = {**self.usual, STEP: steps[-1]}
+        now = {what: noted(self.lengths.get(what, ()), last) for what, last in of_round.items()}
+        self.lengths, self.usual = {**self.lengths, **now}, {}
         if length > 0:
             self.count += 1
             far, again = is_long(steps, FAR), ""
@@ -298,18 +295,16 @@ class DivergenceGuard(Snapshots):
         return ""
 
     def _likely(self, this_round: Round) -> str:
-        return ", or ".join(suspects(self.options.term, this_round.config, this_round.lr))
+        likely = suspects(self.options.term, this_round.config, this_round.lr)
+        return f"try a smaller {', or '.join(likely)}"
 
     def _leave_out(self, this_round: Round, wrong: Mapping[int, str]) -> None:
         """Raise UnusableReplies for these clients, with the reasons; only warn, or stop, if told so."""
-        if not wrong:
-            return
-        text = _named(wrong)
-        if self.options.on_divergence != "exclude":
-            self._tell(this_round, f": {text}")
-            return
-        _note_event(this_round, text)
-        raise UnusableReplies(wrong)
+        if wrong and self.options.on_divergence == "exclude":
+            _note_event(this_round, _named(wrong))
+            raise UnusableReplies(wrong)
+        if wrong:
+            self._tell(this_round, f": {_named(wrong)}")
 
     def _tell(self, this_round: Round, text: str) -> None:
         """Warn of a training's first sign, in log and history; raise RoundFailed at each if told so."""

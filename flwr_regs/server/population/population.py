@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flwr_regs.server.client_metrics import usable
@@ -26,6 +26,8 @@ MOST_PARTITIONS = 2**31
 MOST_CLASSES = 10_000
 MOST_MISSING = 1000
 """Missing clients that are named one by one."""
+TOO_FEW = "start the others, or lower min_available_nodes or population"
+NO_REPORT = "build its ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own"
 
 
 class PopulationError(RuntimeError):
@@ -104,7 +106,7 @@ class Population(Snapshots):
             present = set(network.nodes())
             self._known &= present  # a node that comes back is asked again
             self.refused = {n: why for n, why in self.refused.items() if n in present}
-            self._identify(network, sorted(present - self._known), present)
+            self._identify(network, present)
             self.connected = came = sorted(p for p, n in self.nodes.items() if n in present)
             expected, least = self.expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
@@ -113,35 +115,27 @@ class Population(Snapshots):
             late = time.monotonic() > deadline
             if len(came) >= wanted or (late and len(came) >= least):
                 if not self._complete and len(came) < max(wanted, expected):
-                    LOG.warning(
-                        "training starts without %s after %.0f s", self.missing, self._timeout
-                    )
+                    without = f"{self.missing} after {self._timeout:.0f} s"
+                    LOG.warning("training starts without %s", without)
                 self._complete, self._awaited = True, set()
                 return came
             all_here = len(came) + len(self.refused) >= max(least, expected)
             if late or (self.refused and all_here and not self._complete):
                 raise PopulationError(self._too_few(came, wanted))
             if time.monotonic() - logged > 10:
-                LOG.info(
-                    "waiting for clients: %d of %d are connected%s; at most %.0f s more",
-                    *(len(came), wanted, f", {self.missing} missing" if self.missing else ""),
-                    deadline - time.monotonic(),
-                )
+                missing = f", {self.missing} missing" if self.missing else ""
+                count = f"{len(came)} of {wanted} are connected{missing}"
                 logged = time.monotonic()
+                LOG.info("waiting for clients: %s; at most %.0f s more", count, deadline - logged)
             time.sleep(0.1)
 
     def _too_few(self, came: list[int], wanted: int) -> str:
         """Return why training cannot begin or go on."""
         which = f" (partitions {came})" if len(came) <= MOST_MISSING else ""
-        if not self.refused:
-            return (
-                f"{len(came)} of {wanted} clients came within {self._timeout:.0f} s{which}; start the "
-                "others, or lower min_available_nodes or population"
-            )
-        return (
-            f"{len(came)} of {wanted} clients can take part{which}; "
-            f"{name_failures(self.refused, 'node', 'id', 'refused')}"
-        )
+        verb, hint = f"came within {self._timeout:.0f} s", TOO_FEW
+        if self.refused:
+            verb, hint = "can take part", name_failures(self.refused, "node", "id", "refused")
+        return f"{len(came)} of {wanted} clients {verb}{which}; {hint}"
 
     @property
     def missing(self) -> str:
@@ -212,28 +206,26 @@ class Population(Snapshots):
             self.uncounted |= failures
         self.labels |= counted | {pid: [] for pid in failures}
 
-    def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
-        """Ask `nodes` for their partitions; during training, leave out a node without a reply."""
+    def _identify(self, network: Network, present: set[int]) -> None:
+        """Ask nodes that are not known for their partitions; in training, leave out one without a reply."""
         began = time.monotonic()
         self._retry = {n: again for n, again in self._retry.items() if n in present}
-        due = [n for n in nodes if n not in self._retry or self._retry[n][0] <= began]
+        due = sorted(n for n in present - self._known if self._retry.get(n, (0,))[0] <= began)
         if not due:
             return
         request = Request(keys.IDENTIFY, dict.fromkeys(due, Parcel()), {n: n for n in due})
         replies = network.ask(request, min(self._timeout, LONGEST))
         before = dict(self.refused)
         self._place(replies, present)
-        for node in sorted(set(due) - self._known):
+        for node in [n for n in due if n not in self._known]:
             # In training the pause doubles: otherwise a silent node would cost time in every round.
             pause = 2 * max(self._retry.get(node, (0, 0.05))[1], time.monotonic() - began)
             if not self._complete or node in replies.came:
                 pause = min(pause, LONGEST if self._complete else 1.0)
             self._retry[node] = (time.monotonic() + pause, pause)
             if node in replies.failures and node not in replies.silent:
-                self.refused[node] = (
-                    f"no report of its partition ({replies.failures[node]}); build its ClientApp with "
-                    "flwr_regs.client_app, or RegClientApp for a loop of your own"
-                )
+                why = f"no report of its partition ({replies.failures[node]})"
+                self.refused[node] = f"{why}; {NO_REPORT}"
         # each is asked again later, as it may restart
         if news := {n: why for n, why in self.refused.items() if before.get(n) != why}:
             LOG.warning("going on without %s", name_failures(news, "node", "id", "refused"))
@@ -248,10 +240,8 @@ class Population(Snapshots):
                 LOG.warning("node %d has no partition-id; its node id stands in for it", node)
             other = placed.get(pid, self.nodes.get(pid, node))
             if other != node and other in present:
-                self.refused[node] = (
-                    f"nodes {other} and {node} both serve partition-id {pid}; "
-                    "give each SuperNode a --node-config partition-id of its own"
-                )
+                both = f"nodes {other} and {node} both serve partition-id {pid}"
+                self.refused[node] = f"{both}; give each SuperNode its own --node-config partition-id"
                 continue
             if pid in self.nodes:
                 LOG.info("partition %d is now served by node %d (restarted)", pid, node)
