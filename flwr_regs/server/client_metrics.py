@@ -35,7 +35,7 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
     """
     what = f"the reply of client {pid}"
     if parcel.metrics is None:
-        raise ProtocolError(f"{what} must hold a MetricRecord '{METRICS}', not {parcel.names}")
+        raise ProtocolError(f"{what} holds no MetricRecord '{METRICS}', only {parcel.names}")
     for kind, entries in (("metrics", parcel.metrics), ("config entries", parcel.config)):
         if len(entries) > MOST_ENTRIES:
             raise ProtocolError(f"{what} has {len(entries)} {kind}, more than {MOST_ENTRIES}")

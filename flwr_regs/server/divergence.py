@@ -58,8 +58,8 @@ from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import is_number, usable
 from flwr_regs.server.failures import Reasons, StepOf, UnusableReplies, culprits
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed, Snapshots
-from flwr_regs.term import DECAY, NOT_NEGATIVE, Slot
+from flwr_regs.server.round import Round, RoundFailed, Slots, Snapshots
+from flwr_regs.term import DECAY, NOT_NEGATIVE
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 
@@ -113,9 +113,7 @@ class DivergenceGuard(Snapshots):
         """Whether it compares single clients."""
         return self.options.privacy is None and isinstance(self.options.aggregator, Mean)
 
-    def check_uploads(
-        self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
-    ) -> None:
+    def check_uploads(self, this_round: Round, uploads: Slots, what: str = "upload") -> None:
         """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
         checks = {t.name: t for t in self.options.term.able(Checks)}
         squares: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)

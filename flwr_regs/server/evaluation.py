@@ -36,8 +36,7 @@ def evaluation(
         No usable reply, and none in any evaluation before: an evaluation that never works is a mistake.
     """
     options = training.options
-    connected = training.population.refresh(network)
-    free = training.evaluators(connected, network)
+    free = training.evaluators(training.population.refresh(network), network)
     size = max(int(len(free) * options.fraction_evaluate), options.min_evaluate_nodes)
     cohort = uniform_cohort(free, (options.seed, number), size, EVALUATION)
     state = training.model
@@ -84,7 +83,5 @@ def evaluation(
     all_late = options.deadline is not None and set(parcels) == set(replies.silent)
     if training.evaluated or all_late:
         return None
-    raise RoundFailed(
-        f"round {number} of {training.method}: no client of {len(cohort)} could evaluate: "
-        f"{name_failures(failures)}"
-    )
+    nobody = f"round {number} of {training.method}: no client of {len(cohort)} could evaluate"
+    raise RoundFailed(f"{nobody}: {name_failures(failures)}")

@@ -125,17 +125,15 @@ class GlobalModel(Snapshots):
             raise ValueError(f"complex arrays cannot be averaged here, but {unusual} are")
         if unusual := [n for n, a in model.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
             raise ValueError(f"initial_arrays: {unusual} hold NaN")
-        if half and not any(a.dtype == np.float32 for a in model.values()):
-            raise ValueError(
-                f"wire_dtype='{half}' rounds float32 arrays, but initial_arrays holds only "
-                f"{sorted({str(a.dtype) for a in model.values()})}; pass "
-                "ArrayRecord(model.float().state_dict()) or flwr_regs.float32_arrays(model)"
-            )
-        if half and (taken := [n for n, a in model.items() if a.dtype == BITS[half]]):
-            raise ValueError(
-                f"wire_dtype='{half}' sends float32 arrays as {BITS[half]}, but {taken} are {BITS[half]} "
-                "themselves; pass flwr_regs.float32_arrays(model)"
-            )
+        dtypes, wrong = sorted({str(a.dtype) for a in model.values()}), ""
+        if half and "float32" not in dtypes:
+            wrong = f"rounds float32 arrays, but initial_arrays holds only {dtypes}"
+        elif half and (taken := [n for n, a in model.items() if a.dtype == (bits := BITS[half])]):
+            wrong = f"sends float32 arrays as {bits}, but {taken} are {bits} themselves"
+        if wrong:
+            or_float = "or ArrayRecord(model.float().state_dict())"
+            wrong += f"; pass flwr_regs.float32_arrays(model), {or_float}"
+            raise ValueError(f"wire_dtype='{half}' {wrong}")
         self._term, self._half = term, half
         reading = [t for t in term.terms if any(map(t.acts, READING))]
         self._keeps_step = keeps_step or bool(reading or term.able(Averages))

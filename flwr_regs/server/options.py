@@ -214,9 +214,8 @@ class Options:
         """
         needs = {"lr": "", "duration": ""}
         if readers := [t.name for t in self.term.terms if t.reads_lr]:
-            needs["lr"] = (
-                f"the clients' learning rate, which {readers} may read on the server (reads_lr)"
-            )
+            who = f"{readers} may read on the server (reads_lr)"
+            needs["lr"] = f"the clients' learning rate, which {who}"
         elif self.lr_schedule is not _constant:
             needs["lr"] = "the clients' learning rate, which lr_schedule multiplies"
         if self.counts_steps:

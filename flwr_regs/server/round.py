@@ -114,7 +114,8 @@ class Reply:
 
 
 Replied = Mapping[int, Reply]
-"""By partition id."""
+Slots = Mapping[int, Slot]
+"""By partition id; slots are by term name, too."""
 
 
 @dataclass
@@ -163,7 +164,7 @@ class Round:
     bytes_probe_down: dict[int, int] | None = None
     bytes_probe_up: dict[int, int] | None = None
     bytes_ahead: dict[int, int] | None = None
-    answers: Mapping[int, Slot] = field(default_factory=dict)
+    answers: Slots = field(default_factory=dict)
     came: Mapping[int, Parcel] = field(default_factory=dict)
     received: dict[int, Reply] = field(default_factory=dict)
     used: dict[int, Reply] = field(default_factory=dict)
@@ -206,10 +207,8 @@ class Round:
         why += [f"inactive: {self.inactive}"] if self.inactive else []
         why += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
-        raise kind(
-            f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
-            f"{len(self.cohort)}, needed {least}" + (": " * bool(why)) + "; ".join(why)
-        )
+        few = f"{len(self.used)} usable replies from a cohort of {len(self.cohort)}, needed {least}"
+        raise kind(f"round {self.number} of {method}: {few}" + ": " * bool(why) + "; ".join(why))
 
     def entry(self) -> dict[str, Any]:
         """Return the round's entry of the history: plain numbers, texts and lists."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flwr_regs.term import COUNT, NOT_NEGATIVE, Range
 from flwr_regs.wire.config import Spelled
 
 LOG = logging.getLogger("flwr")
@@ -41,8 +42,7 @@ class Target(Spelled):
 
     def __post_init__(self) -> None:
         sign(self.metric, self.mode)
-        if not isinstance(self.value, int | float) or math.isnan(self.value):
-            raise ValueError(f"Target: value must be a number, not {self.value!r}")
+        Range("a number").check("Target", "value", self.value)
 
     def __call__(self, history: History) -> str:
         """Return why training ends; "" if it goes on."""
@@ -50,8 +50,8 @@ class Target(Spelled):
         if not reported or reported[-1][0] != history[-1]["round"]:
             return ""
         factor, last = sign(self.metric, self.mode), reported[-1][1]
-        reached = factor * last >= factor * self.value
-        return f"{self.metric} {last:.6g} reaches the target {self.value:g}" if reached else ""
+        reached = f"{self.metric} {last:.6g} reaches the target {self.value:g}"
+        return reached if factor * last >= factor * self.value else ""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,8 @@ class Patience(Spelled):
 
     def __post_init__(self) -> None:
         sign(self.metric, self.mode)
-        if not isinstance(self.rounds, int) or self.rounds < 1:
-            raise ValueError(f"Patience: rounds must be a whole number from 1, not {self.rounds!r}")
-        if not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"Patience: min_delta must not be negative, but is {self.min_delta!r}")
+        COUNT.check("Patience", "rounds", self.rounds)
+        NOT_NEGATIVE.check("Patience", "min_delta", self.min_delta)
 
     def __call__(self, history: History) -> str:
         """Return why training ends; "" if it goes on."""

@@ -290,8 +290,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
     (lambda: fr.Target(float("nan")), ValueError, "Target: value must be a number, not nan"),
     (lambda: fr.Target(1.0, mode="up"), ValueError, "mode must be 'max', 'min' or None, not 'up'"),
-    (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number from 1, not 0"),
-    (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must not be negative, but"),
+    (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number of at"),
+    (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must be a number of at"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
     (lambda: made(fr.FedFORClient, optimiser=None), TypeError, "'optimiser'.*'optimizer'"),
     (lambda: made(fr.FedAvgClient, optimizer=ADAM), TypeError, r"optimizer\(params, .*of Adam"),

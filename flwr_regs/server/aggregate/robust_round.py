@@ -15,29 +15,16 @@ clients' first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.aggregators import (
-    Aggregate,
-    Aggregator,
-    Mean,
-    TooFewVectors,
-    Vectors,
-    shrink,
-)
-from flwr_regs.server.aggregate.updates import (
-    MeanOfUpdates,
-    Moves,
-    Updates,
-    in_shape,
-    mean_delta,
-    summed_dtype,
-)
+from flwr_regs.server.aggregate import aggregators
+from flwr_regs.server.aggregate.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
+from flwr_regs.server.aggregate.updates import Moves, Updates, in_shape, mean_delta, summed_dtype
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
 from flwr_regs.wire.arrays import NDArrays, all_finite
@@ -67,9 +54,11 @@ class Means:
         The clients whose updates were scaled down.
     """
 
-    def __init__(self, aggregator: Aggregator, mean: MeanOfUpdates = mean_delta) -> None:
+    def __init__(
+        self, aggregator: Aggregator, mean: Callable[[Updates], NDArrays] = mean_delta
+    ) -> None:
         self._aggregator, self._mean = aggregator, mean
-        self.robust = not isinstance(aggregator, Mean)
+        self.robust = not isinstance(aggregator, aggregators.Mean)
         self.selected: list[int] | None = None
         self.bounded: set[int] = set()
 
@@ -147,7 +136,7 @@ class Means:
         if self.selected is None:
             beside = getattr(self._aggregator, "beside", lambda: self._aggregator)()
             return self._aggregate(beside, vectors, weights)
-        scale = shrink(vectors.norms())
+        scale = aggregators.shrink(vectors.norms())
         chosen = np.isin(vectors.pids, self.selected)
         if not chosen.any():
             raise TooFewVectors(

@@ -113,10 +113,6 @@ class Updates:
         return [n for n in self.base if n not in self.fixed]
 
 
-MeanOfUpdates = Callable[[Updates], NDArrays]
-"""Makes of updates what :func:`mean_delta` does, or another mean in its place."""
-
-
 def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = None) -> NDArrays:
     """Return ``Σ ω_k (v_k − w_t)`` of trained arrays, and ``Σ p_k (v_k − w_t)`` of the others.
 
@@ -130,9 +126,7 @@ def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = N
     lengths = {} if squares is None else squares
     lengths |= {n: dict.fromkeys(replies, 0.0) for n in base}
     coded = any(r.coded is not None for r in replies.values())
-    totals = {
-        n: np.zeros(w.size, np.float64 if coded else summed_dtype(w)) for n, w in base.items()
-    }
+    sums = {n: np.zeros(w.size, np.float64 if coded else summed_dtype(w)) for n, w in base.items()}
     # a coded update is made whole here, and forgotten before others are
     for group in _opened(base, replies) if coded else [replies]:
         for name, w in base.items():
@@ -147,8 +141,8 @@ def mean_delta(updates: Updates, squares: dict[str, dict[int, float]] | None = N
                     of_each = np.einsum("kj,kj->k", rows, rows).tolist()
                     for pid, square in zip(some, of_each, strict=True):
                         lengths[name][pid] += square
-                totals[name][part] += total
-    return {n: in_shape(totals.pop(n), w) for n, w in base.items()}
+                sums[name][part] += total
+    return {n: in_shape(sums.pop(n), w) for n, w in base.items()}
 
 
 def in_shape(total: np.ndarray, w: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_of
 from flwr_regs.server.failures import Passing, UnusableReplies, of_usable
-from flwr_regs.server.round import Replied, Reply
-from flwr_regs.term import ServerContext, Slot, Term
+from flwr_regs.server.round import Replied, Reply, Slots
+from flwr_regs.term import ServerContext, Term
 from flwr_regs.wire.arrays import LARGEST, square_sum
 from flwr_regs.wire.errors import described
 
@@ -121,9 +121,7 @@ class StepScaling(Term, Weighs):
 
     name: ClassVar[str] = "step-scaling"
 
-    def weigh(
-        self, weights: Weights, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> dict[int, float]:
+    def weigh(self, weights: Weights, uploads: Slots, ctx: ServerContext) -> dict[int, float]:
         scale = {k: r.planned_steps / r.num_steps for k, r in ctx.replies.items()}
         return {k: p * min(scale[k], ctx.max_scale) for k, p in weights.items()}  # p_k^τ
 

@@ -107,9 +107,7 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
         others = sorted(n for n in names if not n.startswith("."))
         only = ", ".join(others[:3]) + ", …" * (len(others) > 3)
         holds = f"only {only}" if others else "it is empty"
-        raise CheckpointError(
-            f"{path} holds no checkpoint, {holds}; one has a name as round-000012"
-        )
+        raise CheckpointError(f"{path} holds no checkpoint such as round-000012, {holds}")
     damaged: list[str] = []
     for number in sorted(checkpoints, reverse=True):
         try:
@@ -154,10 +152,9 @@ def _parsed(path: Path, arrays: dict[str, np.ndarray]) -> Checkpoint:
     if manifest["kind"] != KIND:
         raise CheckpointError(f"{path} is a {manifest['kind']!r:.40}, not a {KIND!r}")
     if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}, written by flwr_regs "
-            f"{manifest['versions'].get('flwr-regs')}; this version reads formats up to {FORMAT}"
-        )
+        by = manifest["versions"].get("flwr-regs")
+        newer = f"{path} has format {manifest['format']}, written by flwr_regs {by}"
+        raise CheckpointError(f"{newer}; this version reads formats up to {FORMAT}")
     number, match = manifest["round"], _NAME.fullmatch(path.name)
     if match and int(match[1]) != number:
         raise DamagedCheckpoint(f"{path} is damaged: it holds round {number}")
@@ -202,14 +199,12 @@ class Folder:
                 self._set_aside(resumed)
                 self._lock = on_error.pop_all()
         except BlockingIOError as error:
-            raise CheckpointError(
-                f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
-                "run a folder of its own"
-            ) from None
+            other = f"another run ({error}) writes its checkpoints into {self.path}"
+            own = "give each run a folder of its own"
+            raise CheckpointError(f"checkpoint_dir: {other}; {own}") from None
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint_dir: {self.path} cannot be written ({error.strerror or error})"
-            ) from error
+            why = f"{self.path} cannot be written ({error.strerror or error})"
+            raise CheckpointError(f"checkpoint_dir: {why}") from error
 
     def save(
         self, number: int, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]

@@ -39,6 +39,8 @@ from flwr_regs.wire.precision import narrow
 LOG = logging.getLogger("flwr")
 Content = tuple[dict[str, Record], dict[str, Any]]
 """(records, entries of the config)"""
+Came = tuple[dict[int, Parcel], list[int]]
+"""(replies, the clients that say that they have lost their model)"""
 
 
 class Remembered(Snapshots):
@@ -210,7 +212,7 @@ class Exchange:
         if (layer := output_layer(came)) is not None:
             this_round.events["output_layer"] = layer
 
-    def _ask(self, request: Request, again: bool) -> tuple[dict[int, Parcel], list[int]]:
+    def _ask(self, request: Request, again: bool) -> Came:
         """Send a request; return what :meth:`_lacking` makes of the replies."""
         return self._lacking(self.network.ask(request, self.options.deadline), again)
 
@@ -224,9 +226,7 @@ class Exchange:
             this_round.failures |= dict.fromkeys(replies.silent, why)
         return replies.came
 
-    def _lacking(
-        self, replies: Replies, again: bool = False
-    ) -> tuple[dict[int, Parcel], list[int]]:
+    def _lacking(self, replies: Replies, again: bool = False) -> Came:
         """Return (the other replies, the clients to send the model that they say they have lost).
 
         Their bytes are counted. A client that says so `again` is named among the failures.

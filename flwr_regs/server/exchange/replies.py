@@ -65,14 +65,14 @@ class Reader:
         What the clients agree on is noted in the model. Replies are read in the order of partition ids, so
         the order of arrival does not change the result.
         """
-        config, came = this_round.config, this_round.came
-        replies, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
+        read = partial(self.read, config=this_round.config)
+        replies, failures = read_each(this_round.came, read)
         this_round.failures |= failures
         self.compare(this_round, replies)
 
     def compare(self, this_round: Round, replies: dict[int, Reply]) -> None:
         """Note those of a round's `replies`, in the order of partition ids, that fit each other."""
-        model, term = self.model, self.options.term
+        model = self.model
 
         def leave_out(wrong: Mapping[int, str]) -> None:
             for pid, why in wrong.items():
@@ -95,7 +95,7 @@ class Reader:
             odd = [p for p in odd if replies[p].frozen]
         leave_out(dict.fromkeys(odd, OTHER_FROZEN))
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
-        leave_out(disagreeing(term, active))
+        leave_out(disagreeing(self.options.term, active))
         model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
         leave_out(self._uncovered(replies))
         this_round.received = replies
@@ -184,9 +184,7 @@ class Reader:
             )
         check_round(what, parcel, config)
         if keys.ARRAYS not in parcel.records:
-            raise ProtocolError(
-                f"{what} must hold an ArrayRecord '{keys.ARRAYS}', not {parcel.names}"
-            )
+            raise ProtocolError(f"{what} holds no ArrayRecord '{keys.ARRAYS}', only {parcel.names}")
 
 
 def check_round(what: str, parcel: Parcel, config: Mapping[str, Any]) -> None:
@@ -236,17 +234,16 @@ def _steps(parcel: Parcel, config: Mapping[str, Any], count: float) -> tuple[int
 
 def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> Reasons:
     """Return why for uploads that do not fit the others', or that make `agree` raise."""
-    wrong: Reasons = {}
-    while True:
-        try:
-            unlike = of_usable(
-                [p for p in uploads if p not in wrong],
-                lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
-                "its upload cannot be compared with the others'",
-            )
-            return wrong | {pid: shown(why) for pid, why in unlike.items()}
-        except UnusableReplies as error:
-            wrong |= error.why
+
+    def compared(pids: list[int]) -> Reasons:
+        return term.agree({p: uploads[p] for p in pids}, probing)
+
+    try:
+        unlike = of_usable(uploads, compared, "its upload cannot be compared with the others'")
+        return {pid: shown(why) for pid, why in unlike.items()}
+    except UnusableReplies as error:
+        others = {p: upload for p, upload in uploads.items() if p not in error.why}
+        return error.why | disagreeing(term, others, probing)
 
 
 def agreed(said: Mapping[int, Hashable], known: Any) -> tuple[Any, list[int]]:

@@ -76,10 +76,8 @@ class Participation(Snapshots):
                 self.dropped.add(pid)
                 left.discard(pid)
                 this_round.events.setdefault("dropped_for_good", []).append(pid)
-                LOG.warning(
-                    "client %d was inactive in %d of %d turns, more than %.3g: dropped (Eq. 9)",
-                    *(pid, inactive, turns, limit),
-                )
+                idle = f"{inactive} of {turns} turns, more than {limit:.3g}"
+                LOG.warning("client %d was inactive in %s: dropped (Eq. 9)", pid, idle)
 
     def schedule_round(self, number: int) -> int:
         """Return the round that the learning rate's schedule is called with."""

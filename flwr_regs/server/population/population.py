@@ -241,7 +241,7 @@ class Population(Snapshots):
             other = placed.get(pid, self.nodes.get(pid, node))
             if other != node and other in present:
                 both = f"nodes {other} and {node} both serve partition-id {pid}"
-                self.refused[node] = f"{both}; give each SuperNode its own --node-config partition-id"
+                self.refused[node] = f"{both}; give each --node-config a partition-id of its own"
                 continue
             if pid in self.nodes:
                 LOG.info("partition %d is now served by node %d (restarted)", pid, node)

@@ -154,7 +154,7 @@ def test_other_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no folder"):
         latest(tmp_path / "nowhere")
     (tmp_path / "model.pt").touch()
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint, only model\.pt"):
+    with pytest.raises(CheckpointError, match=r"such as round-000012, only model\.pt"):
         latest(tmp_path)
     written(tmp_path, 1, 2)
     stated(tmp_path / "round-000002", format=checkpoint.FORMAT + 1)

@@ -136,8 +136,8 @@ REPLIES: dict[str, tuple[Change, str]] = {
         "has shape (6, 4), but is labelled [1099511627776,",
     ),
     "too few arrays": (with_entry("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
-    "no arrays": (without("arrays"), "must hold an ArrayRecord 'arrays'"),
-    "no metrics": (without("metrics"), "must hold a MetricRecord 'metrics', not ['arrays', "),
+    "no arrays": (without("arrays"), "holds no ArrayRecord 'arrays'"),
+    "no metrics": (without("metrics"), "holds no MetricRecord 'metrics', only ['arrays', "),
     "pickle": (with_bytes("pickle"), NOT_NPY),
     "objects": (with_bytes("objects"), "its dtype is '|O', expected"),
     "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
@@ -267,7 +267,7 @@ MANY = {f"{i}": i for i in range(2000)}
 EVALUATIONS: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "n": (with_metric("num-examples", 0), "'num-examples' must be a number from"),
-    "nothing": (lambda _: RecordDict(), "must hold a MetricRecord"),
+    "nothing": (lambda _: RecordDict(), "holds no MetricRecord"),
     "silent": (lambda _: None, "no reply"),
     "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "more than 1000"),
 }
