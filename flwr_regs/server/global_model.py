@@ -131,9 +131,8 @@ class GlobalModel(Snapshots):
         elif half and (taken := [n for n, a in model.items() if a.dtype == (bits := BITS[half])]):
             wrong = f"sends float32 arrays as {bits}, but {taken} are {bits} themselves"
         if wrong:
-            or_float = "or ArrayRecord(model.float().state_dict())"
-            wrong += f"; pass flwr_regs.float32_arrays(model), {or_float}"
-            raise ValueError(f"wire_dtype='{half}' {wrong}")
+            hint = "pass flwr_regs.float32_arrays(model) or ArrayRecord(model.float().state_dict())"
+            raise ValueError(f"wire_dtype='{half}' {wrong}; {hint}")
         self._term, self._half = term, half
         reading = [t for t in term.terms if any(map(t.acts, READING))]
         self._keeps_step = keeps_step or bool(reading or term.able(Averages))
@@ -184,10 +183,8 @@ class GlobalModel(Snapshots):
     def context(self, server_round: int, lr: float, population: int, **more: Any) -> ServerContext:
         """Return the context of the terms' server hooks in a round; `more` are its other fields."""
         step = None if self.step is None else self._trainable(self.step)
-        return ServerContext(
-            *(server_round, lr, self._trainable(self.model), step, self.previous_lr, population),
-            **more,
-        )
+        params = self._trainable(self.model)
+        return ServerContext(server_round, lr, params, step, self.previous_lr, population, **more)
 
     def adopt(self, model: NDArrays) -> bool:
         """Continue from `model`; return whether it differs from the current one.
@@ -286,9 +283,8 @@ class GlobalModel(Snapshots):
         if not self._term.able(Folds):
             return {}
         for pid, delta in each_update(replies, self.given, self.fixed):
-            uploads = {  # copies: a term may change what it gets
-                t: {k: np.array(a) for k, a in u.items()} for t, u in replies[pid].uploads.items()
-            }
+            sent = replies[pid].uploads.items()  # copied: a term may change what it gets
+            uploads = {t: {k: np.array(a) for k, a in upload.items()} for t, upload in sent}
             acc = folded[pid if means.robust else None]
             self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
         return means.sums(self._term, folded) if means.robust else folded[None]

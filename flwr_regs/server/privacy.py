@@ -75,10 +75,8 @@ class CentralDP(Spelled):
         if self.noise_multiplier == 0:
             raise ValueError("without noise epsilon is infinite: leave out the accountant")
         if self.accountant.config.sampling_method.value == "poisson":
-            raise ValueError(
-                "cohorts have a fixed size, so Poisson sampling does not describe them: the accountant "
-                "needs SamplingMethod.WITHOUT_REPLACEMENT or NO_AMPLIFICATION"
-            )
+            needs = "the accountant needs SamplingMethod.WITHOUT_REPLACEMENT or NO_AMPLIFICATION"
+            raise ValueError(f"Poisson sampling does not describe cohorts of a fixed size: {needs}")
 
     @property
     def amplified(self) -> bool:
@@ -179,10 +177,9 @@ class PrivateRounds:
         if not self._population:
             expected, n = self._dp.accountant.config.population_size, len(connected)
             if n != expected:
-                raise ValueError(
-                    f"the privacy accountant is set to a population of {expected} clients, but {n} are "
-                    f"connected: set PrivacyConfig(population_size={n})"
-                )
+                set_to = f"the privacy accountant is set to a population of {expected} clients"
+                hint = f"set PrivacyConfig(population_size={n})"
+                raise ValueError(f"{set_to}, but {n} are connected: {hint}")
             self._population = connected
         return self._population if self._dp.amplified else connected
 
@@ -210,7 +207,6 @@ def refuse_statistics(names: Iterable[str]) -> None:
     A central mean would release them without noise; with noise a variance may become negative.
     """
     if refused := statistics(names):
-        raise ValueError(
-            f"BatchNorm's statistics {refused} are clients' data: they need noise, and noise spoils them; "
-            "use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
-        )
+        data = f"BatchNorm's statistics {refused} are clients' data: noise, which they need, spoils them"
+        hint = "use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
+        raise ValueError(f"{data}; {hint}")

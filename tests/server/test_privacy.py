@@ -308,7 +308,7 @@ def test_numbers_out_of_range_are_refused() -> None:
         ((math.nan, 1.0), "clip_norm must be"),
         ((1.0, -0.1), "noise_multiplier must be a number of at least 0, not -0.1"),
         ((1.0, 0.0, accountant(4)), "epsilon is infinite"),
-        ((1.0, 1.0, RdpAccountant(poisson)), "fixed size, so Poisson sampling does not"),
+        ((1.0, 1.0, RdpAccountant(poisson)), "Poisson sampling does not describe"),
     ]:
         with pytest.raises(ValueError, match=message):
             fr.CentralDP(*arguments)

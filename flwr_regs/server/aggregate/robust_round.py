@@ -54,9 +54,7 @@ class Means:
         The clients whose updates were scaled down.
     """
 
-    def __init__(
-        self, aggregator: Aggregator, mean: Callable[[Updates], NDArrays] = mean_delta
-    ) -> None:
+    def __init__(self, aggregator: Aggregator, mean: Callable[..., NDArrays] = mean_delta) -> None:
         self._aggregator, self._mean = aggregator, mean
         self.robust = not isinstance(aggregator, aggregators.Mean)
         self.selected: list[int] | None = None
@@ -139,23 +137,20 @@ class Means:
         scale = aggregators.shrink(vectors.norms())
         chosen = np.isin(vectors.pids, self.selected)
         if not chosen.any():
-            raise TooFewVectors(
-                f"{self._aggregator!r} selected the clients {self.selected}, but values came only from "
-                f"{list(vectors.pids)}"
-            )
+            only = f"values came only from {list(vectors.pids)}"
+            raise TooFewVectors(f"{self._aggregator!r} selected {self.selected}, but {only}")
         return Aggregate(vectors.combined(chosen * scale / chosen.sum()))
 
     def _aggregate(self, aggregator: Aggregator, vectors: Vectors, share: np.ndarray) -> Aggregate:
         """Run an aggregator and check its result."""
         name = f"aggregator={aggregator!r:.100}"
         try:
-            result = aggregator.aggregate(vectors, share)
+            made = aggregator.aggregate(vectors, share)
         except TooFewVectors:
             raise
         except Exception as error:
             raise AggregatorFailed(f"{name} fails: {described(error)}") from error
-        if not isinstance(result, Aggregate):
-            result = Aggregate(result)
+        result = made if isinstance(made, Aggregate) else Aggregate(made)
         if wrong := _what_is_wrong(result, vectors):
             raise AggregatorFailed(f"{name} {wrong}")
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +18,8 @@ from flwr_regs.term import ServerContext, Term
 from flwr_regs.wire.arrays import LARGEST, square_sum
 from flwr_regs.wire.errors import described
 
-STEPS = (
-    "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
-    "'local-epochs' or 'local-steps'"
-)
+_METRICS = "the metrics 'local-steps' (taken) and 'planned-steps'"
+STEPS = f"a client reports {_METRICS} where train_config asks for 'local-epochs' or 'local-steps'"
 
 Weights = Mapping[int, float]
 """By partition id."""
@@ -85,13 +84,12 @@ class Stats:
 
     @property
     def num_steps(self) -> int:
-        return self._steps[0]
+        return self._steps()[0]
 
     @property
     def planned_steps(self) -> int:
-        return self._steps[1]
+        return self._steps()[1]
 
-    @property
     def _steps(self) -> tuple[int, int]:
         why = f"it reports no steps, which the method reads; {STEPS}"
         return self._reply.steps or self._unusable(why)
@@ -109,7 +107,7 @@ class Stats:
     @cached_property
     def norm(self) -> float:
         update = update_of(self._reply, self._base, self._fixed)  # as one vector
-        return float(np.sqrt(sum(map(square_sum, update.values()))))
+        return math.sqrt(sum(map(square_sum, update.values())))
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,8 @@ class WithheldStats(Mapping[int, Stats]):
     """In place of the replies' measures under privacy: they get no noise."""
 
     def __getitem__(self, pid: object = None) -> NoReturn:
-        raise ValueError(
-            "privacy=CentralDP(...): a term reads ctx.replies, what was measured of single replies, which "
-            "gets no noise; leave it out"
-        )
+        what = "ctx.replies, what was measured of single replies, which gets no noise"
+        raise ValueError(f"privacy=CentralDP(...): a term reads {what}; leave it out")
 
     __iter__ = __len__ = __getitem__
 
