@@ -18,6 +18,9 @@ SMALLEST = 1e-15
 """The smallest number of examples: the weight of a smaller one could be rounded to 0."""
 
 
+Metrics = Mapping[str, Any]
+
+
 def is_number(value: Any) -> bool:
     """Whether a value that a client reports is a number, perhaps NaN; a boolean is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -28,7 +31,7 @@ def usable(value: Any) -> bool:
     return is_number(value) and abs(value) <= LARGEST
 
 
-def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
+def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Metrics, float]:
     """Return (a reply's metrics, the client's examples); raise ProtocolError without these.
 
     Names are made printable, and a list of more than `MOST_ENTRIES` numbers is left out.
@@ -41,21 +44,14 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
             raise ProtocolError(f"{what} has {len(entries)} {kind}, more than {MOST_ENTRIES}")
     count = parcel.metrics.get(weighted_by_key)
     if not usable(count) or not float(count or 0) >= SMALLEST:
-        raise ProtocolError(
-            f"{what}: metric '{weighted_by_key}' must be a number from {SMALLEST:g} to {LARGEST:g}, "
-            f"not {quoted(count, 40)}"
-        )
-    kept = {
-        shown(name, LONGEST_NAME): value
-        for name, value in parcel.metrics.items()
-        if not isinstance(value, list) or len(value) <= MOST_ENTRIES
-    }
-    return kept, float(count or 0)
+        good = f"a number from {SMALLEST:g} to {LARGEST:g}, not {quoted(count, 40)}"
+        raise ProtocolError(f"{what}: metric '{weighted_by_key}' must be {good}")
+    metrics = parcel.metrics.items()
+    long = [name for name, v in metrics if isinstance(v, list) and len(v) > MOST_ENTRIES]
+    return {shown(n, LONGEST_NAME): v for n, v in metrics if n not in long}, float(count or 0)
 
 
-def common_metrics(
-    metrics: Mapping[int, Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[int, list[str]]]:
+def common_metrics(metrics: Mapping[int, Metrics]) -> tuple[list[Metrics], dict[int, list[str]]]:
     """Return (the clients' metrics that can be averaged, client -> the names that are left out of it).
 
     Flower's mean needs the same single numbers of every client. A name is kept if over half of the clients
@@ -69,7 +65,7 @@ def common_metrics(
     kept = sorted(name for name, n in numbers.items() if 2 * n > len(single))
     strict = {name for name in kept if 2 * usable_ones[name] > len(single)}
     left_out: dict[int, list[str]] = {}
-    averaged = []
+    averaged: list[Metrics] = []
     for pid, m in single.items():
         lacking = [n for n in kept if n not in m or (n in strict and not usable(m[n]))]
         if odd := sorted({*lacking, *(set(m) - set(kept))}):
@@ -79,7 +75,7 @@ def common_metrics(
     return averaged, left_out
 
 
-def weighted_mean(metrics: Sequence[Mapping[str, float]], weight: str) -> dict[str, float]:
+def weighted_mean(metrics: Sequence[Metrics], weight: str) -> dict[str, float]:
     """Return the clients' mean under each name but `weight`, which weighs them: as Flower's own mean.
 
     Where all agree, it is what they say, without rounding.

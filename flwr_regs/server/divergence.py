@@ -58,15 +58,13 @@ from flwr_regs.server.aggregate.updates import Moves, Updates, mean_delta
 from flwr_regs.server.client_metrics import is_number, usable
 from flwr_regs.server.failures import Reasons, StepOf, UnusableReplies, culprits
 from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed, Slots, Snapshots
+from flwr_regs.server.round import Numbers, Round, RoundFailed, Slots, Snapshots
 from flwr_regs.term import DECAY, NOT_NEGATIVE
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 
 LOG = logging.getLogger("flwr")
 BEFORE = "`strategy.arrays` is the model before it"
-Numbers = Mapping[int, float]
-"""By partition id."""
 LAST = 5
 ENOUGH = 3
 """Clients with something else than zeros, so that their median counts."""

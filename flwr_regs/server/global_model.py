@@ -13,21 +13,12 @@ from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.robust_round import Means
 from flwr_regs.server.aggregate.updates import Updates, each_update
-from flwr_regs.server.aggregate.weights import Weights, restricted
+from flwr_regs.server.aggregate.weights import restricted
 from flwr_regs.server.failures import of_usable
-from flwr_regs.server.round import Replied, Snapshots
+from flwr_regs.server.round import Numbers, Replied, Snapshots
 from flwr_regs.term import ServerContext, Slot
-from flwr_regs.wire.arrays import (
-    NDArrays,
-    add,
-    check_arrays,
-    check_finite,
-    digest,
-    in_code_order,
-    square_sum,
-    tie,
-    untrainable,
-)
+from flwr_regs.wire import arrays as wire
+from flwr_regs.wire.arrays import NDArrays, check_finite
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.precision import BITS, narrow, widen
@@ -178,7 +169,7 @@ class GlobalModel(Snapshots):
         """The arrays that are not trained, as far as is known."""
         if self.buffers is not None:
             return self.buffers
-        return untrainable(self.model) | self._term.frozen(self.model)
+        return wire.untrainable(self.model) | self._term.frozen(self.model)
 
     def context(self, server_round: int, lr: float, population: int, **more: Any) -> ServerContext:
         """Return the context of the terms' server hooks in a round; `more` are its other fields."""
@@ -191,9 +182,9 @@ class GlobalModel(Snapshots):
 
         The caller may have changed it between rounds. The last step then ends at the new model.
         """
-        check_arrays(model, self.model, "the arrays handed to configure_train")
-        model = tie(model, self.tied or {})  # a tied weight has one value under all its names
-        if digest(model) == digest(self.model):
+        wire.check_arrays(model, self.model, "the arrays handed to configure_train")
+        model = wire.tie(model, self.tied or {})  # a tied weight has one value under all its names
+        if wire.digest(model) == wire.digest(self.model):
             return False
         check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
@@ -203,7 +194,7 @@ class GlobalModel(Snapshots):
         self.model = model
         return True
 
-    def stepped(self, replies: Replied, ctx: ServerContext, scaled: Weights, means: Means) -> Step:
+    def stepped(self, replies: Replied, ctx: ServerContext, scaled: Numbers, means: Means) -> Step:
         """Average the replies and let the terms make the step of them. Nothing changes.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `means` averages the replies, and all that is
@@ -224,10 +215,10 @@ class GlobalModel(Snapshots):
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
             blank = Blank(w.dtype, w.shape)  # as it is sent, so that no message copies it
-            add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
+            wire.add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
             new[name] = blank.seal()
         check_finite(new, "the new global model", self.model)
-        square = sum(map(square_sum, self._trainable(step).values()))
+        square = sum(map(wire.square_sum, self._trainable(step).values()))
         moved = [n for n, s in step.items() if s.any()]
         if not self._keeps_step:
             step = {}  # before another model is made
@@ -269,10 +260,10 @@ class GlobalModel(Snapshots):
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
             rounded = {n: as_step(self.model[n], s) for n, s in step.items()}
             check_finite(rounded, "the global step")
-            code = coder.encode(in_code_order(rounded, rounded))
-            like = in_code_order(self.model, rounded)
+            code = coder.encode(wire.in_code_order(rounded, rounded))
+            like = wire.in_code_order(self.model, rounded)
             step = decoded(coder.decode, code, like, "the global step")
-        return server, {**delta, **tie(step, self.tied or {})}, code
+        return server, {**delta, **wire.tie(step, self.tied or {})}, code
 
     def _fold(self, replies: Replied, ctx: ServerContext, means: Means) -> Slot:
         """Return what the terms that fold made of the uploads, one client's at a time.

@@ -113,6 +113,7 @@ class Reply:
         return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
 
 
+Numbers = Mapping[int, float]
 Replied = Mapping[int, Reply]
 Slots = Mapping[int, Slot]
 """By partition id; slots are by term name, too."""

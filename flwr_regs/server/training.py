@@ -10,18 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from flwr_regs.abilities import Compresses, Probes
+from flwr_regs.server.aggregate import weights as weighing
 from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
 from flwr_regs.server.aggregate.robust_round import AggregatorFailed, Means
-from flwr_regs.server.aggregate.weights import (
-    Stats,
-    StepScaling,
-    Weights,
-    WithheldStats,
-    aggregation_weights,
-    bounded_shares,
-    restricted,
-    update_weights,
-)
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import BEFORE, STEP, DivergenceGuard, Diverges
 from flwr_regs.server.exchange.exchange import Exchange, Remembered, name_losses
@@ -34,7 +25,7 @@ from flwr_regs.server.population.cohorts import further, uniform_cohort
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.round import Replied, Round, RoundFailed, TooFewReplies
+from flwr_regs.server.round import Numbers, Replied, Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -184,9 +175,8 @@ class Training:
         this_round, exchange, members = self._opened(number, config, network)
         asked, least = len(this_round.cohort), self.options.min_replies
         if self._failed(number) is None and asked < least:  # before they train
-            raise TooFewReplies(
-                f"round {number} of {self.method}: a cohort of {asked} cannot give min_replies={least}"
-            )
+            few = f"a cohort of {asked} cannot give min_replies={least}"
+            raise TooFewReplies(f"round {number} of {self.method}: {few}")
         here = set(self.population.connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
         this_round.failures = {p: "it has left" for p in this_round.cohort if p not in here}
@@ -346,19 +336,19 @@ class Training:
 
     def _step(
         self, used: Replied, ctx: ServerContext, means: Means
-    ) -> tuple[Step, Weights, Weights]:
+    ) -> tuple[Step, Numbers, Numbers]:
         """Return the step of these replies, and their ``ω_k`` before and after they were bounded."""
         scale = self.options.incomplete == "scale"
-        weigher = StepScaling() if scale else self.options.term.weigher
-        given = update_weights(weigher, used, ctx)
-        scaled = bounded_shares(given, self.options.max_weight)
+        weigher = weighing.StepScaling() if scale else self.options.term.weigher
+        given = weighing.update_weights(weigher, used, ctx)
+        scaled = weighing.bounded_shares(given, self.options.max_weight)
         return self.model.stepped(used, ctx, scaled, means), given, scaled
 
     def _again(self, this_round: Round, context: ServerContext, pids: Collection[int]) -> None:
         """Make the step of some of the clients, which no one sees; raise Diverges if it is too long."""
         some = {p: this_round.used[p] for p in pids}
         means = Means(Mean(), partial(self.guard.mean, this_round, compares=False))
-        step, *_ = self._step(some, restricted(context, pids), means)
+        step, *_ = self._step(some, weighing.restricted(context, pids), means)
         self.guard.limit(this_round, STEP, step.square, some)
 
     def _context(self, this_round: Round, means: Means) -> ServerContext:
@@ -369,14 +359,14 @@ class Training:
         if means.robust:
             more |= {"aggregated": means.aggregated, "robust": True}
         if used:
-            measured = {p: Stats(p, r, model.given, model.fixed) for p, r in used.items()}
-            more["weights"] = aggregation_weights(used, options.weighting, options.max_weight)
-            more["replies"] = measured if options.privacy is None else WithheldStats()
-            more["answers"] = this_round.answers
+            measured = {p: weighing.Stats(p, r, model.given, model.fixed) for p, r in used.items()}
+            weights = weighing.aggregation_weights(used, options.weighting, options.max_weight)
+            more |= {"weights": weights, "answers": this_round.answers}
+            more["replies"] = measured if options.privacy is None else weighing.WithheldStats()
         return model.context(this_round.number, lr, self.population.size, **more)
 
     def _note_bounds(
-        self, this_round: Round, means: Means, weights: Weights, given: Weights, scaled: Weights
+        self, this_round: Round, means: Means, weights: Numbers, given: Numbers, scaled: Numbers
     ) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded.
 
@@ -393,7 +383,7 @@ class Training:
             has = f"client {heavy} has {share:.3g} of the weight of {len(scaled)} clients"
             LOG.warning("%s, by what it says of itself: max_weight=0.2 would bound it", has)
         if (most := self.options.max_weight) is not None:
-            given = aggregation_weights(this_round.used, self.options.weighting)
+            given = weighing.aggregation_weights(this_round.used, self.options.weighting)
             bounded |= {p for p in given if weights[p] < given[p]}
             if most * (n := len(given)) < 1 and not self._warned_of_weights:
                 self._warned_of_weights = True

@@ -13,7 +13,7 @@ import numpy as np
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.aggregate.updates import update_of
 from flwr_regs.server.failures import Passing, UnusableReplies, of_usable
-from flwr_regs.server.round import Replied, Reply, Slots
+from flwr_regs.server.round import Numbers, Replied, Reply, Slots
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.wire.arrays import LARGEST, square_sum
 from flwr_regs.wire.errors import described
@@ -21,13 +21,11 @@ from flwr_regs.wire.errors import described
 _METRICS = "the metrics 'local-steps' (taken) and 'planned-steps'"
 STEPS = f"a client reports {_METRICS} where train_config asks for 'local-epochs' or 'local-steps'"
 
-Weights = Mapping[int, float]
-"""By partition id."""
 ROUNDING = 1e-12
 """Relative difference of two weights below which they are the same."""
 
 
-def aggregation_weights(replies: Replied, weighting: str, most: float | None = None) -> Weights:
+def aggregation_weights(replies: Replied, weighting: str, most: float | None = None) -> Numbers:
     """Return ``p_k``; they sum to one over the used replies.
 
     ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``; then :func:`cut_weights`.
@@ -39,7 +37,7 @@ def aggregation_weights(replies: Replied, weighting: str, most: float | None = N
     return weights if most is None else cut_weights(weights, most)
 
 
-def cut_weights(weights: Weights, most: float) -> Weights:
+def cut_weights(weights: Numbers, most: float) -> Numbers:
     """Return weights of which none is above `most`; they keep their sum of 1.
 
     What is cut off goes to the others in proportion to theirs, again and again until none is above. If
@@ -56,7 +54,7 @@ def cut_weights(weights: Weights, most: float) -> Weights:
     return new
 
 
-def bounded_shares(weights: Weights, most: float | None) -> Weights:
+def bounded_shares(weights: Numbers, most: float | None) -> Numbers:
     """Return ``ω_k`` of which none is above the share `most` of their sum; those below stay as they are."""
     positive = {k: w for k, w in weights.items() if w > 0}
     if most is None or not positive:
@@ -119,7 +117,7 @@ class StepScaling(Term, Weighs):
 
     name: ClassVar[str] = "step-scaling"
 
-    def weigh(self, weights: Weights, uploads: Slots, ctx: ServerContext) -> dict[int, float]:
+    def weigh(self, weights: Numbers, uploads: Slots, ctx: ServerContext) -> dict[int, float]:
         scale = {k: r.planned_steps / r.num_steps for k, r in ctx.replies.items()}
         return {k: p * min(scale[k], ctx.max_scale) for k, p in weights.items()}  # p_k^τ
 
@@ -134,7 +132,7 @@ class WithheldStats(Mapping[int, Stats]):
     __iter__ = __len__ = __getitem__
 
 
-def update_weights(weigher: Any, replies: Replied, ctx: ServerContext) -> Weights:
+def update_weights(weigher: Any, replies: Replied, ctx: ServerContext) -> Numbers:
     """Return ``ω_k`` by partition id; ``p_k`` without a weigher, which is a term that `Weighs`.
 
     Raises UnusableReplies for replies without which `weigh` works, and ValueError if it never does.

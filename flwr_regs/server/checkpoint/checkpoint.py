@@ -273,9 +273,8 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
     if isinstance(value, np.generic | np.ndarray) and value.dtype in PLAIN:  # which safetensors has
         if isinstance(value, np.generic):
             return {"$scalar": _stored(value, store)}
-        turned = (
-            value.flags.f_contiguous and not value.flags.c_contiguous
-        )  # sums depend on the order
+        # sums depend on the order
+        turned = value.flags.f_contiguous and not value.flags.c_contiguous
         return {"$array": [_stored(value.T, store), "T"] if turned else [_stored(value, store)]}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
@@ -292,10 +291,8 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
         if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
             return dict(pairs)
         return {"$dict": [[to_json(k, store, where), v] for k, v in pairs]}
-    raise TypeError(
-        f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
-        "lists and dicts of these can be saved"
-    )
+    can = "numbers, texts, bytes, arrays, and lists and dicts of these can be saved"
+    raise TypeError(f"{where} is {value!r:.80} of type {type(value).__name__}; only {can}")
 
 
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:

@@ -20,17 +20,9 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import UNDECIDED, Model, Replied, Reply, Round
 from flwr_regs.term import Slot
+from flwr_regs.wire import arrays as wire
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import (
-    LARGEST,
-    OTHER_FROZEN,
-    NDArrays,
-    ProtocolError,
-    check_arrays,
-    check_finite,
-    in_code_order,
-    not_trained,
-)
+from flwr_regs.wire.arrays import LARGEST, NDArrays, ProtocolError, check_finite
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.parcel import Parcel, Row
 from flwr_regs.wire.precision import Widened
@@ -93,7 +85,7 @@ class Reader:
         frozen, odd = agreed({p: r.frozen for p, r in replies.items()}, model.frozen)
         if model.frozen is not None:  # messages hold it: clients compare, and say nothing
             odd = [p for p in odd if replies[p].frozen]
-        leave_out(dict.fromkeys(odd, OTHER_FROZEN))
+        leave_out(dict.fromkeys(odd, wire.OTHER_FROZEN))
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(self.options.term, active))
         model.agree(buffers, None if tied is None else dict(sorted(tied)), frozen)
@@ -135,7 +127,7 @@ class Reader:
         arrays = Widened(sent, half) if half else sent
         try:
             uploads = read_uploads(what, parcel)
-            buffers, tied = not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
+            buffers, tied = wire.not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
             trained = {n: a for n, a in model.items() if n not in buffers}
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
@@ -152,7 +144,7 @@ class Reader:
                 self.options.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
+        wire.check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
         check_finite(update, what, largest=LARGEST)
         for t in self.options.term.able(Folds):
             if t.name in uploads:  # copied again when it is folded
@@ -167,7 +159,7 @@ class Reader:
             has = "no code for updates" if coder is None else "one update in its code"
             where = f"'{keys.STEPS_KEY}' holds {quoted(code, 40)}"
             raise ProtocolError(f"{where}, but the method has {has}")
-        like = in_code_order(self.model.model, names)
+        like = wire.in_code_order(self.model.model, names)
         return partial(decoded, coder.decode, code[0], like, "its update")
 
     def _check_sender(self, what: str, parcel: Parcel, config: Mapping[str, Any]) -> None:
@@ -178,10 +170,9 @@ class Reader:
             sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
             composed = {"+", "-"} & set(self.method)
             own = "" if composed else f"flwr_regs.{self.method}Client, or "
-            raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from {sender}; use {own}"
-                "RegClient or ClientRound with the strategy's terms"
-            )
+            wrong = f"{what} does not come from a {self.method} client but from {sender}"
+            use = f"use {own}RegClient or ClientRound with the strategy's terms"
+            raise ProtocolError(f"{wrong}; {use}")
         check_round(what, parcel, config)
         if keys.ARRAYS not in parcel.records:
             raise ProtocolError(f"{what} holds no ArrayRecord '{keys.ARRAYS}', only {parcel.names}")
