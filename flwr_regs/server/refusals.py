@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from os import fspath
 from typing import Any, TypeVar
@@ -51,10 +52,9 @@ def check_ranges(given: Mapping[str, Any]) -> None:
 
 
 def _fits(good: Callable[[Any], bool], value: Any) -> bool:
-    try:
+    with suppress(TypeError, ValueError, OverflowError):  # a value of a wrong type
         return good(value)
-    except (TypeError, ValueError, OverflowError):  # a value of a wrong type
-        return False
+    return False
 
 
 def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
@@ -137,28 +137,24 @@ def pairs(o: Any) -> dict[str, Any]:
         "are no uniform sample; use cohorts='uniform'": o.cohorts == "class-covering",
         "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
         "weighting='uniform'": o.weighting != "uniform",
-        "{who} weighs clients unequally; the noise is for equal weights; leave one of the two "
-        "out": o.term.weigher,
-        "incomplete='scale' weighs clients unequally; use incomplete='average' or "
-        "'drop'": o.incomplete == "scale",
+        "{who} weighs clients, the noise is for equal weights; leave one out": o.term.weigher,
+        "incomplete='scale' is unequal; use incomplete='average' or 'drop'": o.incomplete
+        == "scale",
         "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, which "
         "gets no noise; leave it out": o.drop_inactive is not None,
     }
-    record_keys = o.arrayrecord_key, o.configrecord_key
+    own_keys = (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG)
     coded_down = o.term.coder("release")
     return {
-        "the record keys are part of the protocol: leave them 'arrays', 'config'": record_keys
-        != (keys.ARRAYS, keys.CONFIG),
+        "the record keys are part of the protocol: leave them 'arrays', 'config'": own_keys,
         "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
         "leave one of the two out": o.wire_dtype and (o.term.coder("finish") or coded_down),
         "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
         "the rounded step": o.wire_dtype and o.downlink == "delta",
         "overlap=True sends clients the model ahead of their round, and then only the last step, as "
         "downlink='delta' does; with downlink='{downlink}' each round sends the model: write "
-        "downlink='delta' too, such as FedFOR(downlink='delta'), or leave overlap out": o.overlap
-        and o.downlink != "delta",
-        "overlap=True sends whole models ahead, which a compressed downlink is there to "
-        "avoid": o.overlap and coded_down,
+        "downlink='delta' too, or leave overlap out": o.overlap and o.downlink != "delta",
+        "overlap=True sends whole models ahead, coded downlinks do not": o.overlap and coded_down,
         "aggregator={aggregator} does not reach what the clients of {who} upload beside "
         "their updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
         "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -41,6 +42,7 @@ MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """Averages the clients' metrics: ("train" or "evaluate", the metrics that all report) -> their mean."""
 
 
+@dataclass(eq=False)
 class Training:
     """One training of one global model.
 
@@ -49,7 +51,7 @@ class Training:
     options : Options
     method : str
         The name that clients check.
-    model : NDArrays
+    initial : NDArrays
         ``w_1`` by name; what the method keeps on the clients is left out.
     num_rounds : int or None
         Rounds of the training; None if unknown.
@@ -79,28 +81,24 @@ class Training:
         A model that the method or the options cannot train; options that need `num_rounds`.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        method: str,
-        model: NDArrays,
-        num_rounds: int | None,
-        mean_of_metrics: MeanOfMetrics,
-        budget: Budget | None = None,
-    ) -> None:
-        if num_rounds is None and options.drop_inactive is not None:
+    options: Options
+    method: str
+    initial: InitVar[NDArrays]
+    num_rounds: int | None
+    mean_of_metrics: MeanOfMetrics
+    budget: InitVar[Budget | None] = None
+
+    def __post_init__(self, initial: NDArrays, budget: Budget | None) -> None:
+        o = self.options
+        if self.num_rounds is None and o.drop_inactive is not None:
             raise ValueError("drop_inactive needs the number of rounds: use the strategy's start")
-        self.options = o = options
-        self.method = method
-        self.model = self.begin(options, model)
+        self.model = self.begin(o, initial)
         self.population = Population(o.min_available_nodes, o.population, o.wait_timeout)
         self.history: list[dict[str, Any]] = []
         self.start_id = uuid4().hex[:8]
-        self.num_rounds = num_rounds
-        self.mean_of_metrics = mean_of_metrics
-        self.privacy = PrivateRounds(options.privacy, options.seed, budget)
-        self.participation = Participation(options, num_rounds or 1)
-        self.guard = DivergenceGuard(options, method)
+        self.privacy = PrivateRounds(o.privacy, o.seed, budget)
+        self.participation = Participation(o, self.num_rounds or 1)
+        self.guard = DivergenceGuard(o, self.method)
         self._warned_of_weights = False
         self.evaluated = False
         self.remembered = Remembered()

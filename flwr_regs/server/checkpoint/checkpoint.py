@@ -42,6 +42,7 @@ FORMAT = 1
 """Version of the layout above; newer ones are refused. All have the digest and a manifest."""
 KEPT = 2
 MANIFEST, STATE, HISTORY = "manifest", "state", "history"
+Entry = Mapping[str, Any]
 Store = dict[str, np.ndarray]
 """The arrays and bytes of values, equal ones once: digest -> array."""
 _NAME = re.compile(r"round-(\d{6,})")
@@ -164,7 +165,7 @@ def _parsed(path: Path, arrays: dict[str, np.ndarray]) -> Checkpoint:
     return Checkpoint(path, number, held, entries, manifest["versions"])
 
 
-def written(content: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[bytes, bytes]:
+def written(content: Entry, arrays: Mapping[str, np.ndarray]) -> tuple[bytes, bytes]:
     """Return a checkpoint's bytes, in two parts: `content` has its three texts by name."""
     texts = {name: np.frombuffer(text.encode(), np.uint8) for name, text in content.items()}
     body = pack({**arrays, **texts})
@@ -206,9 +207,7 @@ class Folder:
             why = f"{self.path} cannot be written ({error.strerror or error})"
             raise CheckpointError(f"checkpoint_dir: {why}") from error
 
-    def save(
-        self, number: int, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
-    ) -> Path:
+    def save(self, number: int, state: Entry, history: Sequence[Entry]) -> Path:
         """Write the checkpoint of a round, and keep the last two; return its file.
 
         Raises OSError if it cannot be written, and TypeError for a value that cannot be kept. The
