@@ -6,7 +6,7 @@ A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from flwr_regs.client.train.batches import (
     tensors,
 )
 
+DATA = 2**26
+"""Bytes of clients' whole data that go through a model at once."""
 GATHERED = 2**28
 """Bytes of a round's examples that are put together for a stack."""
 
@@ -230,6 +232,22 @@ class Batches:
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]
         return Batch(tuple(leaves), leaves)
+
+
+def together(
+    plans: Sequence[Plan], device: torch.device
+) -> Iterator[tuple[list[int], list[Batch]]]:
+    """Yield (places of plans with batches of one form, their batches stacked), up to `DATA` at once."""
+    alike: dict[Any, list[int]] = {}
+    for place, plan in enumerate(plans):
+        alike.setdefault((plan.kind, plan.forms), []).append(place)
+    for places in alike.values():
+        first = plans[places[0]]
+        size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
+        most = max(DATA // max(size, 1), 1)
+        for some in (places[i : i + most] for i in range(0, len(places), most)):
+            batches = Batches([plans[place] for place in some], device)
+            yield some, [batches.of(i, range(len(some))) for i in range(len(first))]
 
 
 def order_of(data: Pairs) -> Order | None:

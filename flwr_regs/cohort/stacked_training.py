@@ -27,7 +27,7 @@ from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluatin
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
-from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, together
 from flwr_regs.cohort.gradients_of_stack import Gradient
 from flwr_regs.cohort.member_view import (
     MEASURED,
@@ -40,8 +40,6 @@ from flwr_regs.cohort.member_view import (
 )
 from flwr_regs.term import Arrays, Slot
 
-DATA = 2**26
-"""Bytes of the members' data that are gathered at once."""
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
     "Rprop",
@@ -153,40 +151,30 @@ class Stack:
             view = replace(view, shared=replace(shared, precision=None), as_products=False)
         rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
         row = {**self._own, "held": {**rest, **self._values, **self._own["held"]}}
-        groups: dict[Any, list[int]] = {}
-        for at, plan in enumerate(passes):
-            groups.setdefault((plan.kind, plan.forms), []).append(at)
         parts: list[Any] = []
         order: list[int] = []
-        for members in groups.values():
-            first = passes[members[0]]
-            size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
-            most = max(DATA // max(size, 1), 1)
-            for some in (members[i : i + most] for i in range(0, len(members), most)):
-                chosen = [passes[at] for at in some]
-                gathered = Batches(chosen, shared.device)
-                batches = [gathered.of(i, range(len(chosen))) for i in range(len(first))]
-                taken = mapped((row, given), itemgetter(some))
-                how: dict[str, Any] = {"memory": MEMORY // len(some)}
-                if not training:
-                    first_held = {n: t[0] for n, t in taken[0]["held"].items()}
-                    how["layers"] = _layers(view, batches[0], first_held)
+        for some, batches in together(passes, shared.device):
+            taken = mapped((row, given), itemgetter(some))
+            how: dict[str, Any] = {"memory": MEMORY // len(some)}
+            if not training:
+                first_held = {n: t[0] for n, t in taken[0]["held"].items()}
+                how["layers"] = _layers(view, batches[0], first_held)
 
-                def member(leaves: Any, taken: Any, how: Any = how, batches: Any = batches) -> Any:
-                    own, given = taken
-                    pairs = [b.rebuilt(parts) for b, parts in zip(batches, leaves, strict=True)]
-                    measured = OneMember(view, own, pairs, **how)
-                    functions = {name: getattr(measured, name) for name in MEASURED}
-                    if training:
-                        ctx = view.context(own["told"], num_steps=len(pairs))
-                        functions = {"train": partial(measured.train, ctx, partial(_again, pairs))}
-                        functions["num_steps"] = len(pairs)
-                    return one(*given, own["told"], **functions)
+            def member(leaves: Any, taken: Any, how: Any = how, batches: Any = batches) -> Any:
+                own, given = taken
+                pairs = [b.rebuilt(parts) for b, parts in zip(batches, leaves, strict=True)]
+                measured = OneMember(view, own, pairs, **how)
+                functions = {name: getattr(measured, name) for name in MEASURED}
+                if training:
+                    ctx = view.context(own["told"], num_steps=len(pairs))
+                    functions = {"train": partial(measured.train, ctx, partial(_again, pairs))}
+                    functions["num_steps"] = len(pairs)
+                return one(*given, own["told"], **functions)
 
-                leaves = [b.leaves for b in batches]
-                with unwritten("batches", tensors(leaves)):
-                    parts.append(view.vmapped(member)(leaves, taken))
-                order += some
+            leaves = [b.leaves for b in batches]
+            with unwritten("batches", tensors(leaves)):
+                parts.append(view.vmapped(member)(leaves, taken))
+            order += some
         if len(parts) == 1:
             return parts[0]
         back = torch.tensor(order, device=shared.device).argsort()

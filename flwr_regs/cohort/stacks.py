@@ -26,9 +26,9 @@ from torch.func import vmap
 from flwr_regs.client import memory as memories
 from flwr_regs.client.member import Answer, Client, evaluated, reply_entries
 from flwr_regs.client.personal import classifies
-from flwr_regs.client.train.batches import resolve_device, tensors
-from flwr_regs.client.train.task import uncompiled
-from flwr_regs.cohort.batch_plan import Batches, CannotStack, Plan, draw, order_of
+from flwr_regs.client.train.batches import resolve_device
+from flwr_regs.client.train.task import Task, uncompiled
+from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
 from flwr_regs.cohort.member_view import Asked, Shared
 from flwr_regs.cohort.result_check import difference, restored
 from flwr_regs.cohort.stack_groups import (
@@ -49,8 +49,6 @@ LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
 UNCHECKED = "no stack of two clients like it has been checked"
 DIFFERS = "between a stack and a client alone"
-DATA = 2**26
-"""Bytes of the clients' test batches that go through the model at once."""
 
 
 class Stacks:
@@ -262,58 +260,51 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
     plain test data in order. The others wait.
     """
     groups: dict[Any, list[tuple[Asked, Plan]]] = {}
-    together: dict[Any, bool] = {}
     for one in asked:
         client, message = one.client, one.message
         if client.eval_data is None or "personalise" in message.config or client.identity.private:
             continue
         pairs = client.task.pairs(client.eval_data)
         order = order_of(pairs)
-        if order is None or order.shuffle or not order.sizes:
-            continue
-        plan = draw(pairs, 0, None, order)
-        of_all = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
-        groups.setdefault((of_all, order.kind, plan.sizes), []).append((one, plan))
+        if order is not None and not order.shuffle and order.sizes:
+            same = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
+            groups.setdefault(same, []).append((one, draw(pairs, 0, None, order)))
     replies: dict[int, Parcel] = {}
-    for (of_all, *_), group in groups.items():
-        first = group[0][0]
-        model = uncompiled(first.client.model)
-        if len(group) > 1 and of_all not in together:
-            term, *_ = evaluated(first.message, first.memory, model, first.client.identity)
-            own_models = term.personalising or term.private(list(model.state_dict()))
-            together = {of_all: not own_models}
-        if not together.get(of_all):
+    for group in groups.values():
+        (first, _), *others = group
+        client, model = first.client, uncompiled(first.client.model)
+        if not others:
             continue
-        size = sum(t.nbytes for t in tensors(group[0][1].batch(0)))
-        most = max(DATA // max(size, 1), 1)
-        for at in range(0, len(group), most):
-            some = group[at : at + most]
-            model.to(resolve_device(first.client.device)).eval()
-            held = [*model.parameters(), *model.buffers()]
-            with restored(model):
+        term, *_ = evaluated(first.message, first.memory, model, client.identity)
+        if term.personalising or term.private(list(model.state_dict())):
+            continue
+        device = resolve_device(client.device)
+        model.to(device).eval()
+        held = [*model.parameters(), *model.buffers()]
+        with restored(model):
+            for places, batches in together([plan for _, plan in group], device):
                 with unwritten("buffers", held):
-                    scores = _scores(first.client, model, [plan for _, plan in some])
+                    scores = _scores(client.task, model, group[places[0]][1].sizes, batches)
                 if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
                     raise CannotStack("its model replaces its buffers")
-            for (one, plan), score in zip(some, scores, strict=True):
-                metrics = {"num-examples": sum(plan.sizes), **score}
-                lost = memories.latest(one.memory, one.message.config).lost
-                entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
-                replies[one.pid] = Parcel({}, entries, metrics)
+                for (one, plan), score in zip((group[p] for p in places), scores, strict=True):
+                    metrics = {"num-examples": sum(plan.sizes), **score}
+                    lost = memories.latest(one.memory, one.message.config).lost
+                    entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
+                    replies[one.pid] = Parcel({}, entries, metrics)
     return replies
 
 
 @torch.no_grad()
-def _scores(client: Client, model: nn.Module, plans: Sequence[Plan]) -> list[dict[str, float]]:
-    """Return each client's mean loss and, of a classification, its accuracy; plans of equal sizes."""
-    device, task, sorts = resolve_device(client.device), client.task, True
-    batches = Batches(plans, device)
-    loss = torch.zeros(len(plans), dtype=torch.float64, device=device)
-    right = torch.zeros(len(plans), dtype=torch.int64, device=device)
-    for step, size in enumerate(plans[0].sizes):
-        batch = batches.of(step, range(len(plans)))
+def _scores(
+    task: Task, model: nn.Module, sizes: Sequence[int], batches: Sequence[Batch]
+) -> list[dict[str, float]]:
+    """Return each client's mean loss and, of a classification, its accuracy."""
+    sorts = True
+    loss, right = torch.zeros(2, dtype=torch.float64)
+    for size, batch in zip(sizes, batches, strict=True):
 
-        def one(leaves: list[Tensor], batch: Any = batch) -> tuple[Tensor, Tensor]:
+        def one(leaves: list[Tensor], batch: Batch = batch) -> tuple[Tensor, Tensor]:
             nonlocal sorts
             inputs, targets = batch.rebuilt(leaves)
             output = task.output(model, inputs, targets)
@@ -322,8 +313,7 @@ def _scores(client: Client, model: nn.Module, plans: Sequence[Plan]) -> list[dic
             return task.loss(output, targets), hits
 
         losses, hits = vmap(one)(batch.leaves)
-        loss += losses.double() * size
-        right += hits.long()
-    count = sum(plans[0].sizes)
+        loss, right = loss + losses.double() * size, right + hits
+    count = sum(sizes)
     each = zip((loss / count).tolist(), right.tolist(), strict=True)
     return [{"loss": mean, **({"accuracy": n / count} if sorts else {})} for mean, n in each]

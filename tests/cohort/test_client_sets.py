@@ -180,7 +180,7 @@ def test_clients_of_a_stack_whose_process_is_killed_train_one_by_one() -> None:
 
     def kill(entry: Any) -> None:
         if entry["round"] == 1:
-            victim = next(iter(grid._local._processes._pool.running.values()))  # type: ignore[union-attr]
+            victim = next(iter(grid._local._processes.running.values()))  # type: ignore[union-attr]
             victim.kill()
             victim.join()
 

@@ -146,7 +146,7 @@ def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "wait", interrupted)
+        patch.setattr(processes, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             messages_to(pair[1], [3])
     assert len(old) == 2

@@ -5,19 +5,17 @@ All that lasts, the clients' contexts, stays in this process.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import zlib
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flwr_regs.cohort.processes import WorkerPool
+from flwr_regs.cohort.processes import Ended, WorkerPool
 from flwr_regs.flower.compat import identify
 from flwr_regs.flower.node import copied, failure
 
@@ -50,7 +48,7 @@ class Workers(WorkerPool):
 
     def __init__(self, app: ClientApp, number: int) -> None:
         remedy = "give client_app a function that stands in a module, not a lambda or an inner one"
-        super().__init__(_work, app, number, "this app", remedy)
+        super().__init__(_server, app, number, "this app", remedy)
 
     def run(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message]:
         """Return the replies to the messages in their order; the contexts then hold the new states.
@@ -58,37 +56,17 @@ class Workers(WorkerPool):
         A client whose process dies has an error for a reply, and keeps its state. Raises RuntimeError if a
         process does not start.
         """
-        try:
-            return self._run(messages, contexts)
-        except BaseException:  # such as Ctrl-C: what the processes are at is of no use
-            self.close()
-            raise
-
-    def _run(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message]:
+        settings = _settings()
+        tasks = [(m, c, _seed(m), settings) for m, c in zip(messages, contexts, strict=True)]
         replies: dict[int, Message] = {}
-        waiting, at = list(range(len(messages))), dict[Connection, int]()
-        while len(replies) < len(messages):
-            missing = min(self.number, len(waiting) + len(at)) - len(self.running)
-            self.start(max(0, missing))
-            for worker in [w for w in self.running if w not in at]:
-                busy = {id(contexts[k]) for k in at.values()}
-                # two messages to one client: the second needs the state after the first
-                k = next((k for k in waiting if id(contexts[k]) not in busy), None)
-                if k is None:
-                    break
-                waiting.remove(k)
-                at[worker] = k
-                with contextlib.suppress(OSError):  # it is dead: that shows when its reply is read
-                    worker.send((messages[k], contexts[k], _seed(messages[k]), _settings()))
-            ended: Any = wait(list(at))
-            for worker in ended:
-                k = at.pop(worker)
-                try:
-                    replies[k], contexts[k].state = worker.recv()
-                except (EOFError, OSError):
-                    client = contexts[k].node_config.get("partition-id", contexts[k].node_id)
-                    why = f"the process of client {client} {self.buried(worker)}"
-                    replies[k] = failure(messages[k], RuntimeError(why))
+        # two messages to one client: the second needs the state after the first
+        for k, answer in self.answers(tasks, lanes=[*map(id, contexts)]):
+            if isinstance(answer, Ended):
+                client = contexts[k].node_config.get("partition-id", contexts[k].node_id)
+                why = f"the process of client {client} {answer}"
+                replies[k] = failure(messages[k], RuntimeError(why))
+            else:
+                replies[k], contexts[k].state = answer
         return [replies[k] for k in range(len(messages))]
 
 
@@ -115,16 +93,11 @@ def _settings() -> tuple[Any, ...] | None:
     )
 
 
-def _work(connection: Connection, app: ClientApp) -> None:
-    """Serve messages until the grid's process is gone."""
+def _server(app: ClientApp) -> Callable[[Any], tuple[Message, Any]]:
     import torch  # not where the server is
 
-    identify()
-    while True:
-        try:
-            message, context, seed, settings = connection.recv()
-        except (EOFError, OSError):
-            return
+    def answer(task: Any) -> tuple[Message, Any]:
+        message, context, seed, settings = task
         if settings is not None:
             dtype, precision, deterministic, warns = settings
             torch.set_default_dtype(dtype)
@@ -133,5 +106,7 @@ def _work(connection: Connection, app: ClientApp) -> None:
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # for code that draws so
         torch.manual_seed(seed)
-        reply = served(app, message, context)
-        connection.send((reply, context.state))
+        return served(app, message, context), context.state
+
+    identify()
+    return answer
