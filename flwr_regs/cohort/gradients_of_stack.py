@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch
-from flwr_regs.cohort.member_view import View, random_state, set_random_state
+from flwr_regs.cohort.member_view import View, forked, random_state
 from flwr_regs.term import Arrays, Slot
 
 LOG = logging.getLogger("flwr")
@@ -49,7 +49,7 @@ class Gradient:
     """
 
     def __init__(self, view: View, told: dict[str, Any], lr: float = 0.0) -> None:
-        self._view, terms = view, view.shared.term.terms
+        self._view, terms = view, view.term.terms
         self._evolves = any(isinstance(t, Evolves) for t in terms)
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
@@ -82,10 +82,10 @@ class Gradient:
             Whether these are all members of the stack, with the batches of its first step's form.
         """
         view = self._view
-        before = random_state(view.shared.device) if self._acts else []
+        before = random_state(view.device) if self._acts else []
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
-        key = None if self._reads or self._perturbs or not whole else view.shared.compiled
+        key = None if self._reads or self._perturbs or not whole else view.compiled
         quick = self._compiled(key, values, row["held"], batch) if key else None
         self.moved = bool(quick and self._lr)
         if quick:
@@ -144,12 +144,9 @@ class Gradient:
                 if len(_STEPS) == KEPT:
                     del _STEPS[next(iter(_STEPS))]
                 _STEPS[key] = None
-                before = random_state(given[0].device)
                 copies = [t.clone() for t in given]  # it is run, and may write to buffers
-                try:
+                with forked(view.device):
                     _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
-                finally:
-                    set_random_state(given[0].device, before)
             if (compiled := _STEPS[key]) is None:
                 return None
             out = compiled(*given)
@@ -166,7 +163,7 @@ class Gradient:
         """Return the parameters at which the terms take the step's loss and gradient."""
         view, values = self._view, {n: p.detach() for n, p in values.items()}
         params = {n: values[n] for n in view.start}
-        moved = view.of_all(view.shared.term.point, row["told"], params)
+        moved = view.of_all(view.term.point, row["told"], params)
         # clones: leaves of their own, also where a term moves nothing
         return {n: v.clone().requires_grad_() for n, v in {**values, **moved}.items()}
 
@@ -180,12 +177,12 @@ class Gradient:
         def objective(values: Arrays, leaves: list[Tensor], row: dict[str, Any]) -> Any:
             inputs, targets = batch.rebuilt(leaves)
             given = {**row["held"], **values}
-            output = view.output(view.shared.model, inputs, targets, given)
+            output = view.output(view.model, inputs, targets, given)
             base, shown = view.loss(output, targets), dict[str, Any]()
             loss, buffers = base, {n: given[n] for n in view.buffers}
             if self._reads:
                 ctx = view.at(row, inputs, targets, view.shown(output))
-                loss = view.shared.term.loss(base, {n: values[n] for n in view.start}, ctx)
+                loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
                 shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
             return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
 
@@ -202,7 +199,7 @@ class Gradient:
         before: Sequence[Tensor],
     ) -> tuple[Arrays, Slot]:
         """Return what the terms make of the gradients, and the clients' slots after the step."""
-        view, term = self._view, self._view.shared.term
+        view, term = self._view, self._view.term
 
         def corrected(
             grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
@@ -226,11 +223,11 @@ class Gradient:
         Drawn once, these would be the same for all members.
         """
         view = self._view
-        before = random_state(view.shared.device)
+        before = random_state(view.device)
         ctx = view.context({"client": told["client"], "broadcast": told["broadcast"]})
         params = {n: values[n] for n in view.start}
-        corrected = view.shared.term.correct(given, params, ctx)
-        if all(map(torch.equal, before, random_state(view.shared.device))):
+        corrected = view.term.correct(given, params, ctx)
+        if all(map(torch.equal, before, random_state(view.device))):
             return {n: g.expand(given[n].shape) for n, g in corrected.items()}
         self._together = False
         return None

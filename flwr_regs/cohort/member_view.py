@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -33,7 +34,7 @@ MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fi
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Shared:
     """What the clients of a stack share.
 
@@ -44,10 +45,10 @@ class Shared:
     term : Chain
     task : Task
     device : torch.device
-    start : Arrays
-        The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
+    entries : Arrays
+        The model's at the round's start, by ``state_dict`` name; a member's own take precedence.
     trained : sequence of str
-        The parameters that are trained; terms see those of them that `start` has.
+        The parameters that are trained; terms see those of them that `entries` has.
     lr : float
     make : callable
         The optimiser's factory, as the method has adapted it.
@@ -67,7 +68,7 @@ class Shared:
     term: Chain
     task: Task
     device: torch.device
-    start: Arrays
+    entries: Arrays
     trained: Sequence[str]
     lr: float
     make: OptimizerFn
@@ -127,9 +128,7 @@ class Number(Tensor):
     """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -142,13 +141,12 @@ class Number(Tensor):
     __hash__ = __format__ = __repr__ = __str__ = _raise  # type: ignore[assignment]
 
 
-@dataclass
-class View:
-    """The parts of a stack that its clients share, and what each of them sees; a :class:`.task.Task`, too.
+@dataclass(kw_only=True)
+class View(Shared):
+    """What each client of a stack sees of what they share; a :class:`.task.Task`, too.
 
     Attributes
     ----------
-    shared : Shared
     start : Arrays
         ``w_t``, what terms see of it.
     rest : Arrays
@@ -171,7 +169,6 @@ class View:
     its model held at the round's start beside what terms see.
     """
 
-    shared: Shared
     start: Arrays
     rest: Arrays
     buffers: Collection[str]
@@ -185,7 +182,7 @@ class View:
 
     def vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one member as a function of all."""
-        return vmap(one, randomness=self.shared.randomness)
+        return vmap(one, randomness=self.randomness)
 
     def of_all(self, hook: Callable[..., Any], told: dict[str, Any], *given: Arrays) -> Any:
         """Return what a hook makes of each member's arrays and context."""
@@ -194,20 +191,17 @@ class View:
 
     def pairs(self, data: Batches) -> Pairs:
         """Return a member's data as pairs: see :meth:`.task.Task.pairs`."""
-        return self.shared.task.pairs(data)
+        return self.task.pairs(data)
 
     def output(self, _: nn.Module, inputs: Any, targets: Any, values: Arrays) -> Any:
         """Return the logits of one member; `values` then hold what the forward pass has made of them."""
-        shared, given = self.shared, {**self.rest, **values}
-        args, kwargs = shared.task.arguments(inputs, targets)
-        cast = shared.precision
-        with (
-            torch.autocast(shared.device.type, dtype=cast, enabled=cast is not None),
-            Kernels(self.as_products),
-        ):
-            output = called(shared.model, given, args, kwargs)
+        given = {**self.rest, **values}
+        args, kwargs = self.task.arguments(inputs, targets)
+        cast = torch.autocast(self.device.type, self.precision, enabled=bool(self.precision))
+        with cast, Kernels(self.as_products):
+            output = called(self.model, given, args, kwargs)
         values.update({n: given[n] for n in values})
-        return shared.task.logits(output)
+        return self.task.logits(output)
 
     def holding(self, held: Mapping[str, Tensor]) -> Any:
         """Return the task of a member whose model holds these entries."""
@@ -216,29 +210,29 @@ class View:
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the plain loss of one member's logits."""
         with Kernels(self.as_products):
-            return self.shared.task.loss(output, targets)
+            return self.task.loss(output, targets)
 
     def context(self, told: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
-        shared, counts = self.shared, told.get("counts")
+        counts = told.get("counts")
         if counts is not None:  # with an entry for each class of the output, once there was one
             counts = nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
         numbers = {k: told[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in told}
         budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
         fields: dict[str, Any] = {
             "start": self.start,
-            "lr": shared.lr,
+            "lr": self.lr,
             "num_steps": budget,
             "planned_steps": planned,
             "budget_steps": budget,
             "momentum": self.momentum,
-            "broadcast": joined(shared.broadcast, told["broadcast"]),
+            "broadcast": joined(self.broadcast, told["broadcast"]),
             "client": told["client"],
-            "loss_fn": shared.task.loss,
+            "loss_fn": self.task.loss,
             "client_id": numbers.get("id"),
             "batch_size": self.batch_size,
             "label_counts": counts,
-            "config": shared.config,
+            "config": self.config,
             "optimizer_state": told.get("optimizer", {}),
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
         }
@@ -265,7 +259,7 @@ class View:
             features_at=partial(member.features_at, inputs),
             **shown,
         )
-        needs = any("start_output" in t.needs for t in self.shared.term.terms)
+        needs = any("start_output" in t.needs for t in self.term.terms)
         if needs and ctx.start_output is None:
             with torch.no_grad():
                 ctx = replace(ctx, start_output=member.output_at(inputs, None, self.start))
@@ -280,19 +274,16 @@ class View:
         params: Arrays,
     ) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
-        shared, member = self.shared, OneMember(self, row)
+        member = OneMember(self, row)
 
         def whole(params: Arrays) -> Tensor:
             output = member.call(inputs, targets, params)
             ctx = self.at(row, inputs, targets, self.shown(output))
-            return shared.term.loss(self.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
+            return self.term.loss(self.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
 
-        after = random_state(shared.device)
-        set_random_state(shared.device, before)
-        try:
+        with forked(self.device):
+            set_random_state(self.device, before)
             return member.gradient(whole, params)
-        finally:
-            set_random_state(shared.device, after)
 
 
 class OneMember(Measures):
@@ -319,9 +310,8 @@ class OneMember(Measures):
         layers: Layers | None = None,
         memory: int = 0,
     ) -> None:
-        shared, self._held = view.shared, row["held"]
-        task = view.holding(self._held)
-        super().__init__(shared.model, data, task, shared.device, shared.classifier)
+        self._held = row["held"]
+        super().__init__(view.model, data, view.holding(self._held), view.device, view.classifier)
         self._start, self._rest = view.start, row["at_start"]
         self._buffers, self._layers, self._memory = view.buffers, layers, memory
 
@@ -359,23 +349,22 @@ class Kernels(TorchFunctionMode):
         super().__init__()
         self._products = products
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         linear = self._products and func is nn.functional.linear and not kwargs
         if linear and args[0].ndim == args[1].ndim == 2:
             x, weight, bias = (*args, None)[:3]
             product = weight @ x.T
             return (product if bias is None else product + bias.unsqueeze(1)).T
         if func is nn.functional.cross_entropy:
-            return _cross_entropy(self._products, *args, **(kwargs or {}))
+            return _cross_entropy(self._products, *args, **kwargs)
         if func is nn.functional.embedding:
-            return _embedded(func, *args, **(kwargs or {}))
+            return _embedded(*args, **kwargs)
+        if func is nn.functional.one_hot:
+            return _one_hot(*args, **kwargs)
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
-        if func is nn.functional.one_hot:
-            return _one_hot(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
@@ -396,26 +385,23 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
     return mean
 
 
-def _embedded(
-    func: Callable[..., Tensor], indices: Tensor, weight: Tensor, padding_idx: int | None = None,
-    *args: Any, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+def _embedded(indices: Tensor, weight: Tensor, padding_idx: int | None, **how: Any) -> Tensor:
     """Return an embedding. Under vmap torch forgets ``padding_idx``, and reads other members' rows."""
     rows = weight.shape[0]
     if not _in_range(indices, rows):
         raise CannotStack(f"an index of an embedding is out of range, which has {rows} rows")
-    output = func(indices, weight, None, *args, **kwargs)
+    output = nn.functional.embedding(indices, weight, **how)
     if padding_idx is None:
         return output
     is_padding = (indices == padding_idx % rows).unsqueeze(-1)
     return torch.where(is_padding, output.detach(), output)
 
 
-def _one_hot(func: Callable[..., Tensor], indices: Tensor, num_classes: int = -1) -> Tensor:
+def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
     """Return one-hot vectors. Under vmap torch makes a vector of zeros of a class that there is not."""
     if num_classes > 0 and not _in_range(indices, num_classes):
         raise CannotStack(f"one_hot gets a class that is none of {num_classes}")
-    return func(indices, num_classes)
+    return nn.functional.one_hot(indices, num_classes)
 
 
 def _in_range(indices: Tensor, rows: int) -> bool:
@@ -431,6 +417,11 @@ def random_state(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *cuda]
 
 
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Give torch's random generators the states back that they have before the block."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
     """Put torch's random generators into these states."""
     torch.set_rng_state(states[0])
@@ -439,11 +430,10 @@ def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
 
 
 class AsksFor(CannotStack):
-    """A term asks for a function over a client's data."""
+    """A term asks for a function over a client's data, whose name this holds."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"a term asks for {name} within a step")
-        self.name = name
+    def __str__(self) -> str:
+        return f"a term asks for {self.args[0]} within a step"
 
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:

@@ -117,7 +117,7 @@ def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None
     """Train two clients in a stack."""
     shared = replace(
         group.shared,
-        start=_in(precision, group.shared.start),
+        entries=_in(precision, group.shared.entries),
         broadcast=_in(precision, group.shared.broadcast),
         precision=None,
         randomness="same",

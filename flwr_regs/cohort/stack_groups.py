@@ -165,18 +165,18 @@ class Group:
         self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n not in private)
         self._drawn = 0  # bytes of batches
         self.shared = Shared(
-            model,
-            term,
-            client.task,
-            resolve_device(client.device),
-            {n: v.detach().clone() for n, v in entries.items() if n not in private},
-            trained,
-            config["lr"],
-            term.client_optimizer(optimizer_of(config, client.optimizer)),
-            broadcast_of(term, common, recipe.step, self.layout.trained, config),
-            plain(config),
-            client.classifier,
-            settings.precision,
+            model=model,
+            term=term,
+            task=client.task,
+            device=resolve_device(client.device),
+            entries={n: v.detach().clone() for n, v in entries.items() if n not in private},
+            trained=trained,
+            lr=config["lr"],
+            make=term.client_optimizer(optimizer_of(config, client.optimizer)),
+            broadcast=broadcast_of(term, common, recipe.step, self.layout.trained, config),
+            config=plain(config),
+            classifier=client.classifier,
+            precision=settings.precision,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ class Group:
             common |= model_entries(recipe.config, was, self.layout, result.output_layer)
             for n in [*was, *self.layout.private]:
                 if (value := result.state.get(self._first_names[n])) is None:
-                    first = self.shared.start[n]
+                    first = self.shared.entries[n]
                     value = first.expand(len(self.members), *first.shape)
                 state[n] = value
         private = Table({n: to_numpy(state.pop(n)) for n in self.layout.private if state})

@@ -148,7 +148,7 @@ class Stack:
         """
         view, shared, rows = self._view, self._shared, len(passes)
         if not training:  # Fisher information looks for linear layers
-            view = replace(view, shared=replace(shared, precision=None), as_products=False)
+            view = replace(view, precision=None, as_products=False)
         rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
         row = {**self._own, "held": {**rest, **self._values, **self._own["held"]}}
         parts: list[Any] = []
@@ -194,7 +194,7 @@ class Stack:
         shared, members, k = self._shared, self._members, self._rows
         buffers = dict(shared.model.named_buffers())
         entries = {n: p.detach() for n, p in shared.model.named_parameters()} | buffers
-        entries = {n: shared.start.get(n, v).to(shared.device) for n, v in entries.items()}
+        entries = {n: shared.entries.get(n, v).to(shared.device) for n, v in entries.items()}
         own_names = {n for m in members for n in m.private}
 
         def of_all(name: str) -> Tensor:
@@ -203,7 +203,7 @@ class Stack:
                 return one.expand(k, *one.shape).clone()
             return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
 
-        start = {n: shared.start[n].to(shared.device) for n in shared.trained if n in shared.start}
+        start = {n: entries[n] for n in shared.trained if n in shared.entries}
         self._values = {n: of_all(n) for n in shared.trained}
         changing = (own_names | buffers.keys()) - self._values.keys()
         held = {n: of_all(n) for n in entries if n in changing}
@@ -213,23 +213,24 @@ class Stack:
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
         each = [{"client": m.client, "broadcast": m.broadcast} for m in members]
-        slots = tree_map(lambda *of: torch.stack(of), *each)
-        told: dict[str, Any] = {
-            **to_device(slots, shared.device),
-            "id": torch.tensor([m.client_id for m in members], device=shared.device),
-            **{
-                name: torch.tensor(of, dtype=kind, device=shared.device)
-                for name, of in steps.items()
-                if name not in alike
-            },
-        }
+        told = to_device(tree_map(lambda *of: torch.stack(of), *each), shared.device)
+        told["id"] = torch.tensor([m.client_id for m in members], device=shared.device)
+        for name in steps.keys() - alike.keys():
+            told[name] = torch.tensor(steps[name], dtype=kind, device=shared.device)
         counts = [m.label_counts for m in members if m.label_counts is not None]
         if counts:  # all members have them, or none
             told["counts"] = pad_sequence(counts, batch_first=True).to(shared.device)
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
         self._own = {"held": held, "told": told, "at_start": at_start}
         products = shared.precision is None and shared.randomness == "different"
-        return View(shared, start, rest, [*buffers], alike, products)
+        return View(
+            **vars(shared),
+            start=start,
+            rest=rest,
+            buffers=[*buffers],
+            alike=alike,
+            as_products=products,
+        )
 
     def _own_of(self, some: slice | Tensor) -> dict[str, Any]:
         """Return what is some members' own: views, of a slice."""
@@ -438,7 +439,7 @@ class Stack:
             try:  # most hooks need no data
                 ended = view.vmapped(end)(delta, told)
             except AsksFor as asked:
-                training = asked.name == "train"
+                training = asked.args[0] == "train"
                 plans = [m.plan if training else m.plan.one_pass() for m in self._members]
                 ended = self._over_data(plans, end, (delta,), training)
         sent, uploads, slots = ended
@@ -479,7 +480,7 @@ def _is_like(value: Any, p: Tensor) -> bool:
 
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:
     """Return the layers that :func:`.fisher.find_layers` finds in a member that holds `held`."""
-    model, task = view.shared.model, view.holding(held)
+    model, task = view.model, view.holding(held)
     first = batch.rebuilt([t[0] for t in batch.leaves])
     values = {n: held[n] for n, p in model.named_parameters() if p.requires_grad}
     sample = [t[0, 0] for t in batch.leaves]
