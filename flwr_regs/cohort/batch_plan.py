@@ -21,14 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from flwr_regs.client.train.batches import (
-    Pairs,
-    batch_size,
-    count_examples,
-    cycle,
-    mapped,
-    tensors,
-)
+from flwr_regs.client.train.batches import Pairs, batch_size, count_examples, cycle, mapped, tensors
 
 DATA = 2**26
 """Bytes of clients' whole data that go through a model at once."""

@@ -24,6 +24,7 @@ from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
+from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
@@ -104,7 +105,6 @@ class Member:
         The entries of its model that are not those of the others.
     broadcast, client : Slot
         The terms' slots that are its own.
-    client_id : int
     label_counts : Tensor or None
     asked, begun : Asked, Begun
         Its message, and what of its memory the round begins with.
@@ -117,11 +117,15 @@ class Member:
     private: Arrays
     broadcast: Slot
     client: Slot
-    client_id: int
     label_counts: Tensor | None
     asked: Asked
     begun: Begun
     form: Hashable
+
+    @property
+    def client_id(self) -> int:
+        """Its partition id; -1 if that is not known."""
+        return int(self.asked.message.config.get(keys.CLIENT_KEY, -1))
 
 
 class Number(Tensor):

@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
-from flwr_regs.client.measure.classifier import attributes_kept
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import first_exchange
 from flwr_regs.client.train.batches import Batches, mapped, seeded
 from flwr_regs.cohort.batch_plan import CannotStack, plan_of
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stack_groups import Group
-from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
@@ -231,16 +230,3 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpys)  # noqa: NPY002
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Leave a model's attributes, parameters and buffers as they were, also those that do not travel."""
-    held = [*model.parameters(), *model.buffers()]
-    before = [(t.data, t.detach().clone()) for t in held]
-    try:
-        with attributes_kept(model):
-            yield
-    finally:
-        for tensor, (data, value) in zip(held, before, strict=True):
-            tensor.data = data.copy_(value)

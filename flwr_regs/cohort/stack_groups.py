@@ -10,21 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import flwr_regs.client.member as clients
+import flwr_regs.client.memory as memories
 from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
-from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load
-from flwr_regs.client.measure.classifier import attributes_kept
-from flwr_regs.client.member import (
-    Answer,
-    Identity,
-    broadcast_of,
-    method_of,
-    model_entries,
-    model_of,
-    reply_entries,
-)
-from flwr_regs.client.memory import Begun, to_numpy
+from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
@@ -36,7 +27,7 @@ from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
-from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
@@ -45,6 +36,7 @@ from flwr_regs.wire.parcel import Parcel, Row
 from flwr_regs.wire.parcel import Stack as Table
 from flwr_regs.wire.precision import narrow
 
+Records = Mapping[str, Mapping[str, np.ndarray]]
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 COPIES = 6
@@ -98,14 +90,17 @@ class Recipe:
     who, config, term : Identity, mapping, Chain
     came, arrays, step : NDArrays, NDArrays, NDArrays or None
         The model as it came, and without the method's code; the last global step, where it came.
+    common : mapping
+        The records' entries that are the same for all clients of the round.
     """
 
-    who: Identity
+    who: clients.Identity
     config: Mapping[str, Any]
     term: Chain
     came: NDArrays
     arrays: NDArrays
     step: Mapping[str, np.ndarray] | None
+    common: Records
 
     @property
     def probes(self) -> bool:
@@ -137,24 +132,21 @@ class Group:
     first : Member
         Its client's model becomes the stack's, and is loaded.
     recipe : Recipe
-    common : mapping
-        The broadcasts' entries that are the same for all.
     settings : Settings
     kind : Kind
+
+    Attributes
+    ----------
+    members : list of Member
+    shared : Shared
+    room : int
+        Bytes for more clients; below 0 where there are none for another one.
     """
 
-    def __init__(
-        self,
-        first: Member,
-        recipe: Recipe,
-        common: Mapping[str, Mapping[str, np.ndarray]],
-        settings: Settings,
-        kind: Kind,
-    ) -> None:
+    def __init__(self, first: Member, recipe: Recipe, settings: Settings, kind: Kind) -> None:
         client, term, config = first.asked.client, recipe.term, recipe.config
         model = client.model
-        self.recipe, self.kind = recipe, kind
-        self.members: list[Member] = []
+        self.recipe, self.kind, self.members = recipe, kind, list[Member]()
         self._fixed = self._fixed_of(model)
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
@@ -163,7 +155,7 @@ class Group:
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
         entries = model.state_dict()
         self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n not in private)
-        self._drawn = 0  # bytes of batches
+        self.room = settings.memory - self._one
         self.shared = Shared(
             model=model,
             term=term,
@@ -173,7 +165,9 @@ class Group:
             trained=trained,
             lr=config["lr"],
             make=term.client_optimizer(optimizer_of(config, client.optimizer)),
-            broadcast=broadcast_of(term, common, recipe.step, self.layout.trained, config),
+            broadcast=clients.broadcast_of(
+                term, recipe.common, recipe.step, self.layout.trained, config
+            ),
             config=plain(config),
             classifier=client.classifier,
             precision=settings.precision,
@@ -199,11 +193,7 @@ class Group:
             if odd := [n for n, v in self._fixed.items() if not torch.equal(v, fixed[n])]:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.members.append(member)
-        self._drawn += member.plan.nbytes
-
-    def is_full(self, memory: int) -> bool:
-        """Whether another client would take more than `memory` bytes."""
-        return (len(self.members) + 1) * self._one + self._drawn > memory
+        self.room -= self._one + member.plan.nbytes
 
     def run(self, stack: Stack | None = None) -> StackedResult:
         """Train the clients in a stack; default: all of them. No client's state has changed by then.
@@ -211,18 +201,11 @@ class Group:
         What does not travel is then as before; raise CannotStack if the round changes it. A client may keep
         its model for the next round, and with it such a buffer.
         """
-        model = self.shared.model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if stack is None:
             self.members.sort(key=lambda m: -len(m.plan))
             stack = Stack(self.shared, self.members, self.members[0].plan.seed)
-        try:
-            with attributes_kept(model):
-                result = stack.probe() if self.recipe.probes else stack.run()
-        finally:
-            with torch.no_grad():
-                for n, v in self._fixed.items():
-                    held[n].copy_(v)
+        with restored(self.shared.model):
+            result = stack.probe() if self.recipe.probes else stack.run()
         fixed = {n: result.state[n] for n in self._fixed if n in result.state}
         if odd := [n for n, v in fixed.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
             raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
@@ -230,57 +213,56 @@ class Group:
 
     # replies
 
-    def replies(self, result: StackedResult) -> dict[int, Answer]:
+    def replies(self, result: StackedResult) -> dict[int, clients.Answer]:
         """Return what came of the clients: their replies are rows of the result."""
-        recipe, was = self.recipe, self.recipe.arrays
+        recipe, was, half = self.recipe, self.recipe.arrays, self.recipe.config.get(keys.HALF_KEY)
         uploads, kept = _tables(result.upload), _tables(result.client)
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        state: dict[str, Tensor] = {}  # at the end; what is not trained is the first's
-        coder = None
+        coder, ends, code = None, dict[str, Tensor](), NDArrays()
         if not recipe.probes:
-            coder = recipe.term.coder("finish")
-            common |= model_entries(recipe.config, was, self.layout, result.output_layer)
+            common |= clients.model_entries(recipe.config, was, self.layout, result.output_layer)
             for n in [*was, *self.layout.private]:
-                if (value := result.state.get(self._first_names[n])) is None:
+                if (
+                    value := result.state.get(self._first_names[n])
+                ) is None:  # all have the first's
                     first = self.shared.entries[n]
                     value = first.expand(len(self.members), *first.shape)
-                state[n] = value
-        private = Table({n: to_numpy(state.pop(n)) for n in self.layout.private if state})
-        sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in state.items()}
-        code: NDArrays = {}
+                ends[n] = value
+            if (coder := recipe.term.coder("finish")) is not None:
+                code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
+        private = Table({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
+        sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in ends.items()}
         if coder is not None:
-            code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
             sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        table = Table(sent if coder else narrow(sent, recipe.config.get(keys.HALF_KEY)))
-        served: dict[int, Answer] = {}
+        table = Table(sent if coder else narrow(sent, half))
+        served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
             slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
-            keeps = [] if recipe.probes else memories.kinds(message, slots, entries)
-            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in keeps)]
-            said += [keys.LOSS_ROSE] * result.rose[row]
-            config |= reply_entries(message, said)
-            records: dict[str, Any] = {
-                f"{t}.upload": Row(of_all, row) for t, of_all in uploads.items()
-            }
+            said, decoded = [f"lost {what}" for what in c.begun.lost], None
+            records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
             metrics: dict[str, Any] = {"num-examples": c.plan.examples}
-            decoded: NDArrays | None = None
             if not recipe.probes:
-                arrays: Mapping[str, np.ndarray] = Row(table, row)
+                said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
+                said += [keys.LOSS_ROSE] * result.rose[row]
+                records[keys.ARRAYS] = Row(table, row)
                 if coder is not None:
                     decoded = {n: d[row, ...] for n, d in code.items()}
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
-                    arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
-                records[keys.ARRAYS] = arrays
+                    buffers = records[keys.ARRAYS].items()
+                    records[keys.ARRAYS] = {
+                        n: a for n, a in buffers if not np.array_equal(a, was[n])
+                    }
                 metrics |= {
                     "train-loss": result.losses[row],
                     "local-steps": len(c.plan),
                     "planned-steps": c.planned_steps,
                     "examples-processed": result.examples[row],
                 }
-            reply = Parcel(records, config, metrics, decoded=decoded)
+            config |= clients.reply_entries(message, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            served[c.asked.pid] = Answer(reply, held, was)
+            reply = Parcel(records, config, metrics, decoded=decoded)
+            served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
 
 
@@ -291,10 +273,10 @@ def _tables(slots: Slot) -> dict[str, Table]:
     }
 
 
-def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the broadcasts' entries that are the same for all clients, by record and key."""
+def common_of(records: Sequence[Records]) -> Records:
+    """Return the entries that are the same for all clients, by record and key."""
     first, *others = records or [{}]
-    common = {n: dict(r) for n, r in first.items() if n.endswith(".broadcast")}
+    common = dict(first)
     for one in others:
         for name, entries in common.items():
             if (record := one.get(name, {})) is not first[name]:
@@ -302,47 +284,45 @@ def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.nd
     return common
 
 
-def recipe_of(recipes: list[Recipe], who: Identity, message: Parcel, model: nn.Module) -> Recipe:
+def recipe_of(recipes: list[Recipe], common: Records, asked: Asked) -> Recipe:
     """Return what a message says to all clients of a kind, read and checked once."""
+    who, message, model = asked.client.identity, asked.message, asked.client.model
     came: Any = message.records[keys.ARRAYS]
     config = {k: v for k, v in message.config.items() if k not in OWN_KEYS}
     for known in recipes:
         if known.came is came and known.who == who and known.config == config:
             return known
-    term = method_of(who, config)
+    term = clients.method_of(who, config)
     term.restrict(config)
     keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
     if keeping and any(t.acts("client_optimizer") for t in term.terms):
         raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
-    recipes.append(Recipe(who, config, term, came, *model_of(message, model, term)))
+    arrays, step = clients.model_of(message, model, term)
+    recipes.append(Recipe(who, config, term, came, arrays, step, common))
     return recipes[-1]
 
 
-def member_of(
-    asked: Asked, recipe: Recipe, common: Mapping[str, Mapping[str, np.ndarray]]
-) -> Member:
+def member_of(asked: Asked, recipe: Recipe) -> Member:
     """Return a client with its data, its slots, and its batches of the round."""
-    client, term, config = asked.client, recipe.term, asked.message.config
-    pairs, seed = client.task.pairs(client.train_data), config[keys.SEED_KEY]
+    client, term, message = asked.client, recipe.term, asked.message
+    pairs, seed = client.task.pairs(client.train_data), message.config[keys.SEED_KEY]
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
     withholds = bool(term.able(Withholds))
-    begun = memories.begin(asked.memory, term, config, withholds)
+    begun = memories.begin(asked.memory, term, message.config, withholds)
     order = order_of(pairs)
     planned = recipe.steps(pairs, order)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
     if not most:
         raise CannotStack("it takes no step")
-    broadcast: Slot = {}
-    for t in term.terms:
-        name = f"{t.name}.broadcast"
-        record, shared = asked.message.records.get(name, {}), common.get(name, {})
-        if len(record) > len(shared):
-            broadcast[t.name] = {
-                k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
-            }
-    private = _private(client.model, term, begun) if withholds else {}
+    own = {
+        name: {k: a for k, a in record.items() if k not in recipe.common.get(name, ())}
+        for name, record in message.records.items()
+        if len(record) > len(recipe.common.get(name, ()))
+    }
+    broadcast = clients.broadcast_of(term, own, None, (), {}) if own else {}
+    private = _private(client.model, term, begun.private) if withholds else {}
     counts = None
     if any("label_counts" in t.needs for t in term.terms):
         with seeded(seed, torch.device("cpu")):  # as a client alone counts them
@@ -350,35 +330,27 @@ def member_of(
     # before the first forward pass, a term sees no more classes than the client has
     reads = recipe.probes or any(t.acts("start") for t in term.terms)
     classes = len(counts) if reads and counts is not None else 0
-    return Member(
-        draw(pairs, seed, most, order),
-        planned,
-        private,
-        broadcast,
-        begun.slots,
-        config.get(keys.CLIENT_KEY, -1),
-        counts,
-        asked,
-        begun,
-        (_form_of(broadcast), _form_of(begun.slots), *private, classes),
-    )
+    form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
+    plan = draw(pairs, seed, most, order)
+    return Member(plan, planned, private, broadcast, begun.slots, counts, asked, begun, form)
 
 
-def _private(model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
+def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tensor]:
     """Return a client's private entries: those that it kept, or its model's own."""
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
-    if not private or begun.private is None:
+    if not private or kept is None:
         return private
-    if {n: a.shape for n, a in begun.private.items()} != {n: v.shape for n, v in private.items()}:
+    if {n: a.shape for n, a in kept.items()} != {n: v.shape for n, v in private.items()}:
         raise CannotStack("the private entries that it kept are not its model's")
-    return {n: begun.private[n].to(v.dtype) for n, v in private.items()}
+    return {n: kept[n].to(v.dtype) for n, v in private.items()}
 
 
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
     return tuple(
-        (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
+        (t, k, a.shape, a.dtype)
         for t, slot in sorted(slots.items())
+        for k, a in sorted(slot.items())
     )

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.local_training import has_risen
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attributes_kept, evaluating
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
@@ -452,6 +452,19 @@ class Stack:
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
         return StackedResult(state, sent, uploads, slots, losses, rose, self._examples, layer)
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Leave a model's attributes, parameters and buffers as they were, also those that do not travel."""
+    held = [*model.parameters(), *model.buffers()]
+    before = [(t.data, t.detach().clone()) for t in held]
+    try:
+        with attributes_kept(model):
+            yield
+    finally:
+        for tensor, (data, value) in zip(held, before, strict=True):
+            tensor.data = data.copy_(value)
 
 
 @contextmanager

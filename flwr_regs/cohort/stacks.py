@@ -30,7 +30,7 @@ from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
 from flwr_regs.cohort.member_view import Asked, Shared
-from flwr_regs.cohort.result_check import difference, restored
+from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import (
     Group,
     Kind,
@@ -40,7 +40,7 @@ from flwr_regs.cohort.stack_groups import (
     member_of,
     recipe_of,
 )
-from flwr_regs.cohort.stacked_training import unwritten
+from flwr_regs.cohort.stacked_training import restored, unwritten
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
@@ -79,25 +79,23 @@ class Stacks:
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
         common = common_of([one.message.records for one in asked])
-        recipes: list[Recipe] = []
+        recipes, served = list[Recipe](), dict[int, Answer]()
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
-        served: dict[int, Answer] = {}
         for one in asked:
             try:
-                recipe = recipe_of(recipes, one.client.identity, one.message, one.client.model)
+                recipe = recipe_of(recipes, common, one)
                 kind = self._kind_of(one.client, recipe)
-                member = member_of(one, recipe, common)
-                plan = member.plan
-                key = id(recipe), kind, plan.kind, plan.forms[0], member.form
+                member = member_of(one, recipe)
+                key = id(recipe), kind, member.plan.kind, member.plan.forms[0], member.form
                 if (group := groups.get(key)) is None:
-                    group = groups[key] = Group(member, recipe, common, self.settings, kind)
+                    group = groups[key] = Group(member, recipe, self.settings, kind)
                 group.add(member)
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
             number[kind] += 1
-            if group.is_full(self.settings.memory):
+            if group.room < 0:
                 served |= self._train(groups.pop(key))
         # large groups first: where a kind is checked, its stacks of one client train too
         for group in sorted(groups.values(), key=lambda g: -len(g.members)):
