@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.member import first_exchange
+from flwr_regs.client.member import begin, first_exchange
 from flwr_regs.client.train.batches import Batches, mapped, seeded
 from flwr_regs.cohort.batch_plan import CannotStack, plan_of
-from flwr_regs.cohort.member_view import Member, joined
+from flwr_regs.cohort.member_view import Member, forked
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
@@ -45,9 +44,7 @@ class Quiet(TorchFunctionMode):
         super().__init__()
         self._device = device
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function returns."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -76,13 +73,12 @@ class Drawn:
 
     def __iter__(self) -> Iterator[Any]:
         with torch._C.DisableTorchFunction():
-            batches, end = iter(self.source), object()
-        while True:
-            with torch._C.DisableTorchFunction():
-                batch = next(batches, end)
-            if batch is end:
-                return
+            batches = iter(self.source)
+            batch = next(batches, None)
+        while batch is not None:
             yield _in(self.precision, batch)
+            with torch._C.DisableTorchFunction():
+                batch = next(batches, None)
 
 
 def difference(group: Group) -> str:
@@ -114,13 +110,9 @@ def difference(group: Group) -> str:
 
 def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None) -> StackedResult:
     """Train two clients in a stack."""
-    shared = replace(
-        group.shared,
-        entries=_in(precision, group.shared.entries),
-        broadcast=_in(precision, group.shared.broadcast),
-        precision=None,
-        randomness="same",
-    )
+    entries, broadcast = _in(precision, (group.shared.entries, group.shared.broadcast))
+    how = {"entries": entries, "broadcast": broadcast, "precision": None, "randomness": "same"}
+    shared = replace(group.shared, **how)
     members = [_member(c, precision) for c in pair]
     with restored(shared.model), Quiet(shared.device):
         shared.model.to(precision)
@@ -132,52 +124,28 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     plan = member.plan
     batches = tuple(_in(precision, plan.batch(step)) for step in range(len(plan)))
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
-    return replace(
-        member,
-        plan=plan_of(data, plan.seed, batches, plan.after),
-        private=_in(precision, member.private),
-        broadcast=_in(precision, member.broadcast),
-        client=_in(precision, member.client),
-    )
+    own = {n: _in(precision, getattr(member, n)) for n in ("private", "broadcast", "client")}
+    return replace(member, plan=plan_of(data, plan.seed, batches, plan.after), **own)
 
 
 def _alone(
     group: Group, c: Member, precision: torch.dtype | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
-    client, shared, config = c.asked.client, group.shared, group.recipe.config
+    client, device, classifier = c.asked.client, group.shared.device, group.shared.classifier
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
-    given: dict[str, Any] = {
-        "lr": shared.lr,
-        "client": _in(precision, c.client),
-        "client_id": c.client_id,
-        "config": shared.config,
-    }
-    with restored(model), seeded(c.plan.seed, shared.device), Quiet(shared.device):
-        load(model, shared.term, group.recipe.arrays, config)
-        entries = model.state_dict()
-        for name, value in c.private.items():
-            entries[name].copy_(value)
+    with restored(model), seeded(c.plan.seed, device), Quiet(device):
+        member = begin(c.asked.message, c.asked.memory, model, client.identity)
         model.to(precision)
-        if group.recipe.probes:
-            measures = Measures(model, data, task, shared.device, shared.classifier)
-            upload, kept = first_exchange(measures, shared.term, **given)
-            return _entries({}, upload, kept), {}
-        result = local_round(
-            model,
-            shared.term,
-            data,
-            optimizer=client.optimizer,
-            epochs=config.get("local-epochs"),
-            steps=config.get("local-steps"),
-            max_steps=client.step_budget,
-            device=shared.device,
-            classifier=shared.classifier,
-            broadcast=_in(precision, joined(shared.broadcast, c.broadcast)),
-            **vars(task),
-            **given,
-        )
+        how = _in(precision, member.duration)
+        if member.probing:
+            told = {name: how[name] for name in ("lr", "client", "client_id", "config")}
+            measures = Measures(model, data, task, device, classifier)
+            return _entries({}, *first_exchange(measures, member.term, **told)), {}
+        given = {**vars(task), **how, "device": device, "classifier": classifier}
+        given |= {"optimizer": client.optimizer, "max_steps": client.step_budget}
+        result = local_round(model, member.term, data, **given)
     return _entries(result.state, result.upload, result.client), result.delta
 
 
@@ -225,7 +193,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Leave the process's random states as they were."""
     python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with forked(device):
             yield
     finally:
         random.setstate(python)
