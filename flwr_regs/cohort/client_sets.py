@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -26,7 +28,13 @@ from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
-from flwr_regs.client.train.remedies import is_cross_entropy, remedy, wrong_kind, wrong_label
+from flwr_regs.client.train.remedies import (
+    are_finite,
+    is_cross_entropy,
+    remedy,
+    wrong_kind,
+    wrong_label,
+)
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT, Term
 from flwr_regs.wire.config import Spelled
@@ -79,29 +87,22 @@ class ClientSets(Spelled):
         if device != "auto":
             resolve_device(device)  # raises
         self._given_model = model
-        self._model: nn.Module | None = None
-        self._initial: dict[str, Tensor] = {}
         self.batch_size, self.optimizer, self.device = batch_size, optimizer, device
         self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
         self.step_budgets = step_budgets
-        self._train, number = _as_sets(train_sets, "train_sets", num_clients)
-        self._test, tests = (
-            ([], number) if test_sets is None else _as_sets(test_sets, "test_sets", number)
-        )
-        if number != tests:
-            raise ValueError(f"test_sets has {tests} entries, but train_sets has {number}")
+        self._train = _as_sets(train_sets, "train_sets", num_clients)
+        self._test, number = list[Any](), len(self._train)
+        if test_sets is not None:
+            self._test = _as_sets(test_sets, "test_sets", number)
+            if (tests := len(self._test)) != number:
+                raise ValueError(f"test_sets has {tests} entries, but train_sets has {number}")
         if isinstance(step_budgets, Sequence) and len(step_budgets) != number:
             raise ValueError(f"step_budgets has {len(step_budgets)} entries for {number} clients")
-        for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
-            for pid, given in enumerate(sets):
-                if not _is_function(given):
-                    sets[pid] = _checked(given, name, pid)
-        self._number = number
         if classifier is not None:
             find_classifier(uncompiled(self.model), classifier)  # raises here, before any round
 
     def __len__(self) -> int:
-        return self._number
+        return len(self._train)
 
     def __repr__(self) -> str:
         given = self._given_model
@@ -109,26 +110,24 @@ class ClientSets(Spelled):
         kinds = sorted({_name(given) for given in self._train})
         tested = ", with test sets" if self._test else ""
         return (
-            f"{type(self).__name__}({self._number} clients of {name} on {', '.join(kinds)}, "
+            f"{type(self).__name__}({len(self)} clients of {name} on {', '.join(kinds)}, "
             f"batch_size={self.batch_size}{tested})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        factory = not isinstance(self._given_model, nn.Module)
-        return {**vars(self), **({"_model": None} if factory else {})}
+        given = isinstance(self._given_model, nn.Module)
+        return {name: value for name, value in vars(self).items() if given or name != "model"}
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
         """The model in which the clients of this process train."""
-        if self._model is None:
-            given = self._given_model
-            made = given if isinstance(given, nn.Module) else given()
-            if not isinstance(made, nn.Module):
-                raise TypeError(f"model must return an nn.Module, not {type(made).__name__}")
-            self._model = made
-            entries = uncompiled(made).state_dict()
-            self._initial = {n: v.detach().clone() for n, v in entries.items()}
-        return self._model
+        given = self._given_model
+        made = given if isinstance(given, nn.Module) else given()
+        if not isinstance(made, nn.Module):
+            raise TypeError(f"model must return an nn.Module, not {type(made).__name__}")
+        entries = uncompiled(made).state_dict()
+        self._initial = {n: v.detach().clone() for n, v in entries.items()}
+        return made
 
     def fresh_model(self) -> nn.Module:
         """Return a model for a client that is made for one message: a new one, where it can be made."""
@@ -148,31 +147,26 @@ class ClientSets(Spelled):
         finally:
             model.load_state_dict(before)
 
-    def initial(self) -> dict[str, Tensor]:
-        """Return the entries of the model as it was given."""
-        return self._initial if self.model is not None else {}
+    def reset(self) -> None:
+        """Give the model the entries back with which it was given."""
+        uncompiled(self.model).load_state_dict(self._initial)
 
     def begin(self, model: nn.Module, terms: Sequence[type[Term]]) -> None:
         """Let a client that remembers nothing find the entries that stay with it as they were given.
 
         In a `model` that clients share, others have trained.
         """
-        if model is self._model and any(issubclass(t, Withholds) for t in terms):
-            uncompiled(model).load_state_dict(self._initial)
+        if model is vars(self).get("model") and any(issubclass(t, Withholds) for t in terms):
+            self.reset()
 
     def sets_of(self, pid: int) -> tuple[Batches, Batches | None]:
         """Return a client's (training data, test data) as batches."""
-        train = self._set(self._train, "train_sets", pid)
-        test = self._set(self._test, "test_sets", pid) if self._test else None
-        size = max(self.batch_size, TEST_BATCH)
-        return (
-            _batches(train, self.batch_size, shuffle=True),
-            None if test is None else _batches(test, size, shuffle=False),
-        )
-
-    def _set(self, sets: Sequence[Any], name: str, pid: int) -> Any:
-        given = sets[pid]
-        return _checked(given(pid), name, pid) if _is_function(given) else given
+        train = _checked(self._train[pid], "train_sets", pid)
+        batches, size = _batches(train, self.batch_size, shuffle=True), self.batch_size
+        if not self._test:
+            return batches, None
+        test = _checked(self._test[pid], "test_sets", pid)
+        return batches, _batches(test, max(size, TEST_BATCH), shuffle=False)
 
     def check(self, evaluates: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError for what would go wrong in round 1: no test sets, if a strategy `evaluates`.
@@ -198,21 +192,18 @@ class ClientSets(Spelled):
                     f"initial_arrays: '{name}' has the shape {shape}, but {entries[name]} in the clients' "
                     "model"
                 )
-        each = [
-            (n, sets)
-            for n, sets in (("train_sets", self._train), ("test_sets", self._test))
-            if sets
+        tensors = [
+            (f"{name}: client {pid}", given)
+            for name, sets in (("train_sets", self._train), ("test_sets", self._test))
+            for pid, given in enumerate(sets)
+            if type(given) is TensorDataset
         ]
-        for name, sets in each:
-            for pid, given in enumerate(sets):
-                for part in given.tensors if type(given) is TensorDataset else ():
-                    if part.is_floating_point() and not part.isfinite().all():
-                        rows = part.flatten(1) if part.ndim > 1 else part[:, None]
-                        first = int((~rows.isfinite().all(1)).nonzero()[0])
-                        raise ValueError(
-                            f"{name}: client {pid}: example {first} holds NaN or infinity: leave it out, "
-                            "or fill its gaps"
-                        )
+        for whose, given in tensors:
+            if not are_finite([*given.tensors]):
+                first = next(i for i in range(len(given)) if not are_finite([*given[i]]))
+                raise ValueError(
+                    f"{whose}: example {first} holds NaN or infinity: leave it out, or fill its gaps"
+                )
         if not is_cross_entropy(self.task.loss_fn):
             return
         try:
@@ -220,20 +211,16 @@ class ClientSets(Spelled):
         except Exception:  # a model that cannot be copied is not tried
             return
         known: dict[Any, Tensor | None] = {}
-        for name, sets in each:
-            for pid, given in enumerate(sets):
-                if type(given) is not TensorDataset:
-                    continue
-                inputs, labels = given.tensors[:2]
-                kind = inputs.dtype, inputs.shape[1:]
-                if kind not in known:
-                    known[kind] = self._output(model, inputs[:1], f"{name}: client {pid}")
-                if (output := known[kind]) is None:
-                    continue
+        for whose, given in tensors:
+            inputs, labels = given.tensors[:2]
+            kind = inputs.dtype, inputs.shape[1:]
+            if kind not in known:
+                known[kind] = self._output(model, inputs[:1], whose)
+            if (output := known[kind]) is not None:
                 outputs = output.expand(len(labels), *output.shape[1:])
                 loss_fn = self.task.loss_fn
                 if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels, loss_fn):
-                    raise ValueError(f"{name}: client {pid}: {why}")
+                    raise ValueError(f"{whose}: {why}")
 
     def _output(self, model: nn.Module, inputs: Tensor, whose: str) -> Tensor | None:
         """Return what the model makes of an example; None if that is not known."""
@@ -248,14 +235,9 @@ class ClientSets(Spelled):
 
     def client(self, pid: int, identity: Identity) -> OneClient:
         """Return a client of a method."""
+        sets = self.sets_of(pid)
         return OneClient(
-            self.model,
-            *self.sets_of(pid),
-            self.task,
-            identity,
-            self.optimizer,
-            self.device,
-            self.classifier,
+            self.model, *sets, self.task, identity, self.optimizer, self.device, self.classifier
         )
 
     def step_budget(self, pid: int, server_round: int) -> int | None:
@@ -268,24 +250,20 @@ class ClientSets(Spelled):
         return None if budgets is None else budgets[pid]
 
 
-def _as_sets(given: Any, name: str, number: int | None) -> tuple[list[Any], int]:
-    """Return (what was given for each client, their number)."""
+def _as_sets(given: Any, name: str, number: int | None) -> list[Any]:
+    """Return what was given for each client: a checked data set, or a function that makes one."""
     if hasattr(given, "load_partition"):  # flwr-datasets
-        parts = getattr(given, "partitioners", None)
-        if parts is None:
-            load, number = given.load_partition, int(given.num_partitions)
-        else:
-            if len(parts) != 1:
-                raise ValueError(
-                    f"{name}: a FederatedDataset must have one partitioner, not {len(parts)}"
-                )
-            load, number = given.load_partition, int(next(iter(parts.values())).num_partitions)
-        return [load] * number, number
+        parts = getattr(given, "partitioners", {"": given})
+        if len(parts) != 1:
+            raise ValueError(
+                f"{name}: a FederatedDataset must have one partitioner, not {len(parts)}"
+            )
+        return [given.load_partition] * int(next(iter(parts.values())).num_partitions)
     if _is_function(given):
         if number is None:
             raise ValueError(f"{name} is one function for all clients: say num_clients=")
         COUNT.check("Clients", "num_clients", number)
-        return [given] * number, number
+        return [given] * number
     if isinstance(given, Mapping):
         if sorted(given) != list(range(len(given))):
             raise ValueError(
@@ -298,7 +276,7 @@ def _as_sets(given: Any, name: str, number: int | None) -> tuple[list[Any], int]
         )
     if not given:
         raise ValueError(f"{name} is empty: there must be a data set for each client")
-    return list(given), len(given)
+    return [g if _is_function(g) else _checked(g, name, pid) for pid, g in enumerate(given)]
 
 
 def _is_function(given: Any) -> bool:
@@ -308,7 +286,7 @@ def _is_function(given: Any) -> bool:
 
 def _checked(given: Any, name: str, pid: int) -> Any:
     """Return a client's data set: a pair as a TensorDataset; raise for one that is empty or no data."""
-    where = f"{name}: client {pid}"
+    where, given = f"{name}: client {pid}", given(pid) if _is_function(given) else given
     if isinstance(given, list | tuple) and given and isinstance(given[0], Tensor | np.ndarray):
         if len(given) != 2:
             raise TypeError(f"{where} has {len(given)} tensors, expected a pair (inputs, targets)")
@@ -331,7 +309,7 @@ def _checked(given: Any, name: str, pid: int) -> Any:
 
 def _is_dataset(given: Any) -> bool:
     """Whether this holds examples: torch's Dataset, or that of Hugging Face."""
-    return isinstance(given, torch.utils.data.Dataset) or _is_hugging_face(given)
+    return isinstance(given, Dataset) or _is_hugging_face(given)
 
 
 def _is_hugging_face(given: Any) -> bool:
@@ -344,9 +322,7 @@ def _batches(given: Any, size: int, shuffle: bool) -> Batches:
         return given  # type: ignore[no-any-return]
     if type(given) is TensorDataset:  # each batch is one indexing, in the order of any loader
         order = RandomSampler(given) if shuffle else SequentialSampler(given)
-        return DataLoader(
-            given, batch_size=None, sampler=BatchSampler(order, size, drop_last=False)
-        )
+        return DataLoader(given, batch_size=None, sampler=BatchSampler(order, size, False))
     if _is_hugging_face(given) and given.format["type"] is None:
         given = given.with_format("torch")
     return DataLoader(given, size, shuffle=shuffle and not isinstance(given, IterableDataset))
