@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from flwr_regs.client.train.batches import Pairs, batch_size, count_examples, cycle, mapped, tensors
+from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors
 
 DATA = 2**26
 """Bytes of clients' whole data that go through a model at once."""
@@ -125,16 +125,9 @@ class Plan:
         return draw(self.data, self.seed, None, self.order, self.after)
 
     @property
-    def examples(self) -> int:
-        """``n_k``, the size of the client's data set."""
-        return count_examples(self.data) if self.order is None else self.order.examples
-
-    @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
-        return (
-            sum(t.nbytes for t in tensors(self.batches)) if self.rows is None else self.rows.nbytes
-        )
+        return sum(t.nbytes for t in tensors([self.rows, self.batches]))
 
 
 def plan_of(data: Pairs, seed: int, batches: tuple[tuple[Any, Any], ...], after: Tensor) -> Plan:

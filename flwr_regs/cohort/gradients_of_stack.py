@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
@@ -120,23 +121,18 @@ class Gradient:
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
         values = {n: v.detach() for n, v in values.items()}
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
-        names = (*values,), (*held,)
-        given = [*values.values(), *held.values(), *batch.leaves]
-        given.append(torch.full((), lr, dtype=torch.float64, device=given[0].device))
-        shapes = tuple((tuple(t.shape), t.dtype) for t in given)
-        key = key, names, shapes, bool(lr)
+        rate = torch.full((), lr, dtype=torch.float64, device=view.device)
+        given, form = tree_flatten((values, held, batch.leaves, rate))
+        key = key, str(form), tuple((tuple(t.shape), t.dtype) for t in given), bool(lr)
 
         def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
             losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
             return losses.sum(), others
 
         def step(*given: Tensor) -> Any:
-            values = dict(zip(names[0], given, strict=False))
-            held = dict(zip(names[1], given[len(values) :], strict=False))
-            *leaves, rate = given[len(values) + len(held) :]
-            grads, (_, aux) = grad_and_value(total, has_aux=True)(values, held, leaves)
-            losses, buffers, _ = aux
-            moved = [v - rate * grads[n] if lr else grads[n] for n, v in values.items()]
+            *inputs, rate = tree_unflatten(given, form)
+            grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*inputs)
+            moved = [v - rate * grads[n] if lr else grads[n] for n, v in inputs[0].items()]
             return *moved, losses, *buffers.values()
 
         try:
@@ -155,9 +151,9 @@ class Gradient:
             why = str(error).strip().partition("\n")[0]
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None
-        last = len(values)
-        stepped = dict(zip(names[0], out[:last], strict=True))
-        return stepped, out[last], dict(zip(view.buffers, out[last + 1 :], strict=True))
+        parts = iter(out)
+        stepped, losses = {n: next(parts) for n in values}, next(parts)
+        return stepped, losses, dict(zip(view.buffers, parts, strict=True))
 
     def _perturbed(self, values: Arrays, row: dict[str, Any]) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""

@@ -19,6 +19,7 @@ from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
+    count_examples,
     label_counts,
     resolve_device,
     seeded,
@@ -241,7 +242,7 @@ class Group:
             slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
             said, decoded = [f"lost {what}" for what in c.begun.lost], None
             records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
-            metrics: dict[str, Any] = {"num-examples": c.plan.examples}
+            metrics: dict[str, Any] = {"num-examples": count_examples(c.plan.data)}
             if not recipe.probes:
                 said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
                 said += [keys.LOSS_ROSE] * result.rose[row]

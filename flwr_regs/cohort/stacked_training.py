@@ -68,9 +68,9 @@ class StackedResult:
     delta: Arrays
     upload: Slot
     client: Slot
-    losses: Sequence[float]
-    rose: Sequence[bool]
-    examples: Sequence[int]
+    losses: Sequence[float] = ()
+    rose: Sequence[bool] = ()
+    examples: Sequence[int] = ()
     output_layer: str | None = None
 
 
@@ -90,22 +90,17 @@ class Stack:
     """
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
-        self._shared, self._seed = shared, seed
-        self._members = members
-        self._steps = [len(m.plan) for m in self._members]
+        self._shared, self._members, self._seed = shared, members, seed
+        self._steps = [len(m.plan) for m in members]
         self._rows = len(members)
         self._losses, self._first = torch.zeros(2, self._rows, device=shared.device)
-        self._examples = [sum(m.plan.sizes) for m in self._members]
         self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
-        # by name, the first axis that of the members: trained parameters, and a row of `View`
-        self._values: Arrays = {}
-        self._own: dict[str, Any] = {}
 
     def run(self) -> StackedResult:
         """Train for the round."""
         with ExitStack() as stack:
-            self._prepare(stack)
+            self._load(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
@@ -122,7 +117,7 @@ class Stack:
         """Return a first exchange: the terms' uploads and client slots; plans are passes of the data."""
         term = self._shared.term
         with ExitStack() as stack, torch.no_grad():
-            self._prepare(stack)
+            self._load(stack)
             view = self._view
             view.batch_size = self._members[0].plan.sizes[0]
 
@@ -130,9 +125,8 @@ class Stack:
                 none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
                 return term.probe(view.context(told, **none, **functions))
 
-            passes = [m.plan for m in self._members]
-            upload, kept = to_device(self._over_data(passes, one), "cpu")
-            return StackedResult({}, {}, upload, kept, (), [False] * self._rows, ())
+            ended = self._over_data([m.plan for m in self._members], one)
+            return StackedResult({}, {}, *to_device(ended, "cpu"))
 
     def _over_data(
         self,
@@ -150,15 +144,14 @@ class Stack:
         if not training:  # Fisher information looks for linear layers
             view = replace(view, precision=None, as_products=False)
         rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
-        row = {**self._own, "held": {**rest, **self._values, **self._own["held"]}}
+        row = self._own | {"held": {**rest, **self._values, **self._own["held"]}}
         parts: list[Any] = []
         order: list[int] = []
         for some, batches in together(passes, shared.device):
             taken = mapped((row, given), itemgetter(some))
             how: dict[str, Any] = {"memory": MEMORY // len(some)}
             if not training:
-                first_held = {n: t[0] for n, t in taken[0]["held"].items()}
-                how["layers"] = _layers(view, batches[0], first_held)
+                how["layers"] = _layers(view, batches[0], taken[0]["held"])
 
             def member(leaves: Any, taken: Any, how: Any = how, batches: Any = batches) -> Any:
                 own, given = taken
@@ -182,16 +175,11 @@ class Stack:
 
     # before the steps
 
-    def _prepare(self, stack: ExitStack) -> None:
-        shared = self._shared
-        stack.enter_context(seeded(self._seed, shared.device))
-        shared.model.to(shared.device).train()
-        self._view = self._load()
-        self._of_each = self._own_of(slice(None))
-
-    def _load(self) -> View:
+    def _load(self, stack: ExitStack) -> None:
         """Stack what the members hold; views of the trained parameters are stepped."""
         shared, members, k = self._shared, self._members, self._rows
+        stack.enter_context(seeded(self._seed, shared.device))
+        shared.model.to(shared.device).train()
         buffers = dict(shared.model.named_buffers())
         entries = {n: p.detach() for n, p in shared.model.named_parameters()} | buffers
         entries = {n: shared.entries.get(n, v).to(shared.device) for n, v in entries.items()}
@@ -204,7 +192,8 @@ class Stack:
             return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
 
         start = {n: entries[n] for n in shared.trained if n in shared.entries}
-        self._values = {n: of_all(n) for n in shared.trained}
+        # by name, the first axis that of the members: trained parameters, and a row of `View`
+        self._values: Arrays = {n: of_all(n) for n in shared.trained}
         changing = (own_names | buffers.keys()) - self._values.keys()
         held = {n: of_all(n) for n in entries if n in changing}
         rest = {n: v for n, v in entries.items() if n not in held and n not in self._values}
@@ -221,18 +210,13 @@ class Stack:
         if counts:  # all members have them, or none
             told["counts"] = pad_sequence(counts, batch_first=True).to(shared.device)
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
-        self._own = {"held": held, "told": told, "at_start": at_start}
+        self._own: dict[str, Any] = {"held": held, "told": told, "at_start": at_start}
+        self._of_each = self._own_of(slice(None))
+        how: dict[str, Any] = {"start": start, "rest": rest, "buffers": [*buffers], "alike": alike}
         products = shared.precision is None and shared.randomness == "different"
-        return View(
-            **vars(shared),
-            start=start,
-            rest=rest,
-            buffers=[*buffers],
-            alike=alike,
-            as_products=products,
-        )
+        self._view = View(**vars(shared), **how, as_products=products)
 
-    def _own_of(self, some: slice | Tensor) -> dict[str, Any]:
+    def _own_of(self, some: Any) -> dict[str, Any]:
         """Return what is some members' own: views, of a slice."""
         return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
 
@@ -335,12 +319,6 @@ class Stack:
             p.data = self._values[n][:active]
         self._rows, self._of_each = active, self._own_of(slice(0, active))
 
-    def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
-        """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
-        if not self._fused or g.stride() == p.stride():
-            return g.to(p.dtype)
-        return torch.empty_like(p).copy_(g)
-
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
         parts: dict[Any, list[int]] = {}
@@ -350,10 +328,9 @@ class Stack:
             for row, member in enumerate(self._members[: self._rows]):
                 parts.setdefault(member.plan.forms[step], []).append(row)
         for number, rows in enumerate(parts.values()):
-            alone = len(parts) == 1
-            where = (
-                slice(0, self._rows) if alone else torch.tensor(rows, device=self._shared.device)
-            )
+            where: Any = slice(0, self._rows)
+            if not (alone := len(parts) == 1):
+                where = torch.tensor(rows, device=self._shared.device)
             for n, g in self._gradients(step, rows, where).items():
                 p = self._leaves[n]
                 if number and (g is None) != (p.grad is None):
@@ -362,17 +339,15 @@ class Stack:
                     p.grad = None
                 elif self._gradient.moved:
                     self._values[n] = p.data = g
-                elif alone:
-                    p.grad = self._laid_out(g, p)
-                else:
-                    grad = p.grad if number and p.grad is not None else torch.zeros_like(p)
-                    grad[rows] = g.to(p.dtype)
+                elif alone and not (self._fused and g.stride() != p.stride()):
+                    p.grad = g.to(p.dtype)
+                else:  # a fused optimiser takes, without a check, numbers by their place in memory
+                    grad = torch.zeros_like(p) if p.grad is None or not number else p.grad
+                    grad[where] = g.to(p.dtype)
                     p.grad = grad
         self._clip()
 
-    def _gradients(
-        self, step: int, rows: Sequence[int], where: slice | Tensor
-    ) -> dict[str, Tensor | None]:
+    def _gradients(self, step: int, rows: Sequence[int], where: Any) -> dict[str, Tensor | None]:
         """Return the corrected gradients of some rows, whose batches have one shape."""
         values = {n: p.detach()[where].requires_grad_() for n, p in self._leaves.items()}
         own = self._of_each if isinstance(where, slice) else self._own_of(where)
@@ -391,7 +366,7 @@ class Stack:
             held[n][where] = b
         return grads
 
-    def _evolve(self, slots: Slot, where: slice | Tensor) -> None:
+    def _evolve(self, slots: Slot, where: Any) -> None:
         """Put the slots of some members after a step in place of those before it."""
         kept = self._own["told"]["client"]
         for t, slot in slots.items():
@@ -424,9 +399,7 @@ class Stack:
         delta = {n: values[n] - view.start[n] for n in view.start}
         if self._carries:
             self._carried()
-            told["optimizer"] = {
-                key: torch.cat([part[key] for part in self._left]) for key in self._left[0]
-            }
+            told["optimizer"] = tree_map(lambda *parts: torch.cat(parts), *self._left)
         changes = False
 
         def end(delta: Arrays, told: dict[str, Any], **functions: Any) -> Any:
@@ -446,12 +419,13 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
+        examples = [sum(m.plan.sizes) for m in self._members]
+        losses = (self._losses.double().cpu() / torch.tensor(examples)).tolist()
         rose = [*map(has_risen, losses, self._first.tolist())]
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
-        return StackedResult(state, sent, uploads, slots, losses, rose, self._examples, layer)
+        return StackedResult(state, sent, uploads, slots, losses, rose, examples, layer)
 
 
 @contextmanager
@@ -492,13 +466,13 @@ def _is_like(value: Any, p: Tensor) -> bool:
 
 
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:
-    """Return the layers that :func:`.fisher.find_layers` finds in a member that holds `held`."""
-    model, task = view.model, view.holding(held)
-    first = batch.rebuilt([t[0] for t in batch.leaves])
-    values = {n: held[n] for n, p in model.named_parameters() if p.requires_grad}
-    sample = [t[0, 0] for t in batch.leaves]
+    """Return the layers that :func:`.fisher.find_layers` finds in the first member; they hold `held`."""
+    model, first = view.model, {n: t[0] for n, t in held.items()}
+    task, sample = view.holding(first), [t[0, 0] for t in batch.leaves]
+    values = {n: first[n] for n, p in model.named_parameters() if p.requires_grad}
+    pair = batch.rebuilt([t[0] for t in batch.leaves])
     with evaluating(model):
-        return find_layers(model, partial(sample_loss, model, task, {}, first), values, sample)
+        return find_layers(model, partial(sample_loss, model, task, {}, pair), values, sample)
 
 
 def _again(pairs: Sequence[Any], steps: int) -> Iterator[tuple[Any, Any]]:
