@@ -12,13 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-)
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors
@@ -242,8 +235,8 @@ def order_of(data: Pairs) -> Order | None:
     Raises CannotStack for a loader with a random generator of its own, or with worker processes: their
     draws cannot be taken back.
     """
-    loader: Any = data.source
-    if not isinstance(loader, DataLoader):
+    loader, torchs = data.source, torch.utils.data
+    if not isinstance(loader, torchs.DataLoader):
         return None
     batches: Any = loader.batch_sampler
     whole = default_collate
@@ -255,21 +248,21 @@ def order_of(data: Pairs) -> Order | None:
     if loader.num_workers:
         raise CannotStack("its loader has worker processes")
     dataset: Any = loader.dataset
+    shuffle = type(sampler) is torchs.RandomSampler
     plain = (
-        type(loader) is DataLoader
-        and type(dataset) is TensorDataset
+        type(loader) is torchs.DataLoader
+        and type(dataset) is torchs.TensorDataset
         and len(dataset.tensors) == 2
-        and type(batches) is BatchSampler
+        and type(batches) is torchs.BatchSampler
         and loader.collate_fn is whole
         and not loader.pin_memory
-        and type(sampler) in (RandomSampler, SequentialSampler)
+        and (shuffle or type(sampler) is torchs.SequentialSampler)
         and not getattr(sampler, "replacement", False)
         and sampler.data_source is dataset
         and len(sampler) == len(dataset)
     )
     if not plain:
         return None
-    shuffle = type(sampler) is RandomSampler
     return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
 
 

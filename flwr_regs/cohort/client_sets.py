@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils import data
 
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import find_classifier
@@ -196,7 +188,7 @@ class ClientSets(Spelled):
             (f"{name}: client {pid}", given)
             for name, sets in (("train_sets", self._train), ("test_sets", self._test))
             for pid, given in enumerate(sets)
-            if type(given) is TensorDataset
+            if type(given) is data.TensorDataset
         ]
         for whose, given in tensors:
             if not are_finite([*given.tensors]):
@@ -296,8 +288,8 @@ def _checked(given: Any, name: str, pid: int) -> Any:
                 f"{where} has inputs of shape {tuple(inputs.shape)} and targets of shape "
                 f"{tuple(targets.shape)}, expected equal first dimensions"
             )
-        given = TensorDataset(inputs, targets)
-    if isinstance(given, Sized) and not len(given) and not isinstance(given, IterableDataset):
+        given = data.TensorDataset(inputs, targets)
+    if isinstance(given, Sized) and not len(given) and not isinstance(given, data.IterableDataset):
         raise ValueError(f"{where} has an empty data set")
     if not _is_dataset(given):
         try:
@@ -309,7 +301,7 @@ def _checked(given: Any, name: str, pid: int) -> Any:
 
 def _is_dataset(given: Any) -> bool:
     """Whether this holds examples: torch's Dataset, or that of Hugging Face."""
-    return isinstance(given, Dataset) or _is_hugging_face(given)
+    return isinstance(given, data.Dataset) or _is_hugging_face(given)
 
 
 def _is_hugging_face(given: Any) -> bool:
@@ -320,12 +312,16 @@ def _batches(given: Any, size: int, shuffle: bool) -> Batches:
     """Return a data set as batches; batches as they are."""
     if not _is_dataset(given):
         return given  # type: ignore[no-any-return]
-    if type(given) is TensorDataset:  # each batch is one indexing, in the order of any loader
-        order = RandomSampler(given) if shuffle else SequentialSampler(given)
-        return DataLoader(given, batch_size=None, sampler=BatchSampler(order, size, False))
+    if type(given) is data.TensorDataset:  # each batch is one indexing, in the order of any loader
+        order = data.RandomSampler(given) if shuffle else data.SequentialSampler(given)
+        return data.DataLoader(
+            given, batch_size=None, sampler=data.BatchSampler(order, size, False)
+        )
     if _is_hugging_face(given) and given.format["type"] is None:
         given = given.with_format("torch")
-    return DataLoader(given, size, shuffle=shuffle and not isinstance(given, IterableDataset))
+    return data.DataLoader(
+        given, size, shuffle=shuffle and not isinstance(given, data.IterableDataset)
+    )
 
 
 def _name(given: Any) -> str:

@@ -116,7 +116,7 @@ def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None
     members = [_member(c, precision) for c in pair]
     with restored(shared.model), Quiet(shared.device):
         shared.model.to(precision)
-        return group.run(Stack(shared, members, pair[0].plan.seed))
+        return group.run(Stack(shared, members))
 
 
 def _member(member: Member, precision: torch.dtype | None) -> Member:

@@ -12,29 +12,20 @@ from torch import Tensor, nn
 
 import flwr_regs.client.member as clients
 import flwr_regs.client.memory as memories
+import flwr_regs.client.train.batches as data
 from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.memory import to_numpy
-from flwr_regs.client.train.batches import (
-    Pairs,
-    count_batches,
-    count_examples,
-    label_counts,
-    resolve_device,
-    seeded,
-)
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.batch_plan import CannotStack, Order, draw, order_of
+from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
-from flwr_regs.wire import keys
+from flwr_regs.wire import keys, parcel
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.config import plain
-from flwr_regs.wire.parcel import Parcel, Row
-from flwr_regs.wire.parcel import Stack as Table
 from flwr_regs.wire.precision import narrow
 
 Records = Mapping[str, Mapping[str, np.ndarray]]
@@ -108,7 +99,7 @@ class Recipe:
         """Whether this is a round's first exchange, without training."""
         return bool(self.config.get(keys.PROBE_KEY))
 
-    def steps(self, data: Pairs, order: Order | None) -> int:
+    def steps(self, pairs: data.Pairs) -> int:
         """Return E; for a first exchange, the batches of one pass.
 
         Raises CannotStack for data that have to be counted: that may draw random numbers.
@@ -116,13 +107,41 @@ class Recipe:
         if (steps := self.config.get("local-steps")) and not self.probes:
             return int(steps)
         epochs = 1 if self.probes else self.config.get("local-epochs", 0)
-        if order is not None:
-            return int(epochs * len(order.sizes))
         try:
-            len(data)
+            return int(epochs * len(pairs))
         except TypeError:
             raise CannotStack("its data have no length") from None
-        return int(epochs * count_batches(data))
+
+
+class Recipes:
+    """What a round says to its clients, read and checked once for all clients of a kind."""
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self._known: list[Recipe] = []
+        first, *others = [one.message.records for one in asked] or [{}]
+        self._common: Records = dict(first)
+        for records in others:
+            for name, entries in self._common.items():
+                if (record := records.get(name, {})) is not first[name]:
+                    same = {k: a for k, a in entries.items() if record.get(k) is a}
+                    self._common = {**self._common, name: same}
+
+    def of(self, asked: Asked) -> Recipe:
+        """Return what a client's message says to all clients of its kind."""
+        who, message, model = asked.client.identity, asked.message, asked.client.model
+        came: Any = message.records[keys.ARRAYS]
+        config = {k: v for k, v in message.config.items() if k not in OWN_KEYS}
+        for known in self._known:
+            if known.came is came and known.who == who and known.config == config:
+                return known
+        term = clients.method_of(who, config)
+        term.restrict(config)
+        carry = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+        if carry and any(t.acts("client_optimizer") for t in term.terms):
+            raise CannotStack(f"{carry} carry the state of an optimiser in which others have a say")
+        arrays, step = clients.model_of(message, model, term)
+        self._known.append(Recipe(who, config, term, came, arrays, step, self._common))
+        return self._known[-1]
 
 
 class Group:
@@ -161,7 +180,7 @@ class Group:
             model=model,
             term=term,
             task=client.task,
-            device=resolve_device(client.device),
+            device=data.resolve_device(client.device),
             entries={n: v.detach().clone() for n, v in entries.items() if n not in private},
             trained=trained,
             lr=config["lr"],
@@ -204,7 +223,7 @@ class Group:
         """
         if stack is None:
             self.members.sort(key=lambda m: -len(m.plan))
-            stack = Stack(self.shared, self.members, self.members[0].plan.seed)
+            stack = Stack(self.shared, self.members)
         with restored(self.shared.model):
             result = stack.probe() if self.recipe.probes else stack.run()
         fixed = {n: result.state[n] for n in self._fixed if n in result.state}
@@ -231,22 +250,27 @@ class Group:
                 ends[n] = value
             if (coder := recipe.term.coder("finish")) is not None:
                 code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
-        private = Table({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
+        private = parcel.Stack({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in ends.items()}
         if coder is not None:
             sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        table = Table(sent if coder else narrow(sent, half))
+        table = parcel.Stack(sent if coder else narrow(sent, half))
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
-            slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
+            slots, entries = (
+                {t: parcel.Row(of_all, row) for t, of_all in kept.items()},
+                parcel.Row(private, row),
+            )
             said, decoded = [f"lost {what}" for what in c.begun.lost], None
-            records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
-            metrics: dict[str, Any] = {"num-examples": count_examples(c.plan.data)}
+            records: dict[str, Any] = {
+                f"{t}.upload": parcel.Row(u, row) for t, u in uploads.items()
+            }
+            metrics: dict[str, Any] = {"num-examples": data.count_examples(c.plan.data)}
             if not recipe.probes:
                 said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
                 said += [keys.LOSS_ROSE] * result.rose[row]
-                records[keys.ARRAYS] = Row(table, row)
+                records[keys.ARRAYS] = parcel.Row(table, row)
                 if coder is not None:
                     decoded = {n: d[row, ...] for n, d in code.items()}
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
@@ -258,49 +282,22 @@ class Group:
                     "train-loss": result.losses[row],
                     "local-steps": len(c.plan),
                     "planned-steps": c.planned_steps,
-                    "examples-processed": result.examples[row],
+                    "examples-processed": sum(c.plan.sizes),
                 }
             config |= clients.reply_entries(message, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            reply = Parcel(records, config, metrics, decoded=decoded)
+            reply = parcel.Parcel(records, config, metrics, decoded=decoded)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
 
 
-def _tables(slots: Slot) -> dict[str, Table]:
+def _tables(slots: Slot) -> dict[str, parcel.Stack]:
     """Return the clients' slots by term as arrays, a row each; without empty ones."""
     return {
-        t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in slots.items() if slot
+        t: parcel.Stack({k: to_numpy(a) for k, a in slot.items()})
+        for t, slot in slots.items()
+        if slot
     }
-
-
-def common_of(records: Sequence[Records]) -> Records:
-    """Return the entries that are the same for all clients, by record and key."""
-    first, *others = records or [{}]
-    common = dict(first)
-    for one in others:
-        for name, entries in common.items():
-            if (record := one.get(name, {})) is not first[name]:
-                common[name] = {k: a for k, a in entries.items() if record.get(k) is a}
-    return common
-
-
-def recipe_of(recipes: list[Recipe], common: Records, asked: Asked) -> Recipe:
-    """Return what a message says to all clients of a kind, read and checked once."""
-    who, message, model = asked.client.identity, asked.message, asked.client.model
-    came: Any = message.records[keys.ARRAYS]
-    config = {k: v for k, v in message.config.items() if k not in OWN_KEYS}
-    for known in recipes:
-        if known.came is came and known.who == who and known.config == config:
-            return known
-    term = clients.method_of(who, config)
-    term.restrict(config)
-    keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
-    if keeping and any(t.acts("client_optimizer") for t in term.terms):
-        raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
-    arrays, step = clients.model_of(message, model, term)
-    recipes.append(Recipe(who, config, term, came, arrays, step, common))
-    return recipes[-1]
 
 
 def member_of(asked: Asked, recipe: Recipe) -> Member:
@@ -311,8 +308,7 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
         check_custody(client.identity.private, client.model, term)
     withholds = bool(term.able(Withholds))
     begun = memories.begin(asked.memory, term, message.config, withholds)
-    order = order_of(pairs)
-    planned = recipe.steps(pairs, order)
+    planned = recipe.steps(pairs)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
     if not most:
@@ -326,13 +322,13 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
     private = _private(client.model, term, begun.private) if withholds else {}
     counts = None
     if any("label_counts" in t.needs for t in term.terms):
-        with seeded(seed, torch.device("cpu")):  # as a client alone counts them
-            counts = label_counts(pairs)
+        with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
+            counts = data.label_counts(pairs)
     # before the first forward pass, a term sees no more classes than the client has
     reads = recipe.probes or any(t.acts("start") for t in term.terms)
     classes = len(counts) if reads and counts is not None else 0
     form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
-    plan = draw(pairs, seed, most, order)
+    plan = draw(pairs, seed, most, order_of(pairs))
     return Member(plan, planned, private, broadcast, begun.slots, counts, asked, begun, form)
 
 

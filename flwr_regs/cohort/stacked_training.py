@@ -60,7 +60,6 @@ class StackedResult:
     losses : sequence of float
     rose : sequence of bool
         As in :class:`.local_training.LocalResult`.
-    examples : sequence of int
     output_layer : str or None
     """
 
@@ -70,7 +69,6 @@ class StackedResult:
     client: Slot
     losses: Sequence[float] = ()
     rose: Sequence[bool] = ()
-    examples: Sequence[int] = ()
     output_layer: str | None = None
 
 
@@ -82,15 +80,15 @@ class Stack:
     shared : Shared
     members : sequence of Member
         Each with at least one step; those with most steps first.
-    seed : int
-        For what the model draws, such as dropout.
+
+    The first one's seed is that of all that the model draws, such as dropout.
 
     `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
     one by one. Nothing but the values of ``shared.model`` has changed by then.
     """
 
-    def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
-        self._shared, self._members, self._seed = shared, members, seed
+    def __init__(self, shared: Shared, members: Sequence[Member]) -> None:
+        self._shared, self._members = shared, members
         self._steps = [len(m.plan) for m in members]
         self._rows = len(members)
         self._losses, self._first = torch.zeros(2, self._rows, device=shared.device)
@@ -178,7 +176,7 @@ class Stack:
     def _load(self, stack: ExitStack) -> None:
         """Stack what the members hold; views of the trained parameters are stepped."""
         shared, members, k = self._shared, self._members, self._rows
-        stack.enter_context(seeded(self._seed, shared.device))
+        stack.enter_context(seeded(members[0].plan.seed, shared.device))
         shared.model.to(shared.device).train()
         buffers = dict(shared.model.named_buffers())
         entries = {n: p.detach() for n, p in shared.model.named_parameters()} | buffers
@@ -425,7 +423,7 @@ class Stack:
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
-        return StackedResult(state, sent, uploads, slots, losses, rose, examples, layer)
+        return StackedResult(state, sent, uploads, slots, losses, rose, layer)
 
 
 @contextmanager

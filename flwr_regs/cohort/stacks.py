@@ -31,15 +31,7 @@ from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
 from flwr_regs.cohort.member_view import Asked, Shared
 from flwr_regs.cohort.result_check import difference
-from flwr_regs.cohort.stack_groups import (
-    Group,
-    Kind,
-    Recipe,
-    Settings,
-    common_of,
-    member_of,
-    recipe_of,
-)
+from flwr_regs.cohort.stack_groups import Group, Kind, Recipe, Recipes, Settings, member_of
 from flwr_regs.cohort.stacked_training import restored, unwritten
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -78,13 +70,12 @@ class Stacks:
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
-        common = common_of([one.message.records for one in asked])
-        recipes, served = list[Recipe](), dict[int, Answer]()
+        recipes, served = Recipes(asked), dict[int, Answer]()
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
         for one in asked:
             try:
-                recipe = recipe_of(recipes, common, one)
+                recipe = recipes.of(one)
                 kind = self._kind_of(one.client, recipe)
                 member = member_of(one, recipe)
                 key = id(recipe), kind, member.plan.kind, member.plan.forms[0], member.form
