@@ -76,8 +76,8 @@ class Plan:
     data : Pairs
     seed : int
         Of torch's random generator, from which they are drawn.
-    after : Tensor
-        The state of torch's random generator behind all that is drawn.
+    after : torch.Generator
+        In the state in which all that is drawn leaves it.
     sizes, forms : sequence
         For each step, the number of examples, and what two batches share that can be stacked.
     order : Order or None
@@ -89,12 +89,12 @@ class Plan:
 
     data: Pairs
     seed: int
-    after: Tensor
+    after: torch.Generator
     sizes: tuple[int, ...]
     forms: tuple[Any, ...]
     order: Order | None = None
     rows: Tensor | None = None
-    batches: tuple[tuple[Any, Any], ...] = ()
+    batches: Sequence[tuple[Any, Any]] = ()
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -115,7 +115,7 @@ class Plan:
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
-        return draw(self.data, self.seed, None, self.order, self.after)
+        return draw(self.data, self.seed, None, self.order, self.after.get_state())
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ class Plan:
         return sum(t.nbytes for t in tensors([self.rows, self.batches]))
 
 
-def plan_of(data: Pairs, seed: int, batches: tuple[tuple[Any, Any], ...], after: Tensor) -> Plan:
+def plan_of(data: Pairs, seed: int, after: torch.Generator, batches: Sequence[Any]) -> Plan:
     """Return the plan of batches that are drawn already."""
     sizes = tuple(batch_size(targets) for _, targets in batches)
     return Plan(data, seed, after, sizes, tuple(map(_form, batches)), batches=batches)
@@ -141,11 +141,12 @@ def draw(
         generator.set_state(state)
     if order is not None:
         rows, sizes = order.draw(generator, len(order.sizes) if steps is None else steps)
-        return Plan(data, seed, generator.get_state(), sizes, sizes, order, rows)
+        return Plan(data, seed, generator, sizes, sizes, order, rows)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
-        batches = tuple(data if steps is None else itertools.islice(cycle(data), steps))
-        return plan_of(data, seed, batches, torch.get_rng_state())
+        batches = list(data if steps is None else itertools.islice(cycle(data), steps))
+        generator.set_state(torch.get_rng_state())
+    return plan_of(data, seed, generator, batches)
 
 
 @dataclass(frozen=True)

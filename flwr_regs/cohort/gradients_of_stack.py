@@ -83,9 +83,8 @@ class Gradient:
             Whether these are all members of the stack, with the batches of its first step's form.
         """
         view = self._view
-        before = random_state(view.device) if self._acts else []
-        shown: dict[str, Any] = {}
-        grads: dict[str, Any]
+        self._before = random_state(view.device) if self._acts else []
+        shown, grads = dict[str, Any](), dict[str, Any]()
         key = None if self._reads or self._perturbs or not whole else view.compiled
         quick = self._compiled(key, values, row["held"], batch) if key else None
         self.moved = bool(quick and self._lr)
@@ -105,12 +104,10 @@ class Gradient:
         with torch.no_grad():
             corrected = self._at_once(given, at, row["told"]) if self._together else None
             if corrected is None:
-                corrected, slots = self._corrected(given, at, batch, row, shown, before)
+                corrected, slots = self._corrected(given, at, batch, row, shown)
         return grads | corrected, base, buffers, slots
 
-    def _compiled(
-        self, key: Hashable, values: Arrays, held: Arrays, batch: Batch
-    ) -> tuple[dict[str, Any], Tensor, Arrays] | None:
+    def _compiled(self, key: Hashable, values: Arrays, held: Arrays, batch: Batch) -> Any:
         """Return (gradients, losses, new buffers) of a step without terms; None if it cannot be compiled.
 
         The graph is made once for a `key` and the names and shapes of what goes in; `key` says what else
@@ -163,9 +160,7 @@ class Gradient:
         # clones: leaves of their own, also where a term moves nothing
         return {n: v.clone().requires_grad_() for n, v in {**values, **moved}.items()}
 
-    def _losses(
-        self, values: Arrays, batch: Batch, row: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Arrays, dict[str, Any]]:
+    def _losses(self, values: Arrays, batch: Batch, row: dict[str, Any]) -> Any:
         """Return (whole losses, losses, new buffers, what the forward pass has shown the terms)."""
         view = self._view
         fields = ("output", "start_output", "features", "layers") if self._acts else ()
@@ -183,35 +178,23 @@ class Gradient:
             return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
 
         rows = row if self._reads else {"held": row["held"]}
-        return view.vmapped(objective)(values, batch.leaves, rows)  # type: ignore[no-any-return]
+        return view.vmapped(objective)(values, batch.leaves, rows)
 
-    def _corrected(
-        self,
-        given: Arrays,
-        values: Arrays,
-        batch: Batch,
-        row: dict[str, Any],
-        shown: dict[str, Any],
-        before: Sequence[Tensor],
-    ) -> tuple[Arrays, Slot]:
+    def _corrected(self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any) -> Any:
         """Return what the terms make of the gradients, and the clients' slots after the step."""
         view, term = self._view, self._view.term
 
-        def corrected(
-            grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
-        ) -> tuple[Arrays, Slot]:
-            inputs, targets = batch.rebuilt(leaves)
+        def corrected(grads: Arrays, values: Arrays, leaves: Any, row: Any, shown: Any) -> Any:
+            pair = batch.rebuilt(leaves)
             params = {n: values[n] for n in view.start}
-            again = partial(
-                view.gradient_at,
-                {**row, "held": row["held"] | {n: v for n, v in values.items() if n not in params}},
-                *(inputs, targets, before),
-            )
-            ctx = replace(view.at(row, inputs, targets, shown), gradient_at=again)
+            others = {n: v for n, v in values.items() if n not in params}
+            there = {**row, "held": row["held"] | others}
+            again = partial(view.gradient_at, there, pair, self._before)
+            ctx = replace(view.at(row, *pair, shown), gradient_at=again)
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
             return term.correct(grads, params, ctx), slots
 
-        return view.vmapped(corrected)(given, values, batch.leaves, row, shown)  # type: ignore[no-any-return]
+        return view.vmapped(corrected)(given, values, batch.leaves, row, shown)
 
     def _at_once(self, given: Arrays, values: Arrays, told: dict[str, Any]) -> Arrays | None:
         """Return what elementwise terms make of all members' gradients; None if they draw numbers.

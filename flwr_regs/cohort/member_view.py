@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flwr_regs.chain import Chain
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.measure.fisher import Layers, fisher_diagonal
+from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.member import Client
 from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.train.batches import Batches, Pairs
@@ -248,9 +248,7 @@ class View(Shared):
         features = None if self.tap is None else self.tap.value
         return {"output": output, "features": features, "layers": layers}
 
-    def at(
-        self, row: dict[str, Any], inputs: Any, targets: Any, shown: Mapping[str, Any]
-    ) -> ClientContext:
+    def at(self, row: Any, inputs: Any, targets: Any, shown: Mapping[str, Any]) -> ClientContext:
         """Return one member's context of a step, under vmap; `shown` is what the forward pass has shown."""
         logits, member = shown.get("output"), OneMember(self, row)
         if isinstance(logits, Tensor) and logits.ndim == 2:
@@ -269,16 +267,9 @@ class View(Shared):
                 ctx = replace(ctx, start_output=member.output_at(inputs, None, self.start))
         return ctx
 
-    def gradient_at(
-        self,
-        row: dict[str, Any],
-        inputs: Any,
-        targets: Any,
-        before: Sequence[Tensor],
-        params: Arrays,
-    ) -> Arrays:
+    def gradient_at(self, row: Any, pair: Any, before: Sequence[Tensor], params: Arrays) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
-        member = OneMember(self, row)
+        member, (inputs, targets) = OneMember(self, row), pair
 
         def whole(params: Arrays) -> Tensor:
             output = member.call(inputs, targets, params)
@@ -300,24 +291,15 @@ class OneMember(Measures):
         What is its own: see `View`.
     data : sequence of (inputs, targets)
         Its batches. All members have the same number of equal ones.
-    layers : Layers
-        The model's layers whose samples' gradients need not be formed.
-    memory : int
-        Bytes of the gradients of its samples that are formed at once.
+    **how
+        The `memory` and `layers` of :func:`.fisher_diagonal`.
     """
 
-    def __init__(
-        self,
-        view: View,
-        row: Mapping[str, Any],
-        data: Sequence[tuple[Any, Any]] = (),
-        layers: Layers | None = None,
-        memory: int = 0,
-    ) -> None:
-        self._held = row["held"]
+    def __init__(self, view: View, row: Mapping[str, Any], data: Any = (), **how: Any) -> None:
+        self._held, self._how = row["held"], how
         super().__init__(view.model, data, view.holding(self._held), view.device, view.classifier)
         self._start, self._rest = view.start, row["at_start"]
-        self._buffers, self._layers, self._memory = view.buffers, layers, memory
+        self._buffers = view.buffers
 
     def gradient(self, loss: Callable[[Arrays], Any], params: Arrays) -> Arrays:
         """Return the gradient of a function of parameters."""
@@ -333,8 +315,8 @@ class OneMember(Measures):
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`.fisher_diagonal`."""
         whole = {**self._held, **self._whole(params)}
-        how = max_samples, self._memory, self._layers
-        return fisher_diagonal(self.model, self.data, self.task, self.device, whole, *how)
+        given = self.model, self.data, self.task, self.device, whole, max_samples
+        return fisher_diagonal(*given, **self._how)
 
 
 class Kernels(TorchFunctionMode):

@@ -69,9 +69,7 @@ class WorkerPool:
         `given` cannot be pickled.
     """
 
-    def __init__(
-        self, make: Callable[[Any], Any], given: Any, number: int, what: str, remedy: str
-    ) -> None:
+    def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:
         try:
             self._given: bytes = pickler.dumps(given)
         except Exception as error:  # of many kinds

@@ -122,10 +122,10 @@ def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None
 def _member(member: Member, precision: torch.dtype | None) -> Member:
     """Return a member in another precision."""
     plan = member.plan
-    batches = tuple(_in(precision, plan.batch(step)) for step in range(len(plan)))
+    batches = [_in(precision, plan.batch(step)) for step in range(len(plan))]
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
     own = {n: _in(precision, getattr(member, n)) for n in ("private", "broadcast", "client")}
-    return replace(member, plan=plan_of(data, plan.seed, batches, plan.after), **own)
+    return replace(member, plan=plan_of(data, plan.seed, plan.after, batches), **own)
 
 
 def _alone(

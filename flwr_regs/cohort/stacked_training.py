@@ -7,7 +7,7 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,26 +126,20 @@ class Stack:
             ended = self._over_data([m.plan for m in self._members], one)
             return StackedResult({}, {}, *to_device(ended, "cpu"))
 
-    def _over_data(
-        self,
-        passes: Sequence[Plan],
-        one: Callable[..., Any],
-        given: tuple[Any, ...] = (),
-        training: bool = False,
-    ) -> Any:
+    def _over_data(self, plans: list[Plan], one: Any, *given: Any, training: bool = False) -> Any:
         """Return what ``one(*given, told, **functions)`` is for each member, stacked.
 
-        The functions are those over a member's data, of which `passes` are one pass; if `training`,
+        The functions are those over a member's data, of which `plans` are one pass; if `training`,
         ``train`` alone, over the batches of the round's steps. `given` are nested dicts of stacked tensors.
         """
-        view, shared, rows = self._view, self._shared, len(passes)
+        view, shared, rows = self._view, self._shared, len(plans)
         if not training:  # Fisher information looks for linear layers
             view = replace(view, precision=None, as_products=False)
         rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
         row = self._own | {"held": {**rest, **self._values, **self._own["held"]}}
         parts: list[Any] = []
         order: list[int] = []
-        for some, batches in together(passes, shared.device):
+        for some, batches in together(plans, shared.device):
             taken = mapped((row, given), itemgetter(some))
             how: dict[str, Any] = {"memory": MEMORY // len(some)}
             if not training:
@@ -412,7 +406,7 @@ class Stack:
             except AsksFor as asked:
                 training = asked.args[0] == "train"
                 plans = [m.plan if training else m.plan.one_pass() for m in self._members]
-                ended = self._over_data(plans, end, (delta,), training)
+                ended = self._over_data(plans, end, delta, training=training)
         sent, uploads, slots = ended
         if changes:
             for n, start in view.start.items():
