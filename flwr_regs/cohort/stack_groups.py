@@ -23,9 +23,11 @@ from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
-from flwr_regs.wire import keys, parcel
+from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.config import plain
+from flwr_regs.wire.parcel import Parcel, Row
+from flwr_regs.wire.parcel import Stack as Table
 from flwr_regs.wire.precision import narrow
 
 Records = Mapping[str, Mapping[str, np.ndarray]]
@@ -195,15 +197,11 @@ class Group:
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
         """Return what neither travels nor is private nor trained: it must be the same on all clients."""
-        term = self.recipe.term
-        entries = model.state_dict()
-        private = term.private(list(entries))
-        trained = trained_parameters(model, term)
-        parameters = {n: p for n, p in model.named_parameters() if n not in trained}
+        term, entries = self.recipe.term, model.state_dict()
+        others = term.private(list(entries)) | trained_parameters(model, term).keys()
         inner = {n: b for n, b in model.named_buffers() if n not in entries}
-        return {
-            n: v.detach().clone() for n, v in {**parameters, **inner}.items() if n not in private
-        }
+        held = {**dict(model.named_parameters()), **inner}
+        return {n: v.detach().clone() for n, v in held.items() if n not in others}
 
     def add(self, member: Member) -> None:
         """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
@@ -242,42 +240,33 @@ class Group:
         if not recipe.probes:
             common |= clients.model_entries(recipe.config, was, self.layout, result.output_layer)
             for n in [*was, *self.layout.private]:
-                if (
-                    value := result.state.get(self._first_names[n])
-                ) is None:  # all have the first's
-                    first = self.shared.entries[n]
+                if (value := result.state.get(self._first_names[n])) is None:
+                    first = self.shared.entries[n]  # what is not trained is the same for all
                     value = first.expand(len(self.members), *first.shape)
                 ends[n] = value
             if (coder := recipe.term.coder("finish")) is not None:
                 code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
-        private = parcel.Stack({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
+        private = Table({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in ends.items()}
         if coder is not None:
             sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        table = parcel.Stack(sent if coder else narrow(sent, half))
+        table = Table(sent if coder else narrow(sent, half))
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
-            slots, entries = (
-                {t: parcel.Row(of_all, row) for t, of_all in kept.items()},
-                parcel.Row(private, row),
-            )
+            slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
             said, decoded = [f"lost {what}" for what in c.begun.lost], None
-            records: dict[str, Any] = {
-                f"{t}.upload": parcel.Row(u, row) for t, u in uploads.items()
-            }
+            records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
             metrics: dict[str, Any] = {"num-examples": data.count_examples(c.plan.data)}
             if not recipe.probes:
                 said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
                 said += [keys.LOSS_ROSE] * result.rose[row]
-                records[keys.ARRAYS] = parcel.Row(table, row)
+                records[keys.ARRAYS] = Row(table, row)
                 if coder is not None:
                     decoded = {n: d[row, ...] for n, d in code.items()}
                     config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
-                    buffers = records[keys.ARRAYS].items()
-                    records[keys.ARRAYS] = {
-                        n: a for n, a in buffers if not np.array_equal(a, was[n])
-                    }
+                    rest = records[keys.ARRAYS].items()
+                    records[keys.ARRAYS] = {n: a for n, a in rest if (a != was[n]).any()}
                 metrics |= {
                     "train-loss": result.losses[row],
                     "local-steps": len(c.plan),
@@ -286,18 +275,15 @@ class Group:
                 }
             config |= clients.reply_entries(message, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            reply = parcel.Parcel(records, config, metrics, decoded=decoded)
+            reply = Parcel(records, config, metrics, decoded=decoded)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
 
 
-def _tables(slots: Slot) -> dict[str, parcel.Stack]:
+def _tables(slots: Slot) -> dict[str, Table]:
     """Return the clients' slots by term as arrays, a row each; without empty ones."""
-    return {
-        t: parcel.Stack({k: to_numpy(a) for k, a in slot.items()})
-        for t, slot in slots.items()
-        if slot
-    }
+    given = {t: slot for t, slot in slots.items() if slot}
+    return {t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in given.items()}
 
 
 def member_of(asked: Asked, recipe: Recipe) -> Member:
