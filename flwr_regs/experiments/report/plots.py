@@ -51,6 +51,8 @@ DECIDED = {True: "#0072b2", False: "#d55e00"}
 LONG = 10
 """Rounds from which on an axis of accuracies may leave out the first ones."""
 LOG_ABOVE = 30  # times: from the smallest to the largest, for a logarithmic axis
+Style = dict[str, Any]
+"""What matplotlib is told of an artist's look."""
 
 
 def over_rounds(
@@ -64,7 +66,6 @@ def over_rounds(
     title: str = "",
     heading: str = "",
     ordered: bool = False,
-    second_best: bool = False,
     look: Look | None = None,
 ) -> Picture:
     """Draw accuracy or loss as a line for each label: the mean over seeds, in a band of their spread.
@@ -82,12 +83,12 @@ def over_rounds(
     x : a key of `X`; megabytes are logarithmic if the labels' totals differ by more than 30 times
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
-    kind : what an accuracy is: "test", or a key of `OTHER`
+    kind : what an accuracy is: "test", or a key of `OTHER`. On held-out data, the line is the
+        first "seed", with stripes to the second
     seeds : label -> how many runs its points are means of, where they are; by default, the points' seeds
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
-    second_best : whether the line is the first "seed" instead, with stripes that reach to the second
 
     Returns
     -------
@@ -99,55 +100,60 @@ def over_rounds(
         if word not in legal:
             one = f"{axis} must be one of {', '.join(legal)}"
             raise ValueError(f"{one}, not {word!r}{nearest(word, legal)}")
-    look = look or Look()
+    look, best = look or Look(), kind == "held-out"
     looks = {label: index for index, label in enumerate(points["label"].unique())}
-    chosen = points["label"].isin(look.methods)
-    points = points[chosen] if chosen.any() else points
+    points = _chosen(points, look)
     if y != "accuracy":
         points = points[points["part"] != "filled"]
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
     part = points["part"].where(finite | (points["part"] == "unfinished"), "stopped")
     broken = part.isin(["stopped", "unfinished"])
     points = points.assign(part=part, broken=broken, x=points[x], y=points[y])
-    labels, whole = points["label"].unique(), points[~broken]
-    counted = whole.groupby("label")["seed"].nunique().reindex(labels, fill_value=0)
-    log = x == "megabytes" and _wide(points.groupby("label")[x].max())
+    log = x == "megabytes" and _wide(points.groupby("label")["x"].max())
+    band: Style = {
+        "alpha": 0.16 * min(1, 4 / points["label"].nunique()),
+        "linewidth": 0,
+    }  # many hide each other
+    if best:  # striped, as it is no interval
+        band = {"facecolor": "none", "hatch": "////", "alpha": 0.45, "linewidth": 0.6}
     with drawing.style(look):
         picture = Picture(look)
-        axes = picture.add_subplot()
-        lines, curves = [], []
-        for label in labels:
+        axes, lines, counted = picture.add_subplot(), [], dict[str, int]()
+        heights = np.empty(0)
+        for label, of_label in points.groupby("label", sort=False):
             line = drawing.line(looks[label], len(looks), ordered)  # the same as among all
-            of_label = points[points["label"] == label]
-            seeds_of = of_label.groupby("part")["seed"].nunique()
-            text, number = label, of_label["seed"].nunique()
-            for what in ("stopped", "unfinished"):
-                if what in seeds_of:
-                    text += f" ({seeds_of[what]}\u00a0of\u00a0{number}\u00a0{what})"
-            of_label = of_label[of_label[x] > 0] if log else of_label
-            lost = of_label["broken"]
-            shade = 0.16 * min(1, 4 / len(labels))  # more than four bands hide each other
-            most = 100 if y == "accuracy" else np.inf
-            before = len(axes.lines)
-            _draw_mean(axes, of_label[~lost], second_best, line, shade, most)
-            _draw_broken(axes, of_label[lost], line)
-            own = [np.asarray(curve.get_ydata(), float) for curve in axes.lines[before:]]
-            ends = [heights[-1] for heights in own if len(heights)]
+            lost, number = of_label["broken"], of_label["seed"].nunique()
+            counted[label], text = of_label[~lost]["seed"].nunique(), label
+            for what, some in of_label[lost].groupby("part")["seed"].nunique().items():
+                text += f" ({some}\u00a0of\u00a0{number}\u00a0{what})"
+            shown, before = (of_label["x"] > 0) | (not log), len(axes.lines)
+            _draw_mean(
+                axes, of_label[~lost & shown], line, band, 100 if y == "accuracy" else np.inf
+            )
+            _draw_broken(axes, of_label[lost & shown], line)
+            curves = [np.asarray(of.get_ydata(), float) for of in axes.lines[before:]]
+            ends = [float(curve[-1]) for curve in curves if len(curve)]
             lines.append((max(ends, default=-np.inf), text, line))
-            curves += own
+            heights = np.concatenate([heights, *curves])
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(target, gid="target", **line)
             lines.append((target, f"target {target:.4g} %", line))
         axes.margins(x=0.015, y=0.04)
+        hidden = False
         if y == "accuracy":
             low, top = axes.get_ylim()
-            low, top = max(low, -1), min(top, 101)  # half a line's width beyond what can be
-            if x != "clients":
-                low = max(low, _lowest_later(axes, points, target))
-            axes.set_ylim(*(look.accuracy or (low, top)))
+            low = max(low, -1, -1 if x == "clients" else _lowest_later(axes, points, target))
+            low, top = look.accuracy or (
+                low,
+                min(top, 101),
+            )  # half a line's width beyond what can be
+            axes.set_ylim(low, top)
             axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
-        elif _wide(points[y]):
+            hidden = not look.accuracy and axes.dataLim.y0 < low
+            if look.accuracy and not ((low <= heights) & (heights <= top)).any():
+                picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
+        elif _wide(points["y"]):
             axes.set_yscale("log")
         if log:
             axes.set_xscale("log")
@@ -156,18 +162,16 @@ def over_rounds(
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
-        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
-        words = seeds_in_words(seeds or counted.to_dict())
-        over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(counted.max(), 3)]
-        if second_best and over:
+        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]))
+        words, parts = seeds_in_words(seeds or counted), {*points["part"]}
+        over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(max(counted.values()), 3)]
+        if best and over:
             over = (
                 "Tuning's best point, by its last rounds' mean, with stripes to the second best; "
             )
         stopped = "the mean leaves it out." if words else "none finished."
-        parts = {*points["part"]}
         if "filled" in parts:
             stopped = "if it diverged, it counts in the mean as untrained from there."
-        hidden = look.accuracy is None and axes.dataLim.y0 < axes.get_ylim()[0]
         sentences = {
             f"{over}{words}.": bool(words),
             "Expected from each client's label shares.": kind == "expected",
@@ -176,17 +180,18 @@ def over_rounds(
             "There is no test before round 1.": x == "round" and points["x"].min() == 1,
             f"Thin line with a cross: a run that stopped there; {stopped}": "stopped" in parts,
             "Thin line: a run that has not ended; the mean leaves it out.": "unfinished" in parts,
-            "Lower accuracies of the first rounds are not shown.": y == "accuracy" and hidden,
+            "Lower accuracies of the first rounds are not shown.": hidden,
         }
-        if look.accuracy and y == "accuracy":
-            low, top = look.accuracy
-            if not any(min(of) <= top and max(of) >= low for of in curves if len(of)):
-                picture.flaws.append(f"no curve has a point from {low:g} to {top:g} %")
-        caption = " ".join(text for text, said in sentences.items() if said)
-        drawing.head(picture, title, caption)
+        drawing.head(picture, title, " ".join(text for text, said in sentences.items() if said))
         height = _name_lines(axes, lines, heading, picture.get_figwidth())
         drawing.finish(picture, axes, max(3.1, height))
     return picture
+
+
+def _chosen(table: pd.DataFrame, look: Look) -> pd.DataFrame:
+    """Return the rows of the methods that the look names; all if it names none of them."""
+    chosen = table["label"].isin(look.methods)
+    return table[chosen | (not chosen.any())]
 
 
 def _plain_ticks(axis: Axis, length: float) -> None:
@@ -218,12 +223,10 @@ def _lowest_later(axes: Axes, points: pd.DataFrame, target: float | None) -> flo
     if last < LONG:
         return -np.inf
     later = points[points["round"] >= last / 5]
-    drawn = [*later["y"], *points.groupby(["label", "seed"])["y"].last()]
-    drawn += [] if target is None else [target]
-    for band in axes.collections:
-        edge = np.concatenate([path.vertices for path in band.get_paths()])
-        drawn += [*edge[edge[:, 0] >= later["x"].min(), 1]]
-    low = min(drawn)
+    edges = [path.vertices for band in axes.collections for path in band.get_paths()]
+    bands = np.concatenate([np.empty((0, 2)), *edges])
+    ends = points.groupby(["label", "seed"])["y"].last()
+    low = min(*later["y"], *ends, *bands[bands[:, 0] >= later["x"].min(), 1], target or np.inf)
     return float(low - max(0.05 * (points["y"].max() - low), 0.5))
 
 
@@ -237,44 +240,33 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
     return f"n = {usual} seed{'s' * (usual > 1)}" + (f" ({'; '.join(others)})" if others else "")
 
 
-def _draw_mean(
-    axes: Axes,
-    points: pd.DataFrame,
-    second_best: bool,
-    line: dict[str, Any],
-    shade: float,
-    most: float,
-) -> None:
+def _draw_mean(axes: Axes, points: pd.DataFrame, line: Style, band: Style, most: float) -> None:
     """Draw the mean of a method's whole runs, and its band.
 
-    The band ends at 0 and at `most`, beyond which no value can be.
+    The band ends at 0 and at `most`, beyond which no value can be. A hatched one reaches from the
+    first run to the second, and the line is the first.
     """
     seeds = points["seed"].nunique()
-    rounds = points.groupby("round")
-    rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
+    rounds = points[points.groupby("round")["x"].transform("size") == seeds].groupby("round")
     across, mean = rounds["x"].mean(), rounds["y"].mean()
     if mean.empty:
         return
     label = points["label"].iloc[0]
     interval = stats.t.ppf(1 - LEVEL / 2, seeds - 1) * rounds["y"].sem()
-    low, high = (mean - interval).clip(lower=0), (mean + interval).clip(upper=most)
-    if second_best:
+    low, high = mean - interval, mean + interval
+    if "hatch" in band:
         mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
-    if second_best and seeds > 1:  # striped, as it is no interval
-        stripes: dict[str, Any] = {"facecolor": "none", "edgecolor": line["color"], "hatch": "////"}
-        stripes |= {"alpha": 0.45, "linewidth": 0.6, "zorder": 2}
-        axes.fill_between(across, low, high, gid=f"band {label}", **stripes)
-    elif seeds > 2:
-        fill: dict[str, Any] = {"color": line["color"], "alpha": shade, "linewidth": 0, "zorder": 2}
-        axes.fill_between(across, low, high, gid=f"band {label}", **fill)
+    if seeds > (1 if "hatch" in band else 2):
+        band = {"color": line["color"], "zorder": 2, "gid": f"band {label}", **band}
+        axes.fill_between(across, low.clip(lower=0), high.clip(upper=most), **band)
     every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure
     axes.plot(across, mean, gid=f"mean {label}", **{**line, "markevery": every})
 
 
-def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> None:
+def _draw_broken(axes: Axes, points: pd.DataFrame, line: Style) -> None:
     """Draw a method's broken runs."""
     thin = {**line, "linestyle": "-", "linewidth": 0.6, "marker": "", "markevery": None}
-    cross: dict[str, Any] = {**thin, "marker": "x", "markersize": 4.5, "markeredgewidth": 1}
+    cross: Style = {**thin, "marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for (label, _), run in points.groupby(["label", "seed"]):
         run = run[np.isfinite(run["y"]).cummin()]
         axes.plot(run["x"], run["y"], gid=f"stopped {label}", **thin)
@@ -284,16 +276,16 @@ def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> None
 
 
 def _name_lines(
-    axes: Axes, lines: Sequence[tuple[float, str, dict[str, Any]]], heading: str, width: float
+    axes: Axes, lines: Sequence[tuple[float, str, Style]], heading: str, width: float
 ) -> float:
     """Name the lines right of the axes, in the order of their ends; return the height of all, in inches."""
     room = max(0.22 * width, min(1.3, 0.26 * width))  # 17 letters, if the picture allows it
     lines = sorted(lines, key=lambda line: -line[0])
     samples = [Line2D([], [], **{**line, "markevery": None}) for *_, line in lines]
     names = [drawing.wrap(label, room) for _, label, _ in lines]
-    how: dict[str, Any] = {"handlelength": 2.4, "labelspacing": 0.35, "alignment": "left"}
-    how |= {"frameon": False, "borderpad": 0, "loc": "upper left", "bbox_to_anchor": (1, 1)}
-    legend = axes.legend(samples, names, title=heading or None, **how)
+    how: Style = {"handlelength": 2.4, "labelspacing": 0.35, "alignment": "left", "frameon": False}
+    how |= {"borderpad": 0, "loc": "upper left", "bbox_to_anchor": (1, 1), "title": heading or None}
+    legend = axes.legend(samples, names, **how)
     legend.get_title().set(parse_math=False, gid="heading")
     for text in legend.get_texts():
         text.set(parse_math=False, gid="label")
@@ -309,15 +301,12 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
     look = look or Look()
     names, means, groups = [*ranks.mean.index], ranks.mean.to_numpy(), ranks.alike()
     with drawing.style(look):
-        picture = Picture(look)
+        picture, gap = Picture(look), 0.03 * len(names)
         axes = picture.add_subplot()
-        rows = np.arange(len(names))
-        axes.plot(means, rows, "o", color="black", markersize=3.5, gid="ranks")
-        gap = 0.03 * len(names)
-        for number, (first, last) in enumerate(groups):
-            across = len(names) + gap * (1 + number)
-            bar: dict[str, Any] = {"linewidth": 2, "linestyle": "-", "color": "0.5"}
-            axes.plot((across, across), (first, last), gid="group", **bar)
+        axes.plot(means, range(len(names)), "o", color="black", markersize=3.5, gid="ranks")
+        for number, group in enumerate(groups, 1):
+            across, bar = [len(names) + gap * number] * 2, {"linestyle": "-", "color": "0.5"}
+            axes.plot(across, group, gid="group", linewidth=2, **bar)
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
         _name_rows(picture, axes, names, short=True)
@@ -340,10 +329,10 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
 def _name_rows(picture: Picture, axes: Axes, names: Sequence[str], short: bool) -> None:
     """Write each row's method left of it; a `short` name has its parameters only where it takes them."""
     without = [name.partition("(")[0] for name in names]
-    pairs = zip(without, names, strict=True)
-    shown = [s if short and without.count(s) == 1 else name for s, name in pairs]
-    width = 0.3 * picture.get_figwidth()
-    texts = [drawing.wrap(name, width) for name in shown]
+    shown = [
+        w if short and without.count(w) == 1 else n for w, n in zip(without, names, strict=True)
+    ]
+    texts = [drawing.wrap(name, 0.3 * picture.get_figwidth()) for name in shown]
     axes.set_yticks(range(len(names)), texts, parse_math=False)
     axes.tick_params(axis="y", length=0)
 
@@ -378,15 +367,13 @@ def differences(
         every = picture.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (name, rows) in zip(every, panels.items(), strict=True):
             axes.axvline(0, color="0.35", linewidth=0.8)
-            by_label = {row["method"]: row for row in rows}
-            for at, label in enumerate(labels):
-                row = by_label[label]
+            for at, row in enumerate(row for row in rows if row["method"] in labels):
                 x, half = 100 * row["difference"], 100 * row["difference_interval"]
                 colour = DECIDED[x > 0] if row["decided"] else "0.6"
                 fill = colour if row["decided"] else "white"
-                bar: dict[str, Any] = {"markersize": 3, "linewidth": 0.9, "color": colour}
+                bar: Style = {"markersize": 3, "linewidth": 0.9, "color": colour}
                 bars = axes.errorbar(x, at, None, half, "o", markerfacecolor=fill, **bar)
-                bars.lines[0].set_gid(f"difference {label}")
+                bars.lines[0].set_gid(f"difference {row['method']}")
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
             axes.tick_params(axis="y", length=0)
         _name_rows(picture, every[0], labels, short=len(panels) > 1)
@@ -394,15 +381,14 @@ def differences(
         what = f"points of accuracy above {first}, mean of the {last} rounds"
         if len(panels) == 1:
             every[0].set_xlabel(what)
-        words = seeds_in_words(seeds or {})
+        axes_show = f"The axes show {what}. " * (len(panels) > 1)
+        words = f"; {seeds_in_words(seeds)}" if seeds else ""
         caption = (
-            f"The axes show {what}. "
-            * (len(panels) > 1)
-            + "Mean and 95 % interval of the difference, paired by "
-            f"seed{'; ' * bool(words)}{words}. Blue: decided better; orange: decided worse; hollow: not "
-            f"decided (Holm's adjusted p below {LEVEL:g}; the intervals are not adjusted). {note}"
-        ).strip()
-        drawing.head(picture, title, caption)
+            f"{axes_show}Mean and 95 % interval of the difference, paired by seed{words}. Blue: decided "
+            f"better; orange: decided worse; hollow: not decided (Holm's adjusted p below {LEVEL:g}; the "
+            f"intervals are not adjusted). {note}"
+        )
+        drawing.head(picture, title, caption.strip())
         lines = max(len(labels) + 1, 4)  # the texts around want some height
         drawing.finish(picture, every[0], 0.021 * look.font_size * lines, grows=True)
     return picture
@@ -420,29 +406,25 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
     trials : the rows of :func:`flwr_regs.experiments.report.tried.table`
     """
     look = look or Look()
-    chosen = trials["label"].isin(look.methods)
-    trials = trials[chosen] if chosen.any() else trials
+    trials = _chosen(trials, look)
     groups = trials.groupby("label", sort=False)
     keys = [*trials.columns.drop(["label", "point", "rounds", "accuracy"])]
     lengths = sorted(trials["rounds"].unique())
-    most = lengths[-1]
+    low, high = trials["accuracy"].agg(["min", "max"]).fillna({"min": 0.0, "max": 100.0})
     with drawing.style(look):
         picture, circled = Picture(look), drawing.line(2, 3)["color"]
         width = picture.get_figwidth()
         columns = min(len(groups), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
-        finite = trials["accuracy"].dropna()
-        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 100.0)
         coloured, curves = None, set()
         grid = picture.subplots(-(-len(groups) // columns), columns, squeeze=False)
         for axes, (label, of_label) in zip(grid.flat, groups, strict=False):
-            x, *ys = [key for key in keys if of_label[key].notna().any()] or ["label"]
-            y = ys[0] if ys else None
-            for place, rounds in enumerate(lengths if y is None else ()):
-                curve = of_label[of_label["rounds"] == rounds].sort_values(x)
-                shade = str(0.75 - 0.75 * place / len(lengths))
-                line = {"color": shade, "linewidth": 0.9, "linestyle": "-"}
-                if len(curve) > 1:
+            x, y, *_ = [*(key for key in keys if of_label[key].notna().any()), None, None]
+            x = x or "label"
+            for rounds, curve in of_label.sort_values(x).groupby("rounds"):
+                if y is None and len(curve) > 1:
                     curves.add(rounds)
+                    shade = str(0.75 - 0.75 * lengths.index(rounds) / len(lengths))
+                    line: Style = {"color": shade, "linewidth": 0.9, "linestyle": "-"}
                     axes.plot(x, "accuracy", data=curve, gid=f"after {rounds} {label}", **line)
             of_label = of_label.drop_duplicates("point")
             shown, lost = of_label["accuracy"], of_label["accuracy"].isna()
@@ -451,18 +433,17 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             if y and len(of_label) == across.nunique() * up.nunique():
                 values = {key: np.unique(of_label[key]) for key in (x, y)}
                 across, up = (of_label[key].rank(method="dense") - 1 for key in (x, y))
-            filled: dict[str, Any] = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
+            filled: Style = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
             dots = axes.scatter(across, up, 30, gid=f"trials {label}", **filled)
-            short = of_label["rounds"] < most  # a hole in their dots
+            short = of_label["rounds"] < lengths[-1]  # a hole in their dots
             axes.plot(across[short], up[short], "ow", markersize=3, gid=f"short {label}")
             coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
-            marks = {"best": ("*", 15), "second": ("o", 10)}  # around the points
-            for at, (name, (marker, size)) in zip(
-                of_label.index[~lost], marks.items(), strict=False
-            ):
-                mark = {"marker": marker, "markersize": size, "fillstyle": "none", "color": circled}
-                axes.plot(across[at], up[at], clip_on=False, gid=f"{name} {label}", **mark)
+            marks = zip(of_label.index[~lost], ("best", "second"), "*o", (15, 10), strict=False)
+            for at, name, marker, size in marks:  # around the points
+                mark: Style = {"marker": marker, "markersize": size, "fillstyle": "none"}
+                mark |= {"color": circled, "clip_on": False, "gid": f"{name} {label}"}
+                axes.plot(across[at], up[at], **mark)
             axes.margins(0.15)
             sides = (axes.xaxis, x, across, axes.bbox.width), (axes.yaxis, y, up, axes.bbox.height)
             for axis, key, places, length in sides:
@@ -484,23 +465,20 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         for axes in grid.flat[len(groups) :]:
             axes.set_visible(False)
         if coloured is not None:
-            picture.colorbar(
-                coloured, ax=grid, label="accuracy on held-out data (%)", fraction=0.05
-            )
+            picture.colorbar(coloured, ax=grid, label=OTHER["held-out"], fraction=0.05)
         caption = (
             "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second "
             "best; cross: diverged."
         )
-        if lengths[0] < most:
-            caption += f" Hollow: trained for fewer than {most:g} rounds, which alone lowers it."
+        if len(lengths) > 1:
+            caption += (
+                f" Hollow: trained for fewer than {lengths[-1]:g} rounds, which alone lowers it."
+            )
         if curves:
             *fewer, last = (f"{rounds:g}" for rounds in sorted(curves))
-            lighter = f"{', '.join(fewer)} or " * bool(fewer)
-            caption += (
-                f" Lines: after {lighter}{last} rounds{', from light to dark' * bool(fewer)}."
-            )
-        font = look.font_size
-        height = 0.1 * font + (1.2 + 0.09 * font) * len(grid)
+            dark = ", from light to dark" * bool(fewer)
+            caption += f" Lines: after {', '.join(fewer)}{' or ' * bool(fewer)}{last} rounds{dark}."
+        height = 0.1 * look.font_size + (1.2 + 0.09 * look.font_size) * len(grid)
         picture.set_figheight(max(look.size[1], height) if look.size else height)
         drawing.head(picture, title, caption)
         drawing.lay_out(picture)

@@ -88,11 +88,6 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
             best.append(mean.reset_index().assign(label=label, seed=place, part="whole"))
     if best:
         drawn["tuning-gap"] = plots.over_rounds(
-            pd.concat(best),
-            kind="held-out",
-            seeds=seeds,
-            title=title,
-            second_best=True,
-            look=look,
+            pd.concat(best), kind="held-out", seeds=seeds, title=title, look=look
         )
     return drawn
