@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flwr_regs.experiments.calls import REFERENCES
-from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
@@ -30,7 +29,14 @@ EXPLODED = 10.0
 
 A loss below 1 differs by as much where a model has learned.
 """
-ENDS = ("diverged", "failed", "unfinished")
+ENDS = {
+    "diverged": "diverged (they count in the means as untrained, {untrained:.1%})",
+    "failed": "failed",
+    "unfinished": "unfinished, and left out of the means",
+}
+"""How a run stops early -> what is said of a method's seeds."""
+FLAWS = {**ENDS, "idle": "never learned", "exploded": "diverged", "collapsed": "collapsed"}
+"""What may be wrong with a run -> what is said of a method's seeds."""
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
 MEANS = (
@@ -70,11 +76,11 @@ METRICS = {name: Metric(**row) for name, row in tomllib.loads(_FILE).items()}
 
 def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order; :meth:`Results.table` says what it holds."""
-    numbers = of_runs(runs)
     import pandas as pd
 
     from flwr_regs.experiments.report import statistics
 
+    numbers = of_runs(runs)
     groups = numbers.groupby(level="label", sort=False)
     means, sums = groups.mean(), groups[[*COUNTED]].sum().astype(int)
     deviations = groups[[*SPREAD]].std().add_suffix("_std")
@@ -105,7 +111,6 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     :data:`OF_ALL`, one that stopped in none. With the label of the `first` method, its number is subtracted
     from the metrics beside it, seed by seed.
     """
-    needed("pandas", "pandas", "the table")
     import pandas as pd
 
     index = pd.MultiIndex.from_tuples([(r.label, r.seed) for r in runs], names=("label", "seed"))
@@ -183,7 +188,7 @@ def figures(run: RunRecord) -> dict[str, float | None]:
         "megabytes-to": _at(run.megabytes, reached),
         "gradients-to": _at(gradients, reached),
         "seconds-round": run.clock[-1] / len(entries) if entries else None,
-        "deployed-seconds": mean([s for s in deployed_rounds(run) if s is not None]),
+        "deployed-seconds": mean([s for s in deployed_rounds(run) if s == s]),
         "gradients": _at(gradients),
         "bits": 8e6 * run.megabytes[-1] * run.clients if entries else None,
         "bytes-down": received,
@@ -200,22 +205,19 @@ def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
     return values[number - 1] if values and number is not None and number <= len(values) else None
 
 
-def deployed_rounds(run: RunRecord) -> list[float | None]:
+def deployed_rounds(run: RunRecord) -> list[float]:
     """Return the estimated seconds of each round on phones, by the Field Guide's Eqs. 9 and 10.
 
-    The simulation's time of a client is the round's ``clients`` phase divided by its cohort. None where a
+    The simulation's time of a client is the round's ``clients`` phase divided by its cohort. NaN where a
     round does not say that.
     """
-    each: list[float | None] = []
+    each = []
     for entry in run.rounds:
-        seconds, cohort = entry.get("seconds", {}), entry.get("cohort")
-        if "clients" not in seconds or not cohort:
-            each.append(None)
-            continue
+        seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
         sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
         down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
-        trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
-        computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
+        trained = (seconds["clients"] + seconds["probe"]) / (len(entry.get("cohort", ())) or np.nan)
+        computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
         each.append(down / DOWN_MB + up / UP_MB + computed)
     return each
 
@@ -272,41 +274,15 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     sentences = []
     for label, of_label in by_label(runs).items():
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
-        for status in ENDS:
-            if bad := [r for r in of_label if r.status == status]:
-                text = status + ", and left out of the means" * (status == "unfinished")
-                if status == "diverged":
-                    untrained = np.mean([run.untrained for run in bad])
-                    text += f" (they count in the means as untrained, {untrained:.1%})"
-                why = f"seed {bad[0].seed}: {bad[0].stopped}"
-                sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
+        flaws = [(run, _flaws(run)) for run in of_label]
+        for kind, what in FLAWS.items():
+            if bad := [(run, of_run[kind]) for run, of_run in flaws if kind in of_run]:
+                what = what.format(untrained=np.mean([run.untrained for run, _ in bad]))
+                sentences.append(f"{label}: {len(bad)} of {seeds} {what}; {bad[0][1]}")
         whole = [r for r in of_label if r.whole]
-        long = [r for r in whole if len(r.accuracy) >= MANY]
-        if idle := [r for r in long if 0 < r.untrained > max(r.accuracy) - LITTLE]:
-            run = idle[0]
-            sentences.append(
-                f"{label}: {len(idle)} of {seeds} never learned; seed {run.seed} begins at "
-                f"{run.untrained:.1%}, its best is {max(run.accuracy):.1%}: try another lr, or more rounds"
-            )
-        if blown := [r for r in whole if exploded(r)]:
-            first, ends = (blown[0].test[at]["loss"] for at in (0, -1))
-            ends = f"{ends:.3g}" if ends is not None else "no number"
-            sentences.append(
-                f"{label}: {len(blown)} of {seeds} diverged; the test loss of seed {blown[0].seed} ends at "
-                f"{ends}, and was {first:.3g} before training: try a smaller lr"
-            )
-        if fallen := [r for r in whole if collapsed(r)]:
-            run = fallen[0]
-            best = max(run.trained, key=lambda test: float(test["accuracy"]))
-            sentences.append(
-                f"{label}: {len(fallen)} of {seeds} collapsed; seed {run.seed} ends at "
-                f"{run.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round {best['round']}"
-            )
-        logged = dict.fromkeys(text for r in of_label for text in r.warnings)
-        logged |= dict.fromkeys(
-            e["divergence"] for r in whole for e in r.rounds if "divergence" in e
-        )
-        sentences += [f"{label}: {text}" for text in [*logged][:2]]
+        logged = [text for r in of_label for text in r.warnings]
+        logged += [e["divergence"] for r in whole for e in r.rounds if "divergence" in e]
+        sentences += [f"{label}: {text}" for text in [*dict.fromkeys(logged)][:2]]
         if rejecting := [r for r in whole if r.rejected]:
             entry = next(e for e in rejecting[0].rounds if e.get("failures"))
             pid, why = next(iter(entry["failures"].items()))
@@ -315,6 +291,34 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 f"{entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
             )
     return [*sentences, *identical(runs)]
+
+
+def _flaws(run: RunRecord) -> dict[str, str]:
+    """Return what is wrong with a run: a key of `FLAWS` -> what is said of the first such seed."""
+    if run.status in ENDS:
+        return {run.status: f"seed {run.seed}: {run.stopped}"}
+    flaws: dict[str, str] = {}
+    if not run.whole:
+        return flaws
+    best = max(run.trained, key=lambda test: float(test["accuracy"]))
+    if len(run.accuracy) >= MANY and 0 < run.untrained > best["accuracy"] - LITTLE:
+        flaws["idle"] = (
+            f"seed {run.seed} begins at {run.untrained:.1%}, its best is {best['accuracy']:.1%}: try "
+            "another lr, or more rounds"
+        )
+    if exploded(run):
+        first, ends = (run.test[at]["loss"] for at in (0, -1))
+        ends = "no number" if ends is None else f"{ends:.3g}"
+        flaws["exploded"] = (
+            f"the test loss of seed {run.seed} ends at {ends}, and was {first:.3g} before training: try "
+            "a smaller lr"
+        )
+    if collapsed(run):
+        flaws["collapsed"] = (
+            f"seed {run.seed} ends at {run.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round "
+            f"{best['round']}"
+        )
+    return flaws
 
 
 def identical(runs: Sequence[RunRecord]) -> list[str]:

@@ -305,8 +305,8 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         axes = picture.add_subplot()
         axes.plot(means, range(len(names)), "o", color="black", markersize=3.5, gid="ranks")
         for number, group in enumerate(groups, 1):
-            across, bar = [len(names) + gap * number] * 2, {"linestyle": "-", "color": "0.5"}
-            axes.plot(across, group, gid="group", linewidth=2, **bar)
+            across = [len(names) + gap * number] * 2
+            axes.plot(across, group, "-", color="0.5", linewidth=2, gid="group")
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
         _name_rows(picture, axes, names, short=True)

@@ -9,14 +9,17 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import flwr_regs
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
@@ -25,22 +28,20 @@ from flwr_regs.experiments.settings import DEFAULTS, split_in_words
 from flwr_regs.server.checkpoint.checkpoint import versions
 from flwr_regs.wire.config import nearest
 
-if TYPE_CHECKING:
+try:
     import pandas as pd
+except ImportError as error:
+    raise missing_extra("pandas", "the table") from error
+
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flwr_regs.experiments.report.drawing import Look, Picture
     from flwr_regs.experiments.report.statistics import Ranks
 
-PICTURES = {
-    "accuracy": ("round", "accuracy"),
-    "loss": ("round", "loss"),
-    "megabytes": ("megabytes", "accuracy"),
-    "seconds": ("seconds", "accuracy"),
-    "hours": ("hours", "accuracy"),
-    "clients": ("clients", "accuracy"),
-    "differences": ("differences", "accuracy"),
-}
+OVER = ("megabytes", "seconds", "hours", "clients", "differences")
+PICTURES = {"accuracy": ("round", "accuracy"), "loss": ("round", "loss")}
+PICTURES |= {name: (name, "accuracy") for name in OVER}
 """Picture -> its axes."""
 
 LABEL_SHARES = ("dirichlet", "dirichlet-hsu", "dirichlet-niid-bench", "pachinko", "similarity")
@@ -66,15 +67,16 @@ BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
 
 
+@dataclass(repr=False, eq=False)
 class Results:
     """Runs, and what can be made of them.
 
     Attributes
     ----------
-    runs : list of RunRecord
+    runs : sequence of RunRecord
         One for each label and seed; its ``rounds`` are the strategy's history, and its ``per_client``
         has each client's accuracy with the final model.
-    notes : list of str
+    notes : sequence of str
         Printed below the table.
     heading : str
         What the labels are: ``method``, a setting's name, or ``case``.
@@ -86,19 +88,17 @@ class Results:
         Planned runs that have not ended, nor failed: no difference is tested before they have.
     """
 
-    def __init__(
-        self,
-        runs: Sequence[RunRecord],
-        notes: Sequence[str] = (),
-        heading: str = "method",
-        ordered: bool = False,
-        baseline: str = "",
-        lacking: int = 0,
-    ) -> None:
-        if not runs:
+    runs: Sequence[RunRecord]
+    notes: Sequence[str] = ()
+    heading: str = "method"
+    ordered: bool = False
+    baseline: str = ""
+    lacking: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse no runs at all."""
+        if not self.runs:
             raise ValueError("there are no runs yet")
-        self.runs, self.notes, self.heading, self.ordered = [*runs], [*notes], heading, ordered
-        self.baseline, self.lacking = baseline, lacking
 
     @property
     def seeds(self) -> list[int]:
@@ -139,11 +139,9 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
-        rows = metrics.rows(self.runs, self.baseline)
-        if self.baseline and self.lacking:
-            untested = {"p": None, "p_holm": None, "decided": False}
-            rows = [row | untested for row in rows]
-        return rows
+        interim = self.baseline and self.lacking
+        untested = {"p": None, "p_holm": None, "decided": False} if interim else {}
+        return [row | untested for row in metrics.rows(self.runs, self.baseline)]
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each label.
@@ -178,10 +176,7 @@ class Results:
             personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
             Where the method has an averaged model (FedExP, FedACG): its accuracy after the last round.
         """
-        rows = self.rows()  # says what to install
-        import pandas as pd
-
-        return pd.DataFrame(rows).set_index("method")
+        return pd.DataFrame(self.rows()).set_index("method")
 
     def plot(
         self,
@@ -223,34 +218,23 @@ class Results:
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
+        said: dict[str, Any] = {"title": self._title, "look": look}
         if x == "differences":
-            return self._differences(look)
+            if not (rows := self.compared()):
+                raise ValueError(
+                    "differences need a baseline, two seeds of it and of a method, and that all runs have "
+                    "ended"
+                )
+            said["seeds"] = {row["method"]: row["n"] for row in rows}
+            return plots.differences({"": rows}, self.baseline, last=self._last, **said)
         points = self._clients() if x == "clients" else self._points()
         if x == "seconds" and points["processor_seconds"].notna().all():
             x = "processor_seconds"
-        return plots.over_rounds(
-            points,
-            x,
-            y,
-            target=100 * self.target if y == "accuracy" and x != "clients" else None,
-            kind="expected" if x == "clients" and not self._clients_test else "test",
-            title=self._title,
-            heading="" if self.heading == "method" else self.heading,
-            ordered=self.ordered,
-            look=look,
-        )
-
-    def _differences(self, look: Look) -> Picture:
-        from flwr_regs.experiments.report import plots
-
-        if not (rows := self.compared()):
-            raise ValueError(
-                "differences need a baseline, two seeds of it and of a method, and that all runs have ended"
-            )
-        seeds = {row["method"]: row["n"] for row in rows}
-        title = self._title
-        how: dict[str, Any] = {"last": self._last, "seeds": seeds, "title": title, "look": look}
-        return plots.differences({"": rows}, self.baseline, **how)
+        if y == "accuracy" and x != "clients":
+            said["target"] = 100 * self.target
+        said["kind"] = "expected" if x == "clients" and not self._clients_test else "test"
+        said["heading"] = "" if self.heading == "method" else self.heading
+        return plots.over_rounds(points, x, y, ordered=self.ordered, **said)
 
     def rounds(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each test of a model, of each run.
@@ -259,11 +243,9 @@ class Results:
         ``loss``, and what was spent until then, by a client on average: ``megabytes``, both ways; in all:
         ``seconds`` by the clock, ``processor_seconds`` with tests, ``hours`` on phones; NaN if unknown.
         """
-        import pandas as pd
-
         tables = []
         for run in self.runs:
-            hours = np.cumsum([s or np.nan for s in metrics.deployed_rounds(run)]) / 3600
+            hours = np.cumsum(metrics.deployed_rounds(run)) / 3600
             spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock, "hours": hours})
             spent.index += 1
             spent.loc[0] = 0.0  # the initial model has cost nothing
@@ -282,8 +264,6 @@ class Results:
         the expected one by the client's label shares, or on its own test data where clients test; and
         ``measured``, whether it is the latter.
         """
-        import pandas as pd
-
         rows = [
             (run.label, run.seed, client, accuracy, self._clients_test)
             for run in self.runs
@@ -298,32 +278,32 @@ class Results:
         known = of_runs.filter(lambda run: run["accuracy"].notna().all())
         if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
-
-        def quantiles(each: pd.Series) -> pd.Series:  # of few clients, each one
-            return 100 * each.quantile(np.linspace(0, 1, min(len(each), POINTS)))
-
-        of_runs = known.groupby(["method", "seed"], sort=False)["accuracy"]
-        points = of_runs.apply(quantiles).rename_axis(["label", "seed", "round"]).reset_index()
+        each = known.groupby(["method", "seed"], sort=False)["accuracy"]
+        points = each.apply(
+            lambda of: of.quantile(np.linspace(0, 1, min(len(of), POINTS)))
+        )  # of few, each
+        points = (100 * points).rename_axis(["label", "seed", "round"]).reset_index()
         return points.assign(clients=100 * points["round"], part="whole")
 
     def _points(self) -> pd.DataFrame:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
-        import pandas as pd
-
         of_runs = self.rounds().rename(columns={"method": "label"}).groupby(["label", "seed"])
         tables = []
         for run in self.runs:
-            if run.accuracy or (run.diverged and run.test):
-                points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
-                points["accuracy"] *= 100
-                part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
-                tables.append(points.assign(part=part))
-                if run.diverged:  # as the table's means take it
-                    rounds = range(run.job["rounds"] + 1)
-                    rest = points.set_index("round").reindex(rounds).rename_axis("round")
-                    rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
-                    rest = rest.ffill().reset_index()
-                    tables.append(rest.assign(part="filled"))
+            if not (run.accuracy or (run.diverged and run.test)):
+                continue
+            points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
+            points["accuracy"] *= 100
+            part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
+            tables.append(points.assign(part=part))
+            if run.diverged:  # as the table's means take it
+                rounds = pd.RangeIndex(run.job["rounds"] + 1, name="round")
+                rest = (
+                    points.set_index("round")
+                    .reindex(rounds)
+                    .fillna({"accuracy": 100 * run.untrained})
+                )
+                tables.append(rest.ffill().reset_index().assign(part="filled"))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
@@ -335,9 +315,8 @@ class Results:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
         cells = [self._cells(row) for row in self.rows()]
         lines = columns([[*cells[0]], *([*row.values()] for row in cells)], right=True, width=80)
-        notes = [f"NOTE: {note}" for note in self.notes]
         said = [*self._legend(), *self.decisions(), *metrics.warnings(self.runs), *self._beside()]
-        for text in [*said, *notes]:
+        for text in [*said, *(f"NOTE: {note}" for note in self.notes)]:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
@@ -353,26 +332,27 @@ class Results:
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         """Return a row's cells by heading."""
-        several, goal = len(self.seeds) > 1, f"{100 * self.target:.4g}%"
+        several, per_cent = len(self.seeds) > 1, metrics.per_cent
         reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.3g}"
         if several:
             reached += f" ({row['reached']} of {row['n'] - row['unfinished']})"
         cells = {self.heading: row["method"]}
-        cells[self._last] = metrics.per_cent(row["last5"], row["last5_interval"])
+        cells[self._last] = per_cent(row["last5"], row["last5_interval"])
         if self.baseline:
             first = self.baseline if len(self.baseline) <= BRIEF else "first"
-            cells[f"vs {first}"] = metrics.per_cent(row["difference"], row["difference_interval"])
+            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
         else:
-            cells["final"] = metrics.per_cent(row["final"], row["final_interval"])
+            cells["final"] = per_cent(row["final"], row["final_interval"])
         if not several:
-            cells["best"] = metrics.per_cent(row["best"])
-        cells |= {f"to {goal}": reached, "worst": metrics.per_cent(row["worst_client"])}
-        cells["MB"] = number(row["mb"])
-        if self._by_clock:
-            cells["s"] = number(row["seconds"])
-        else:
-            cells["CPU s"] = number(row["processor_seconds"])
-        return cells
+            cells["best"] = per_cent(row["best"])
+        cells |= {f"to {self._goal}": reached, "worst": per_cent(row["worst_client"])}
+        seconds = {"s": row["seconds"]} if self._by_clock else {"CPU s": row["processor_seconds"]}
+        return cells | {name: number(of) for name, of in {"MB": row["mb"], **seconds}.items()}
+
+    @property
+    def _goal(self) -> str:
+        """The target in per cent."""
+        return f"{100 * self.target:.4g}%"
 
     @property
     def _clients_test(self) -> bool:
@@ -381,8 +361,7 @@ class Results:
         return tested and not self.runs[0].job["personalise"]
 
     def _legend(self) -> list[str]:
-        job = self.runs[0].job
-        seeds, goal = ", ".join(map(str, self.seeds)), f"{100 * self.target:.4g}%"
+        job, several = self.runs[0].job, len(self.seeds) > 1
         counts = Counter(run.label for run in self.runs).values()
         n, least = max(counts), min(counts)
         data = "the server's test set"
@@ -393,22 +372,19 @@ class Results:
         worst = "worst: the lowest expected accuracy of a client, from its label shares"
         if self._clients_test:
             data = "what the clients test, a mean over clients"
-            own = self._labels(
+            if own := self._labels(
                 lambda run: any("personal-accuracy" in c for c in metrics.tests_of_clients(run))
-            )
-            if own:
+            ):
                 data += f" (models of the clients' own: {own})"
             worst = "worst: the lowest of a client, on its own test data"
             if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
                 worst += " (all test examples of its classes; test-split=matched follows its class shares)"
-        spread = (
-            f"mean ± 95 % interval, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
-        )
-        if n == 2:
-            spread += "; two seeds say little"
+        spread = "mean ± 95 % interval, " * (n > 1)
+        spread += f"n = {n} (seed{'s' * (n > 1)} {', '.join(map(str, self.seeds))})"
+        spread += "; two seeds say little" * (n == 2)
         if least < n:
             spread += f"; not all runs are there: rows have {least} to {n} seeds"
-        clock = "; s: by the clock, as a run was resumed or in Ray" if self._by_clock else ""
+        clock = "; s: by the clock, as a run was resumed or in Ray" * self._by_clock
         by_examples = self._labels(lambda run: run.weighting == "num-examples")
         equal, weights = self._labels(lambda run: run.weighting == "uniform"), ""
         if by_examples and equal:
@@ -418,10 +394,10 @@ class Results:
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
-        mean_of = ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
+        mean_of = ", the mean of the seeds that reach it" * several
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
-            f"{self._last}: {mean}; to {goal}: rounds to it{mean_of}; {worst}; MB: "
+            f"{self._last}: {mean}; to {self._goal}: rounds to it{mean_of}; {worst}; MB: "
             f"per client, both ways, the whole training{clock}.{weights}",
         ]
 
@@ -445,36 +421,33 @@ class Results:
             return [f"Interim: {runs} have not ended; differences are tested when all have."]
         if not (compared := self.compared()):
             return []
-        decided = [row["method"] for row in compared if row["decided"]]
-        others = [row["method"] for row in compared if not row["decided"]]
+        decided, others = (
+            ", ".join(row["method"] for row in compared if row["decided"] == yes) or "none"
+            for yes in (True, False)
+        )
         number = f"{len(compared)} comparison{'s' * (len(compared) > 1)}"
         said = [
             f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {number}; never "
-            f"if the interval contains 0): {', '.join(decided) or 'none'}. "
-            f"Not decided: {', '.join(others) or 'none'}.",
+            f"if the interval contains 0): {decided}. Not decided: {others}."
         ]
-        if len(self.seeds) < 3:  # two differences say too little of how far they spread
-            return said
-        shown = sorted(row["detectable"] for row in compared)
-        of_all = (shown[0], float(np.median(shown)), shown[-1])
-        low, middle, high = map(metrics.per_cent, of_all)
-        several = f" for the median method ({low} to {high})" * (len(shown) > 1)
-        return [
-            *said,
-            "Smallest difference that these seeds detect with 80 % power, in a comparison "
-            f"by itself: {middle} points{several}.",
-        ]
+        if len(self.seeds) > 2:  # two differences say too little of how far they spread
+            shown = np.quantile([row["detectable"] for row in compared], (0, 0.5, 1))
+            low, middle, high = map(metrics.per_cent, shown)
+            several = f" for the median method ({low} to {high})" * (len(compared) > 1)
+            said.append(
+                "Smallest difference that these seeds detect with 80 % power, in a comparison "
+                f"by itself: {middle} points{several}."
+            )
+        return said
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
-        pairs = [(row, name) for row in self.rows() for name in BESIDE]
-        return [BESIDE[name].format(**row) for row, name in pairs if row.get(name) is not None]
+        pairs = product(self.rows(), BESIDE.items())
+        return [text.format(**row) for row, (name, text) in pairs if row.get(name) is not None]
 
     def latex(self) -> str:
         """Return the table for a paper, decided differences in bold; it needs LaTeX's package booktabs."""
-        rows = self.rows()  # says what to install
-        import pandas as pd
-
+        rows = self.rows()
         cells = pd.DataFrame([self._cells(row) for row in rows])
         bold = [place for place, row in enumerate(rows) if row.get("decided")]
         style = cells.style.hide(axis="index").format(escape="latex")
@@ -500,7 +473,7 @@ class Results:
 
             known = {
                 "clients": any(run.whole and run.per_client for run in self.runs),
-                "hours": sum(s or 0.0 for s in metrics.deployed_rounds(self.runs[0])) > AN_HOUR,
+                "hours": np.nansum(metrics.deployed_rounds(self.runs[0])) > AN_HOUR,
                 "differences": bool(self.compared()),
             }
             for name, axes in PICTURES.items():
@@ -524,22 +497,16 @@ def ranks_over(results: Sequence[Results]) -> list[Ranks]:
 
     None where there are fewer than two panels or three methods. Panels with runs to come have no ranks yet.
     """
-    import pandas as pd
-
     from flwr_regs.experiments.report.statistics import ranks
 
-    groups: dict[frozenset[str], list[dict[str, float]]] = {}
+    groups: dict[frozenset[str], list[Any]] = {}
     for of_panel in results:
-        if of_panel.lacking:
-            continue
-        without = metrics.references(of_panel.runs)
-        scores = {row["method"]: row["last5"] for row in of_panel.rows()}
-        scores = {label: x for label, x in scores.items() if label not in without and x is not None}
-        groups.setdefault(frozenset(scores), []).append(scores)
-    several = [
-        ranks(pd.DataFrame(of)) for labels, of in groups.items() if len(of) > 1 and len(labels) > 2
-    ]
-    return sorted(several, key=lambda of: -len(of.mean))
+        if not of_panel.lacking:
+            without = [*metrics.references(of_panel.runs)]
+            scores = of_panel.table()["last5"].drop(without).dropna()
+            groups.setdefault(frozenset(scores.index), []).append(scores)
+    several = [group for labels, group in groups.items() if len(group) > 1 and len(labels) > 2]
+    return sorted((ranks(pd.DataFrame(group)) for group in several), key=lambda of: -len(of.mean))
 
 
 def _population(run: RunRecord) -> str:
