@@ -4,8 +4,9 @@ The functions return matplotlib figures and never touch pyplot's state. They tak
 row for each run (``label``, ``seed``) and round with a test. Its columns are ``round`` (0 is the untrained
 model), ``accuracy`` in per cent, ``loss``, ``megabytes`` (10^6 bytes down and up until the end of the
 round, per client of the population), ``seconds`` of training until then by the clock,
-``processor_seconds`` with tests, ``hours`` that it would take on phones, and ``part``, what the run is: a
-key of `PARTS`.
+``processor_seconds`` with tests, ``hours`` that it would take on phones, and ``part``, what the run is:
+``whole``; ``stopped``, as it diverged or failed after its last round; ``unfinished``; or ``filled``: it
+diverged, as it counts in the mean: with the untrained accuracy from there on.
 """
 
 from __future__ import annotations
@@ -39,13 +40,6 @@ X = {
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
 OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
 """What an accuracy is that is no test's -> its axis."""
-PARTS = {
-    "whole": "it ran to its end",
-    "stopped": "it diverged or failed after its last round",
-    "unfinished": "it has not ended",
-    "filled": "it diverged, as it counts in the mean: with the untrained accuracy from there on",
-}
-"""What a run of a picture is -> what that means."""
 DECIDED = {True: "#0072b2", False: "#d55e00"}
 """Whether a decided difference is positive -> its colour."""
 LONG = 10

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import flwr_regs
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
@@ -28,12 +28,8 @@ from flwr_regs.experiments.settings import DEFAULTS, split_in_words
 from flwr_regs.server.checkpoint.checkpoint import versions
 from flwr_regs.wire.config import nearest
 
-try:
-    import pandas as pd
-except ImportError as error:
-    raise missing_extra("pandas", "the table") from error
-
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from flwr_regs.experiments.report.drawing import Look, Picture
@@ -140,6 +136,7 @@ class Results:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
         interim = self.baseline and self.lacking
+        needed("pandas", "pandas", "the table")
         untested = {"p": None, "p_holm": None, "decided": False} if interim else {}
         return [row | untested for row in metrics.rows(self.runs, self.baseline)]
 
@@ -176,6 +173,8 @@ class Results:
             personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
             Where the method has an averaged model (FedExP, FedACG): its accuracy after the last round.
         """
+        import pandas as pd
+
         return pd.DataFrame(self.rows()).set_index("method")
 
     def plot(
@@ -243,6 +242,8 @@ class Results:
         ``loss``, and what was spent until then, by a client on average: ``megabytes``, both ways; in all:
         ``seconds`` by the clock, ``processor_seconds`` with tests, ``hours`` on phones; NaN if unknown.
         """
+        import pandas as pd
+
         tables = []
         for run in self.runs:
             hours = np.cumsum(metrics.deployed_rounds(run)) / 3600
@@ -264,6 +265,8 @@ class Results:
         the expected one by the client's label shares, or on its own test data where clients test; and
         ``measured``, whether it is the latter.
         """
+        import pandas as pd
+
         rows = [
             (run.label, run.seed, client, accuracy, self._clients_test)
             for run in self.runs
@@ -287,6 +290,8 @@ class Results:
 
     def _points(self) -> pd.DataFrame:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
+        import pandas as pd
+
         of_runs = self.rounds().rename(columns={"method": "label"}).groupby(["label", "seed"])
         tables = []
         for run in self.runs:
@@ -447,6 +452,8 @@ class Results:
 
     def latex(self) -> str:
         """Return the table for a paper, decided differences in bold; it needs LaTeX's package booktabs."""
+        import pandas as pd
+
         rows = self.rows()
         cells = pd.DataFrame([self._cells(row) for row in rows])
         bold = [place for place, row in enumerate(rows) if row.get("decided")]
@@ -497,6 +504,8 @@ def ranks_over(results: Sequence[Results]) -> list[Ranks]:
 
     None where there are fewer than two panels or three methods. Panels with runs to come have no ranks yet.
     """
+    import pandas as pd
+
     from flwr_regs.experiments.report.statistics import ranks
 
     groups: dict[frozenset[str], list[Any]] = {}

@@ -175,7 +175,7 @@ class Recorder:
 
     def __init__(self, folder: Path | None, run: RunRecord) -> None:
         self._path = None if folder is None else record_path(folder, run.label, run.seed)
-        self._rounds = len(run.rounds)
+        self._run, self._rounds = run, len(run.rounds)
         lines: list[dict[str, Any]] = [{"run": {name: getattr(run, name) for name in HEAD}}]
         lines += [{"round": entry} for entry in run.rounds]
         lines += [{"test": point} for point in run.test]
@@ -183,17 +183,17 @@ class Recorder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write(self._path, "".join(map(_line, lines)))
 
-    def round(self, run: RunRecord) -> None:
+    def round(self) -> None:
         """Write what is new since the last call: rounds, and the last test."""
-        self._append(run, {"test": run.test[-1]})
+        self._append({"test": self._run.test[-1]})
 
-    def end(self, run: RunRecord) -> None:
+    def end(self) -> None:
         """Write what is left, and the end."""
-        self._append(run, {"end": {name: getattr(run, name) for name in END}})
+        self._append({"end": {name: getattr(self._run, name) for name in END}})
 
-    def _append(self, run: RunRecord, last: dict[str, Any]) -> None:
-        lines = [*({"round": entry} for entry in run.rounds[self._rounds :]), last]
-        self._rounds = len(run.rounds)
+    def _append(self, last: dict[str, Any]) -> None:
+        lines = [*({"round": entry} for entry in self._run.rounds[self._rounds :]), last]
+        self._rounds = len(self._run.rounds)
         if self._path is not None:
             with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, lines)))

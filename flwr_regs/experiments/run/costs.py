@@ -74,9 +74,8 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     RuntimeError if the run would fail.
     """
     usual = {"cohorts": "uniform", "straggler_share": 0.0, **changes}
-    strategy, _ = _trained(run, 2, True, InProcessGrid, **usual)
-    entry: dict[str, Any] = strategy.history[-1]
-    return entry
+    history: list[dict[str, Any]] = _trained(run, 2, True, InProcessGrid, **usual)[0].history
+    return history[-1]
 
 
 Key = tuple[str, int]
@@ -181,14 +180,13 @@ def announcement(
         except Exception:  # the run says it better
             return
     shares = sum(1 - begun.get(run.key, 0) / run.settings.rounds for run in runs)
-    whole = cost.run * shares / _at_a_time(runs, workers)
     text = (
-        f"about {duration(whole)}: {counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}; "
-        f"in each round {counted(cost.cohort, 'client')} with {counted(round(cost.steps), 'step')} of "
-        f"{duration(of_model.step)}, and a test of {duration(cost.test)}"
+        f"about {duration(cost.run * shares / _at_a_time(runs, workers))}: {counted(len(runs), 'run')} "
+        f"of {counted(settings.rounds, 'round')}; in each round {counted(cost.cohort, 'client')} with "
+        f"{counted(round(cost.steps), 'step')} of {duration(of_model.step)}, and a test of "
+        f"{duration(cost.test)}"
     )
-    tests = (settings.rounds + 1) * cost.test
-    if tests > max(DOMINANT * cost.run, 60) and most > 2000:
+    if (settings.rounds + 1) * cost.test > max(DOMINANT * cost.run, 60) and most > 2000:
         text += " (test-examples=2000 would test on so many examples)"
     progress.say(text)
 
@@ -205,16 +203,13 @@ def estimate(
     One for each model that is not `known`, one for each run that is `begun`, with the rounds that it has,
     and one for each row, or for a card's `panel`.
     """
-    first = runs[0].settings
-    where = (
-        f"{first.dataset}, partition {split_in_words(first.config)} over "
-        f"{counted(first.num_clients, 'client')}, "
-        f"{counted(max(run.settings.rounds for run in runs), 'round')}"  # trials take fewer
-    )
+    first, rounds = runs[0].settings, max(run.settings.rounds for run in runs)  # trials take fewer
+    where = f"{first.dataset}, partition {split_in_words(first.config)} over "
+    where += f"{counted(first.num_clients, 'client')}, {counted(rounds, 'round')}"
     if not panel:
         yield f"would run on {where}"
     rows: dict[str, list[Run]] = {}
-    costs: dict[Key, Cost] = {}
+    steps, seconds = dict[str, float](), dict[Key, float]()
     for run in runs:
         settings = run.settings
         alike = settings.dataset, settings.model, settings.projection, settings.batch_size
@@ -226,31 +221,25 @@ def estimate(
                 f"{duration(of_model.test)}"
             )
         cost, there = cost_of(run, known[alike]), begun.get(run.key, 0)
-        costs[run.key] = cost._replace(run=cost.run * (1 - there / settings.rounds))
         if there:
             yield f"{run.label}, seed {run.seed}: {there} of {counted(settings.rounds, 'round')} are there"
         rows.setdefault(run.row, []).append(run)  # with its trials
+        steps[run.row], seconds[run.key] = cost.steps, cost.run * (1 - there / settings.rounds)
     for label, of_row in [] if panel else rows.items():
-        number, one = len(of_row), costs[of_row[-1].key]
-        mean = sum(costs[run.key].run for run in of_row) / number
-        tests = [run for run in of_row if run.label == label]
-        kinds = f"{counted(number - len(tests), 'trial')} and {counted(len(tests), 'test')}"
-        what = f" ({kinds})" * (len(tests) < number)
-        each = (
-            f"{number} x {duration(mean)}{what}, {counted(round(one.steps), 'local step')} a round"
-        )
-        calls = [call for call in of_row[0].calls if call.target in METHODS]
-        more = [METHODS[call.target].gradients for call in calls]
+        tests = sum(run.label == label for run in of_row)
+        kinds = f" ({counted(len(of_row) - tests, 'trial')} and {counted(tests, 'test')})"
+        mean = float(np.mean([seconds[run.key] for run in of_row]))
+        each = f"{len(of_row)} x {duration(mean)}{kinds * (tests < len(of_row))}, "
+        each += f"{counted(round(steps[label]), 'local step')} a round"
+        more = (METHODS[of.target].gradients for of in of_row[0].calls if of.target in METHODS)
         beside = "".join(f"; and, not counted, {what}" for what in more if what)
         yield f"{label[:50]:<50}  {each}{beside}"
-    whole = sum(cost.run for cost in costs.values()) / _at_a_time(runs, workers)
-    rows_and_runs = f"{counted(len(rows), 'row')}, {counted(len(runs), 'run')}"
-    total = f"about {duration(whole)} with {workers} at a time"
-    yield (
-        f"{panel}: {where}; {rows_and_runs}, {total}"
-        if panel
-        else f"in all {counted(len(runs), 'run')}, {total}"
+    in_all = counted(len(runs), "run")
+    about = duration(sum(seconds.values()) / _at_a_time(runs, workers))
+    where = (
+        f"{panel}: {where}; {counted(len(rows), 'row')}, {in_all}" if panel else f"in all {in_all}"
     )
+    yield f"{where}, about {about} with {workers} at a time"
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

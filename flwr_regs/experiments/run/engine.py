@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,13 +22,12 @@ from typing import Any, Literal
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_regs import client_app
+from flwr_regs import InProcessGrid, StackedGrid, client_app
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import ClientFactory, client_of
 from flwr_regs.experiments.run.costs import announcement
@@ -130,39 +128,23 @@ def train(
     grid: Grid | None = None,
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-
-    def on_round(record: RunRecord) -> None:
-        test = record.test[-1]
-        progress.round(run.label, run.seed, test["round"], test["accuracy"])
-
+    nodes = 0 if grid is None else len([*grid.get_node_ids()])
     heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
-        test_threads = max(allowed // workers, 1)
-        clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
-        factory = ClientFactory(run, clients)
+        factory = ClientFactory(run, client_data_of(run.settings, nodes))
         kind = References if run.calls[0].target in REFERENCES else Trainer
-        trainer = kind(run, folder, factory, heartbeat, test_threads, warned)
-        clock = time.process_time if grid is None or kind is References else None
-        if grid is None:
-            grid = _grid(factory, runner == "stacked")
-        try:
-            record = trainer.train(grid, on_round, clock)
-            if getattr(grid, "fallbacks", None) == {}:
-                _CHECKED.add(_kind(run))
-            return record
-        except CannotWrite:
-            raise
-        except Exception:
-            if clock is None:  # on Flower's grid: into its log
-                traceback.print_exc()
-            return trainer.record
+        how = progress, heartbeat, max(allowed // workers, 1), warned
+        trainer, here = kind(run, folder, factory, *how), grid is None or kind is References
+        grid = _grid(factory, runner == "stacked") if grid is None else grid
+        record = trainer.train(grid, here)
+        if record.ended and getattr(grid, "fallbacks", None) == {}:
+            _CHECKED.add(_kind(run))
+        return record
 
 
 def _grid(factory: ClientFactory, stacked: bool) -> Grid:
     """Return the grid of a run. A process compares each method's stack with clients alone once."""
-    from flwr_regs import InProcessGrid, StackedGrid
-
     if not stacked:
         return InProcessGrid(factory.app(), factory.clients.num_clients)
     check: Literal["first", False] = False if _kind(factory.run) in _CHECKED else "first"

@@ -25,9 +25,9 @@ from flwr_regs.experiments.data.augment import Augmented
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.experiments.report.run_records import Recorder, diverged
+from flwr_regs.experiments.report.run_records import diverged
 from flwr_regs.experiments.run.clients import ClientFactory, Examples
-from flwr_regs.experiments.run.trainer import OnRound, Trainer
+from flwr_regs.experiments.run.trainer import Trainer
 from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
 
@@ -86,9 +86,7 @@ class References(Trainer):
         self.record.weighting = ""  # no server weighs clients
         self._model = self.factory.new_model().eval()
 
-    def _train(
-        self, grid: Grid, recorder: Recorder, on_round: OnRound, resumed: Path | None
-    ) -> None:
+    def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train each model from its first turn to its last, and then record the means of each round."""
         settings = replace(self.run.settings, straggler_share=0.0, drop_out=0.0)
         number, last_round = self.factory.clients.num_clients, settings.rounds
@@ -123,12 +121,14 @@ class References(Trainer):
                 record.rounds.append(
                     {"round": t, "seconds": seconds, "examples_processed": examples}
                 )
-            recorder.round(record)
+            self.recorder.round()
         if not record.error:
-            record.ended = True
             record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))
         if record.test:
-            on_round(record)
+            self._tell()
+
+    def _test_clients(self) -> None:
+        """Do nothing: each model's last test says it of its clients."""
 
     def _testing(self, done: int, total: int) -> None:
         """Tell nothing: a model's training and its tests are told as one."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
+import traceback
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +27,10 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.run.clients import ClientFactory
-from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
-
-OnRound = Callable[[RunRecord], None]
-"""Called with the run's record after each round, and after the initial test."""
 
 
 class Trainer:
@@ -47,6 +44,8 @@ class Trainer:
         that it holds checkpoints of goes on from there.
     factory : ClientFactory
         Of the run's clients; it also makes the model.
+    progress : Progress
+        Told of each round, and of the initial test.
     heartbeat : Heartbeat
         Told what the run is at.
     threads : int
@@ -65,13 +64,14 @@ class Trainer:
         run: Run,
         folder: Path | None,
         factory: ClientFactory,
+        progress: Progress,
         heartbeat: Heartbeat,
         threads: int,
         warnings: Collection[str],
     ) -> None:
-        self.run, self.folder, self.heartbeat, self._warnings = run, folder, heartbeat, warnings
-        self.strategy, self.factory, clients = run.strategy(), factory, factory.clients
-        factory.told = self._client_begins
+        self.run, self.folder, self.factory, clients = run, folder, factory, factory.clients
+        self.progress, self.heartbeat, self._warnings = progress, heartbeat, warnings
+        self.strategy, factory.told = run.strategy(), self._client_begins
         self._test: ServerTest | None = None
         if not run.settings.test_on_clients:
             self._test = ServerTest(factory.new_model(), clients, threads, self._testing)
@@ -97,85 +97,80 @@ class Trainer:
         rounds: int = self.run.settings.rounds
         return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
-    def train(self, grid: Grid, on_round: OnRound, clock: Callable[[], float] | None) -> RunRecord:
-        """Train on a grid, and return the record; a run that diverged says so.
+    def train(self, grid: Grid, here: bool) -> RunRecord:
+        """Train on a grid, and return the record; if the run ended early, it says why.
 
         Parameters
         ----------
         grid : Grid
-        on_round : callable
-        clock : callable or None
-            Counts the processor's seconds of all that trains. Without it, there are no checkpoints: the
-            clients' memory is elsewhere.
+        here : bool
+            Whether all that trains is in this process. Else there are no checkpoints, as the clients'
+            memory is elsewhere, and no count of the processor's seconds.
 
         Raises
         ------
-        Exception
-            Whatever ended the run early, but divergence. `record` is the run as far as it got.
+        CannotWrite
+            The disk is full, for instance.
         """
-        record, strategy, settings = self.record, self.strategy, self.run.settings
-        folder = self.folder
-        name = record_path(Path(), record.label, record.seed).stem
-        checkpoints = None
-        if folder is not None and settings.checkpoint_every and clock is not None:
-            checkpoints = checkpoints_of(self.run, folder)
-            strategy.checkpoint_dir = checkpoints
-            strategy.checkpoint_every = timedelta(seconds=settings.checkpoint_every)
-        resumed = self._resumed(checkpoints)
-        recorder = Recorder(folder, record)
-        before = sum(record.clock[-1:])
-        began, ticks = time.monotonic(), clock() if clock else 0.0
-        counts = clock if resumed is None else None
-        self._spent = (lambda: counts() - ticks) if counts else None
+        record, strategy, folder = self.record, self.strategy, self.folder
+        checkpoints, resumed = None, None
+        if folder is not None and here and (every := self.run.settings.checkpoint_every):
+            strategy.checkpoint_dir = checkpoints = checkpoints_of(self.run, folder)
+            strategy.checkpoint_every = timedelta(seconds=every)
+            resumed = self._resumed(folder, checkpoints)
+        self.recorder, before = Recorder(folder, record), sum(record.clock[-1:])
+        began, ticks = time.monotonic(), time.process_time()
+        self._began = ticks if here and resumed is None else None
         try:
-            self._train(grid, recorder, on_round, resumed)
+            self._train(grid, resumed)
+            self._test_clients()
+            record.ended = record.ended or not record.error
         except CannotWrite:
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:  # of a checkpoint
                 with writing(Path(error.filename or checkpoints or Path())):
                     raise
-            record.error = f"{type(error).__name__}: {error}"
-            record.rounds = strategy.history
-            if not isinstance(error, RoundFailed) or not diverged(record.error, record.rounds):
-                raise
-            record.diverged = record.ended = True
+            record.error, record.rounds = f"{type(error).__name__}: {error}", strategy.history
+            if isinstance(error, RoundFailed) and diverged(record.error, record.rounds):
+                record.diverged = record.ended = True
+            elif not here:  # on Flower's grid: into its log
+                traceback.print_exc()
         finally:  # also after Ctrl-C: nothing here takes long
             self.heartbeat.at("")
-            record.seconds = before + time.monotonic() - began
-            record.processor_seconds = self._spent() if self._spent else None
+            record.seconds, record.processor_seconds = (
+                before + time.monotonic() - began,
+                self._spent,
+            )
             record.warnings = [*self._warnings]
-            if strategy.history:
-                self._test_clients()
-                if folder is not None:
-                    path = folder / f"{name}.safetensors"
-                    with writing(path):
-                        save_file(strategy.arrays.to_torch_state_dict(), path)
-            recorder.end(record)
+            if strategy.history and folder is not None:
+                path = folder / f"{record_path(folder, *self.run.key).stem}.safetensors"
+                with writing(path):
+                    save_file(strategy.arrays.to_torch_state_dict(), path)
+            self.recorder.end()
             if checkpoints is not None and record.ended:
                 shutil.rmtree(checkpoints, ignore_errors=True)
                 with suppress(OSError):  # another run still has some
                     checkpoints.parent.rmdir()
         return record
 
-    def _train(
-        self, grid: Grid, recorder: Recorder, on_round: OnRound, resumed: Path | None
-    ) -> None:
-        """Train, test and record all rounds; the record says that the run has ended then."""
-        after_round = partial(self._after_round, recorder, on_round)
-        self.factory.train(self.strategy, grid, evaluate_fn=after_round, resume_from=resumed)
-        self.record.ended = True
+    @property
+    def _spent(self) -> float | None:
+        """The processor's seconds so far; None where not all of the run is in this process."""
+        return None if self._began is None else time.process_time() - self._began
 
-    def _resumed(self, checkpoints: Path | None) -> Path | None:
+    def _train(self, grid: Grid, resumed: Path | None) -> None:
+        """Train, test and record all rounds."""
+        self.factory.train(self.strategy, grid, evaluate_fn=self._after_round, resume_from=resumed)
+
+    def _resumed(self, folder: Path, checkpoints: Path) -> Path | None:
         """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.
 
         A checkpoint without the record of its rounds is of no use, and is removed.
         """
-        if self.folder is None or checkpoints is None:
-            return None
         with suppress(CheckpointError):
             checkpoint = latest(checkpoints)
-            (record,) = recorded([self.run], self.folder).values() or [self.record]
+            (record,) = recorded([self.run], folder).values() or [self.record]
             points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
@@ -183,35 +178,35 @@ class Trainer:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None
 
-    def _after_round(
-        self, recorder: Recorder, on_round: OnRound, server_round: int, arrays: ArrayRecord
-    ) -> MetricRecord | None:
+    def _after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test a round's model, and record the round; the second time, the mean of two models."""
         record, history = self.record, self.strategy.history
         record.rounds = history if server_round else []
         again = [point["round"] for point in record.test[-1:]] == [server_round]
-        if self._test is not None and again:
-            averaged = self._test.measured(arrays, server_round, keep=False)
-            record.averaged = averaged["accuracy"]
-            return MetricRecord({**averaged})
         if self._test is not None:
-            figures = self._test.measured(arrays, server_round)
-            point = {"round": server_round, **figures}
-            if (most := self.run.settings.ensemble) and server_round:
-                point |= self._test.together(most)
+            figures = self._test.measured(arrays, server_round, keep=not again)
         elif server_round == 0 or again or not on_clients(history[-1]):
             return None  # no client has tested it
         else:
             metrics = ("loss", "accuracy")
             figures = {name: float(np.mean(on_clients(history[-1], name))) for name in metrics}
-            point = {"round": server_round, **figures}
-        record.test.append(point)
-        if self._spent:
-            record.spent.append(self._spent())
-        recorder.round(record)
-        on_round(record)
+        if again:
+            record.averaged = figures["accuracy"]
+            return MetricRecord({**figures})
+        record.test.append({"round": server_round, **figures})
+        if self._test is not None and self.run.settings.ensemble and server_round:
+            record.test[-1] |= self._test.together(self.run.settings.ensemble)
+        if (spent := self._spent) is not None:
+            record.spent.append(spent)
+        self.recorder.round()
+        self._tell()
         self.heartbeat.at(self._at(server_round + 1))
         return MetricRecord({**figures})
+
+    def _tell(self) -> None:
+        """Tell of the last test."""
+        test = self.record.test[-1]
+        self.progress.round(*self.run.key, test["round"], test["accuracy"])
 
     def _test_clients(self) -> None:
         """Keep each client's accuracy by the last test, or the expected one on data of its labels.
@@ -220,13 +215,13 @@ class Trainer:
         """
         history, record = self.strategy.history, self.record
         if self._test is not None:
-            if self._test.last is None and record.ended:  # it was resumed at its end
-                self._test.measured(self.strategy.arrays, history[-1]["round"])
+            if self._test.last is None:  # it was resumed at its end
+                last_round = history[-1]["round"]
+                self._test.measured(self.strategy.arrays, last_round)
                 if (averaged := self.strategy.averaged_arrays) is not None:
-                    of_round = self._test.measured(averaged, history[-1]["round"], keep=False)
-                    record.averaged = of_round["accuracy"]
-            if self._test.last is not None:
-                record.keep_clients(self._test.expected_accuracies())
+                    of_averaged = self._test.measured(averaged, last_round, keep=False)
+                    record.averaged = of_averaged["accuracy"]
+            record.keep_clients(self._test.expected_accuracies())
         elif tested := [*filter(None, map(on_clients, history))]:  # all may fail to, in a round
             record.keep_clients(np.array(tested[-1]))
 

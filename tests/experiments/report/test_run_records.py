@@ -26,7 +26,7 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
     for t, entry in enumerate(whole.rounds, start=1):
         record.rounds.append(entry)
         record.test.append(whole.test[t])
-        recorder.round(record)
+        recorder.round()
         kept = records.read(path)
         assert (kept.accuracy, len(kept.rounds), kept.ended) == (whole.accuracy[:t], t, False)
     text = path.read_text()
@@ -36,20 +36,20 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
     assert "ends within a line" in cut.stopped
     path.write_text(text)
     record.ended, record.seconds, record.per_client = True, math.inf, {"clients": [math.nan]}
-    recorder.end(record)
+    recorder.end()
     last = json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)["end"]
     assert (last["ended"], last["seconds"], last["per_client"]) == (True, None, {"clients": [None]})
     # a bookkeeping that depends on the keys being numbers would fail here
     assert records.read(path).megabytes == whole.megabytes
     again = Recorder(tmp_path, records.read(path))  # a run that goes on
-    again.end(record)
+    again.end()
     assert records.read(path).rounds == json.loads(json.dumps(whole.rounds))
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (one,) = runs_of(methods="FedAvg")
     record = run("FedAvg", GOOD, 7)
-    Recorder(tmp_path, record).end(record)
+    Recorder(tmp_path, record).end()
     path = records.record_path(tmp_path, "FedAvg", 7)
     assert records.missing([one], tmp_path) == []
     assert not records.read(path).torn
