@@ -61,19 +61,16 @@ class Look:
         """Check what cannot be drawn, before a picture is replaced."""
         if not 4 <= self.font_size <= 40:
             raise ValueError(f"the font size must be from 4 to 40 points, not {self.font_size:g}")
-        if self.size is not None and not all(1.5 <= side <= 40 for side in self.size):
-            width, height = self.size
-            raise ValueError(
-                f"a picture's sides must be from 1.5 to 40 inches, not {width:g}x{height:g}"
-            )
+        if wrong := [f"{side:g}" for side in self.size or () if not 1.5 <= side <= 40]:
+            raise ValueError(f"a picture's sides must be from 1.5 to 40 inches, not {wrong[0]}")
 
 
 def style(look: Look) -> AbstractContextManager[None]:
     """Return the context to make and save pictures in: the style file over matplotlib's defaults."""
-    chosen: Any = {"font.size": look.font_size}
-    if look.size:
-        chosen["figure.figsize"] = look.size
-    return rc_context(chosen, Path(__file__).with_name("mplstyle.yaml"))
+    size: Any = {"figure.figsize": look.size} if look.size else {}
+    return rc_context(
+        {"font.size": look.font_size, **size}, Path(__file__).with_name("mplstyle.yaml")
+    )
 
 
 class Picture(Figure):
@@ -89,8 +86,7 @@ class Picture(Figure):
 
     def rendered(self, kind: str, dpi: float) -> bytes:
         """Return it as ``png`` or ``pdf``, without a date: equal pictures give equal bytes."""
-        out = io.BytesIO()
-        undated = {"png": "Software", "pdf": "CreationDate"}[kind]
+        out, undated = io.BytesIO(), {"png": "Software", "pdf": "CreationDate"}[kind]
         with style(self.look):
             self.savefig(out, format=kind, dpi=dpi, metadata={undated: None})
         return out.getvalue()
@@ -107,7 +103,7 @@ def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
     the other; their markers stand at other places.
     """
     cycle = [*rcParams["axes.prop_cycle"]]
-    colour, dashes = (cycle[index % len(cycle)][name] for name in ("color", "linestyle"))
+    colour, dashes = cycle[index % len(cycle)].values()
     if ordered:  # the map's last colours are too light for a line on white
         colour = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
     return {
@@ -128,9 +124,9 @@ def wrap(text: str, width: float, scale: float = 1.0) -> str:
 
 def head(picture: Picture, title: str, caption: str) -> None:
     """Write title and caption."""
-    look, width = picture.look, picture.get_figwidth()
+    own, width = picture.look.title, picture.get_figwidth()
     place: dict[str, Any] = {"x": PAD / width, "ha": "left", "parse_math": False}
-    text = wrap(title if look.title is None else look.title, width, 1.15)
+    text = wrap(title if own is None else own, width, 1.15)
     picture.suptitle(text, fontsize=rcParams["axes.titlesize"], gid="title", **place)
     picture.supxlabel(wrap(caption, width), fontsize="medium", gid="caption", **place)
 
@@ -162,9 +158,9 @@ def lay_out(picture: Picture) -> None:
             for axes in picture.axes:
                 for axis, length in ((axes.xaxis, axes.bbox.width), (axes.yaxis, axes.bbox.height)):
                     before = axis.label.get_text()
-                    whole = before.replace("\n", " ")
-                    axis.label.set_text(wrap(whole, length / picture.dpi))
-                    wrapped |= axis.label.get_text() != before
+                    text = wrap(before.replace("\n", " "), length / picture.dpi)
+                    axis.label.set_text(text)
+                    wrapped |= text != before
             if not wrapped:
                 break
 
@@ -175,16 +171,16 @@ def check_room(picture: Picture) -> None:
     beside = [text for text in picture.findobj(Text) if text.get_gid() in ("title", "caption")]
     shown = [*parts, *(text for text in beside if text.get_text())]
     boxes = [box for part in shown if (box := part.get_tightbbox()) is not None]
-    inside = picture.bbox.padded(1)
+    inside, font = picture.bbox.padded(1), picture.look.font_size
     cut_off = any(not (inside.contains(*box.min) and inside.contains(*box.max)) for box in boxes)
     apart = [boxes, *(_numbers(axis) for axes in parts for axis in (axes.xaxis, axes.yaxis))]
     met = any(a.fully_overlaps(b) for group in apart for a, b in combinations(group, 2))
-    least = 5 * rcParams["font.size"] / 72 * picture.dpi
-    if cut_off or met or max(axes.bbox.height for axes in parts) < least:
+    flat = max(axes.bbox.height for axes in parts) < 5 * font / 72 * picture.dpi
+    if cut_off or met or flat:
         width, height = picture.look.size or picture.get_size_inches()
         picture.flaws.append(
-            f"{width:.3g}x{height:.3g} inches have no room for its texts at "
-            f"{picture.look.font_size:g} points: give a larger size, a smaller font size, or fewer methods"
+            f"{width:.3g}x{height:.3g} inches have no room for its texts at {font:g} points: give a larger "
+            "size, a smaller font size, or fewer methods"
         )
 
 

@@ -82,16 +82,14 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
 
     numbers = of_runs(runs)
     groups = numbers.groupby(level="label", sort=False)
-    means, sums = groups.mean(), groups[[*COUNTED]].sum().astype(int)
+    means, sums = groups[[*SPREAD, *MEANS, *SOME]].mean(), groups[[*COUNTED]].sum().astype(int)
     deviations = groups[[*SPREAD]].std().add_suffix("_std")
-    parts = [groups.size().rename("n"), sums, means[[*SPREAD, *MEANS, *SOME]], deviations]
-    table = pd.concat(parts, axis=1)
-    by_seed = {name: numbers[name].unstack() for name in ("last5", "final")}
-    for name, values in by_seed.items():
-        table[f"{name}_interval"] = statistics.half_interval(values)
+    table = pd.concat([groups.size().rename("n"), sums, means, deviations], axis=1)
+    for name in OF_ALL:
+        table[f"{name}_interval"] = statistics.half_interval(numbers[name].unstack())
     if baseline:
-        compared = statistics.differences(by_seed["last5"], baseline, references(runs))
-        table = table.join(compared)
+        by_seed = numbers["last5"].unstack()
+        table = table.join(statistics.differences(by_seed, baseline, references(runs)))
     table = table.rename_axis("method").reset_index().astype(object)
     return [
         {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
@@ -116,40 +114,37 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     index = pd.MultiIndex.from_tuples([(r.label, r.seed) for r in runs], names=("label", "seed"))
     names = dict.fromkeys([*COUNTED, *SPREAD, *MEANS, *SOME, *METRICS])
     table = pd.DataFrame([_counted(run) for run in runs], index, [*names], dtype=float)
-    of_first = index.get_level_values("label") == first  # perhaps none
-    base = table[of_first].droplevel("label")
-    for name in (name for name, metric in METRICS.items() if first and metric.beside):
-        table[name] = table[name].sub(base[name], level="seed")
+    if first:
+        of_first = table[index.get_level_values("label") == first].droplevel(
+            "label"
+        )  # perhaps none
+        for name in (name for name, metric in METRICS.items() if metric.beside):
+            table[name] = table[name].sub(of_first[name], level="seed")
     return table
 
 
 def _counted(run: RunRecord) -> dict[str, Any]:
     """Return what a run adds to means."""
     of_run = figures(run)
-    row: dict[str, float | None] = {status: run.status == status for status in ENDS}
-    row["failures"] = run.rejected
+    row: dict[str, Any] = {
+        **{status: run.status == status for status in ENDS},
+        "failures": run.rejected,
+    }
     if run.ended:
-        row |= {
-            "reached": of_run["rounds-to"] is not None,
-            "rounds_to_target": of_run["rounds-to"],
-            "mb_to_target": of_run["megabytes-to"],
-        }
+        reached = of_run["rounds-to"]
+        row |= {"reached": reached is not None, "rounds_to_target": reached}
+        row["mb_to_target"] = of_run["megabytes-to"]
     if run.rounds:
         row |= {f"mb_{way}_turn": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
-        if "clipped" in run.rounds[-1]:
-            row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
+        if "clipped" in (last_round := run.rounds[-1]):
+            row |= {name: last_round.get(name) for name in ("epsilon", "delta")}
             row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
     if run.whole:
-        row |= of_run
-        row |= {
-            "averaged": run.averaged,
-            "collapsed": collapsed(run) or exploded(run),
-            "worst_client": of_run["worst"],
-            "spread": run.per_client.get("std"),
-            "mb": run.megabytes[-1] if run.rounds else None,
-            "seconds": run.seconds,
-            "processor_seconds": run.processor_seconds,
+        row |= of_run | {
+            name: getattr(run, name) for name in ("averaged", "seconds", "processor_seconds")
         }
+        row |= {"worst_client": of_run["worst"], "spread": run.per_client.get("std")}
+        row |= {"collapsed": collapsed(run) or exploded(run), "mb": _at(run.megabytes)}
     if run.diverged:
         row |= {name: of_run[name] for name in OF_ALL}
     return row
@@ -224,10 +219,8 @@ def deployed_rounds(run: RunRecord) -> list[float]:
 
 def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return label -> its runs, in order."""
-    return {
-        label: [r for r in runs if r.label == label]
-        for label in dict.fromkeys(r.label for r in runs)
-    }
+    labels = dict.fromkeys(run.label for run in runs)
+    return {label: [run for run in runs if run.label == label] for label in labels}
 
 
 def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float]:
@@ -327,11 +320,8 @@ def identical(runs: Sequence[RunRecord]) -> list[str]:
     for label, of_label in by_label(runs).items():
         whole = {run.seed: run.test for run in of_label if run.whole}
         same.setdefault(str(sorted(whole.items())) if whole else label, []).append(label)
-    return [
-        f"{' and '.join(labels)} are the same in every round of every seed"
-        for labels in same.values()
-        if len(labels) > 1
-    ]
+    equal = (" and ".join(labels) for labels in same.values() if len(labels) > 1)
+    return [f"{labels} are the same in every round of every seed" for labels in equal]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -58,13 +58,11 @@ def draw(settings: Settings, folder: Path, look: Look | None = None, exported: b
 def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -> list[Path]:
     """Write which examples each client holds, and a data card; return the files."""
     if settings.partition == "long-tail-rounds":
-        raise ValueError(
-            "--export: with partition=long-tail-rounds, clients hold others in each round"
-        )
+        raise ValueError("--export: in each round, clients of long-tail-rounds hold other examples")
     folder.mkdir(exist_ok=True)
     held = enumerate(clients.parts)
     lines = [json.dumps({"client": client, "train": rows.tolist()}) for client, rows in held]
-    changed = {name: value for name, value in settings.changed.items() if name not in PLACES}
+    changed = (f"{name}={v}" for name, v in settings.changed.items() if name not in PLACES)
     card = CARD.format(
         title=title,
         name=json.dumps(title),
@@ -73,7 +71,7 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
         clients=len(clients.parts),
         examples=sum(map(len, clients.parts)),
         version=__version__,
-        words=shlex.join(f"{name}={value}" for name, value in changed.items()),
+        words=shlex.join(changed),
     )
     (folder / "clients.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -83,23 +81,21 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
 def _pictures(
     settings: Settings, clients: ClientData, title: str, look: Look
 ) -> Iterator[tuple[str, Picture]]:
-    data = clients.data
+    data, rounds = clients.data, range(min(settings.rounds, ROUNDS) + 1)
     by_round = settings.partition == "long-tail-rounds"
-    first = " in round 1" if by_round else ""
-    yield "partition", label_counts(clients.label_counts, look, title + first)
+    yield "partition", label_counts(clients.label_counts, look, title + " in round 1" * by_round)
     if data.groups is not None and settings.partition in (*BY_GROUP, "label-swaps-rounds"):
         groups = data.groups.max() + 1
         counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
         yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")
-    rounds = range(min(settings.rounds, ROUNDS) + 1)
     if by_round:
         drawn = [data.train_y[clients.rows(0, t)] for t in rounds[1:]]
         counts = [np.bincount(y, minlength=data.num_classes) for y in drawn]
         words = {"column": "round", "who": f"In rounds 1 to {rounds[-1]}, client 0 has"}
         yield "partition-rounds", label_counts(np.stack(counts), look, title, first=1, **words)
     if settings.partition == "label-swaps-rounds":
-        swaps = data.num_classes, settings.seed, settings.swap_probability
-        table = np.stack([shifts.swapped(swaps[0], t, *swaps[1:]) for t in rounds])
+        how = settings.seed, settings.swap_probability
+        table = np.stack([shifts.swapped(data.num_classes, t, *how) for t in rounds])
         yield "partition-rounds", label_swaps(table, look, title)
 
 

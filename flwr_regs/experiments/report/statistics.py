@@ -52,18 +52,11 @@ def differences(
         p = pd.Series(2 * stats.t.sf((mean / gaps.sem(axis=1)).abs(), pairs - 1), gaps.index)
     silent = (pairs < FEWEST) | (gaps.std(axis=1) < ROUNDING)
     p[silent | p.index.isin([*untested])] = np.nan
-    adjusted = holm(p)
-    each = zip(gaps.std(axis=1), pairs, strict=True)
-    return pd.DataFrame(
-        {
-            "difference": mean,
-            "difference_interval": half_interval(gaps),
-            "p": p,
-            "p_holm": adjusted,
-            "decided": adjusted < LEVEL,
-            "detectable": [detectable(deviation, n) for deviation, n in each],
-        }
-    )
+    table = pd.DataFrame({"difference": mean, "difference_interval": half_interval(gaps), "p": p})
+    table["p_holm"] = holm(p)
+    table["decided"] = table["p_holm"] < LEVEL
+    table["detectable"] = [*map(detectable, gaps.std(axis=1), pairs)]
+    return table
 
 
 def holm(p: pd.Series) -> pd.Series:

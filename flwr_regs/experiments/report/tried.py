@@ -52,8 +52,9 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
     for run in tried:
         row = {"label": run.row, "point": shown(run.point), "rounds": run.job["rounds"]}
         row["accuracy"] = 100 * last(run) if run.whole else np.nan
-        tuned = run.point.items()
-        rows.append(row | {k: v if type(v) in (int, float) else str(v) for k, v in tuned})
+        rows.append(
+            row | {k: v if type(v) in (int, float) else str(v) for k, v in run.point.items()}
+        )
     trials = pd.DataFrame(rows)
     equal = trials.groupby(["label", "point", "rounds"], sort=False)
     accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False))
@@ -73,10 +74,9 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
 
     from flwr_regs.experiments.report import plots
 
-    of_points, title = table(tried), Results(tried).title
-    of_points = of_points.sort_values("label", key=lambda of: of.map(order.index), kind="stable")
+    title, best, seeds = Results(tried).title, [], {}
+    of_points = table(tried).sort_values("label", key=lambda of: of.map(order.index), kind="stable")
     drawn = {"tuning": plots.over_points(of_points, title=title, look=look)}
-    best, seeds = [], {}
     ended = of_points.drop_duplicates(["label", "point"]).dropna(subset="accuracy")
     for label, rows in ended.groupby("label", sort=False):
         for place, row in enumerate(rows.head(2).to_dict("records")):

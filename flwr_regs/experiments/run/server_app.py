@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -14,6 +15,7 @@ from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.engine import execute
 from flwr_regs.experiments.run.progress import Lines
 from flwr_regs.experiments.settings import Settings
@@ -28,8 +30,7 @@ def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
     given = Settings.of(context.run_config).changed  # it lists the defaults too
     experiment = Experiment.of_methods(given).checked(data=False)
-    (panel,) = experiment.panels
-    runs = experiment.tests(panel)
+    runs = experiment.tests(experiment.panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
     compare(runs, grid, results_folder(runs[0].settings.out))
 
@@ -55,11 +56,11 @@ def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
     progress = Lines(runs)
     for note in notes:
         progress.say(f"NOTE: {note}")
-    records = execute(
-        *(runs, folder, progress),
-        tables=lambda so_far: Results(so_far, notes).save_tables(folder),
-        grid=grid,
-    )
+
+    def tables(so_far: Sequence[RunRecord]) -> None:
+        Results(so_far, notes).save_tables(folder)
+
+    records = execute(runs, folder, progress, tables=tables, grid=grid)
     results = Results(records, notes)
     results.save(folder)
     progress.say(f"{results.text()}results: {folder}")
@@ -82,10 +83,8 @@ def results_folder(out: str) -> Path:
     if out:
         check_writable(Path(out))
         return Path(out)
-    try:
+    with suppress(FileNotFoundError):  # that first folder is gone
         here = Path.cwd()
         if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):
             return new_folder(here / "results")
-    except FileNotFoundError:  # that first folder is gone
-        pass
     return new_folder(Path.home() / "flwr-regs-results")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -73,18 +74,18 @@ class _Method:
 
     def rank(self, rung: int, records: Mapping[tuple[str, int], RunRecord]) -> None:
         """Put the best point of a rung first."""
-        self.records |= {run.key: records[run.key] for run in self.runs(rung)}
+        trained = {run.key: records[run.key] for run in self.runs(rung)}
+        self.records |= trained
 
         def score(point: Point) -> tuple[bool, float]:
             trials = [records[run.key] for run in self._of(point, rung)]
-            if all(trial.whole for trial in trials):
-                return True, float(np.mean([last(trial) for trial in trials]))
-            return False, float(np.mean([len(trial.trained) for trial in trials]))
+            whole = all(trial.whole for trial in trials)
+            return whole, float(np.mean([last(t) if whole else len(t.trained) for t in trials]))
 
         self.left.sort(key=score, reverse=True)
-        tried = [records[run.key] for run in self.runs(rung)]
-        if all(trial.error and not trial.diverged for trial in tried):
-            raise RuntimeError(f"{self.label}: every one of its trials failed: {tried[0].error}")
+        if all(trial.status == "failed" for trial in trained.values()):
+            first = records[self._of(self.left[0], rung)[0].key]
+            raise RuntimeError(f"{self.label}: every one of its trials failed: {first.error}")
 
     def widen(self) -> None:
         """Try points beyond the edges of ranges at which the best point lies; none that is not legal."""
@@ -92,28 +93,26 @@ class _Method:
             return
         at = edges(self.left[0], self.tried)
         spaces = self.experiment.spaces_of(self.row)
-        further = {s.key: s.beyond(at[s.key]) for s in spaces if s.key in at and not s.choices}
-        for key in [*further]:
-            for end in (further[key].at(0.5), further[key].at(1 - 1e-9)):
-                try:
-                    self._of({**self.left[0], key: end}, 0)[0].strategy()
-                except ValueError:
-                    further.pop(key, None)
+        further = {}
+        for space in (s.beyond(at[s.key]) for s in spaces if s.key in at and not s.choices):
+            with suppress(ValueError):
+                for end in (space.at(0.5), space.at(1 - 1e-9)):
+                    self._of({**self.left[0], space.key: end}, 0)[0].strategy()
+                further[space.key] = space
         if further:
-            self.widened = [*further]
-            whole = [further.get(space.key, space) for space in spaces]
+            self.widened, whole = [*further], [further.get(space.key, space) for space in spaces]
             more = points(whole, ceil(len(self.tried) / MORE))
             self.tried += more
             self.left += more
 
     def outcome(self) -> dict[str, Any]:
         """Return what :func:`tuned` says of a method."""
-        seconds = [record.processor_seconds or 0.0 for record in self.records.values()]
+        records = self.records.values()
         return {
             "point": self.left[0],
             "trials": len(self.tried),
-            "rounds": sum(len(record.rounds) for record in self.records.values()),
-            "processor-seconds": round(sum(seconds), 1),
+            "rounds": sum(len(record.rounds) for record in records),
+            "processor-seconds": round(sum(of.processor_seconds or 0.0 for of in records), 1),
             "widened": self.widened,
             "edge": [*edges(self.left[0], self.tried)],
         }
@@ -123,7 +122,7 @@ def notes(
     chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
-    said, tried = [], dict[str, Any]()
+    said, tried = [], set[Any]()
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']} on held-out data"
@@ -132,7 +131,7 @@ def notes(
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point and not outcome.get("widened"):  # which adds to the budget, as for every method
-            tried[label] = outcome["trials"]
-    if len({*tried.values()}) > 1:
+            tried.add(outcome["trials"])
+    if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said
