@@ -68,9 +68,8 @@ class Look:
 def style(look: Look) -> AbstractContextManager[None]:
     """Return the context to make and save pictures in: the style file over matplotlib's defaults."""
     size: Any = {"figure.figsize": look.size} if look.size else {}
-    return rc_context(
-        {"font.size": look.font_size, **size}, Path(__file__).with_name("mplstyle.yaml")
-    )
+    file = Path(__file__).with_name("mplstyle.yaml")
+    return rc_context({"font.size": look.font_size, **size}, file)
 
 
 class Picture(Figure):

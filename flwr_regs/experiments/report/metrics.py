@@ -115,21 +115,18 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     names = dict.fromkeys([*COUNTED, *SPREAD, *MEANS, *SOME, *METRICS])
     table = pd.DataFrame([_counted(run) for run in runs], index, [*names], dtype=float)
     if first:
-        of_first = table[index.get_level_values("label") == first].droplevel(
-            "label"
-        )  # perhaps none
+        of_first = index.get_level_values("label") == first  # perhaps none
+        base = table[of_first].droplevel("label")
         for name in (name for name, metric in METRICS.items() if metric.beside):
-            table[name] = table[name].sub(of_first[name], level="seed")
+            table[name] = table[name].sub(base[name], level="seed")
     return table
 
 
 def _counted(run: RunRecord) -> dict[str, Any]:
     """Return what a run adds to means."""
     of_run = figures(run)
-    row: dict[str, Any] = {
-        **{status: run.status == status for status in ENDS},
-        "failures": run.rejected,
-    }
+    row: dict[str, Any] = {status: run.status == status for status in ENDS}
+    row["failures"] = run.rejected
     if run.ended:
         reached = of_run["rounds-to"]
         row |= {"reached": reached is not None, "rounds_to_target": reached}
@@ -140,9 +137,8 @@ def _counted(run: RunRecord) -> dict[str, Any]:
             row |= {name: last_round.get(name) for name in ("epsilon", "delta")}
             row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
     if run.whole:
-        row |= of_run | {
-            name: getattr(run, name) for name in ("averaged", "seconds", "processor_seconds")
-        }
+        same = ("averaged", "seconds", "processor_seconds")
+        row |= of_run | {name: getattr(run, name) for name in same}
         row |= {"worst_client": of_run["worst"], "spread": run.per_client.get("std")}
         row |= {"collapsed": collapsed(run) or exploded(run), "mb": _at(run.megabytes)}
     if run.diverged:
@@ -290,27 +286,22 @@ def _flaws(run: RunRecord) -> dict[str, str]:
     """Return what is wrong with a run: a key of `FLAWS` -> what is said of the first such seed."""
     if run.status in ENDS:
         return {run.status: f"seed {run.seed}: {run.stopped}"}
-    flaws: dict[str, str] = {}
+    flaws, seed = dict[str, str](), f"seed {run.seed}"
     if not run.whole:
         return flaws
     best = max(run.trained, key=lambda test: float(test["accuracy"]))
+    most = f"{best['accuracy']:.1%}"
     if len(run.accuracy) >= MANY and 0 < run.untrained > best["accuracy"] - LITTLE:
-        flaws["idle"] = (
-            f"seed {run.seed} begins at {run.untrained:.1%}, its best is {best['accuracy']:.1%}: try "
-            "another lr, or more rounds"
-        )
+        begins = f"{seed} begins at {run.untrained:.1%}, its best is {most}"
+        flaws["idle"] = f"{begins}: try another lr, or more rounds"
     if exploded(run):
         first, ends = (run.test[at]["loss"] for at in (0, -1))
         ends = "no number" if ends is None else f"{ends:.3g}"
-        flaws["exploded"] = (
-            f"the test loss of seed {run.seed} ends at {ends}, and was {first:.3g} before training: try "
-            "a smaller lr"
-        )
+        loss = f"the test loss of {seed} ends at {ends}, and was {first:.3g} before training"
+        flaws["exploded"] = f"{loss}: try a smaller lr"
     if collapsed(run):
-        flaws["collapsed"] = (
-            f"seed {run.seed} ends at {run.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round "
-            f"{best['round']}"
-        )
+        ends = f"{seed} ends at {run.accuracy[-1]:.1%}"
+        flaws["collapsed"] = f"{ends}, its best was {most} in round {best['round']}"
     return flaws
 
 

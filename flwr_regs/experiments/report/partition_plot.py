@@ -49,10 +49,9 @@ def draw(settings: Settings, folder: Path, look: Look | None = None, exported: b
     if exported:
         written += _export(settings, clients, title, folder / f"partition-{clients.hash}")
     counts = clients.label_counts
-    sizes, kinds = counts.sum(1), (counts > 0).sum(1)
-    said = f"examples a client: {sizes.min()} to {sizes.max()}; labels a client: {kinds.min()} to "
-    lines = [title, f"{said}{kinds.max()}", f"partition hash: {clients.hash}", *map(str, written)]
-    return "\n".join(lines)
+    each = {"examples": counts.sum(1), "labels": (counts > 0).sum(1)}
+    said = "; ".join(f"{what} a client: {of.min()} to {of.max()}" for what, of in each.items())
+    return "\n".join([title, said, f"partition hash: {clients.hash}", *map(str, written)])
 
 
 def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -> list[Path]:
@@ -60,8 +59,7 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
     if settings.partition == "long-tail-rounds":
         raise ValueError("--export: in each round, clients of long-tail-rounds hold other examples")
     folder.mkdir(exist_ok=True)
-    held = enumerate(clients.parts)
-    lines = [json.dumps({"client": client, "train": rows.tolist()}) for client, rows in held]
+    held = [{"client": client, "train": rows.tolist()} for client, rows in enumerate(clients.parts)]
     changed = (f"{name}={v}" for name, v in settings.changed.items() if name not in PLACES)
     card = CARD.format(
         title=title,
@@ -73,9 +71,10 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
         version=__version__,
         words=shlex.join(changed),
     )
-    (folder / "clients.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    return [folder / "clients.jsonl", folder / "README.md"]
+    texts = {"clients.jsonl": "".join(json.dumps(of) + "\n" for of in held), "README.md": card}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
 
 
 def _pictures(
@@ -89,7 +88,7 @@ def _pictures(
         counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
         yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")
     if by_round:
-        drawn = [data.train_y[clients.rows(0, t)] for t in rounds[1:]]
+        drawn = (data.train_y[clients.rows(0, t)] for t in rounds[1:])
         counts = [np.bincount(y, minlength=data.num_classes) for y in drawn]
         words = {"column": "round", "who": f"In rounds 1 to {rounds[-1]}, client 0 has"}
         yield "partition-rounds", label_counts(np.stack(counts), look, title, first=1, **words)
@@ -131,7 +130,8 @@ def label_counts(
         above, axes = picture.subplots(2, sharex=True, height_ratios=[0.5, tall])
         # Empty cells stay white, and the scale starts below 0, so that a single example shows.
         shades: dict[str, Any] = {"cmap": "Blues", "vmin": -0.15 * most, "vmax": most}
-        image = _cells(axes, look, np.ma.masked_equal(counts.T, 0), **shades)
+        cells = np.ma.masked_equal(counts, 0)
+        image = _cells(axes, look, cells.T, **shades)
         axes.set(xlabel=column, ylabel=row)
         axes.xaxis.set_major_formatter(lambda at, _: f"{at + first:g}")
         bar = picture.colorbar(image, ax=axes, label="examples", aspect=25, pad=0.01)
@@ -150,10 +150,8 @@ def label_counts(
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, tall)
         digit = 0.53 * look.font_size / 72  # a small digit's width
-        room = (axes.bbox.width / picture.dpi / many - 0.02) / digit
-        if len(f"{most:,}") < room:
-            colours = np.where(counts > 0.6 * most, "white", "black")
-            _write(axes, counts, np.where(counts == 0, "none", colours))
+        if len(f"{most:,}") < (axes.bbox.width / picture.dpi / many - 0.02) / digit:
+            _write(axes, cells, np.where(counts > 0.6 * most, "white", "black"))
     return picture
 
 
@@ -196,9 +194,7 @@ def _cells(axes: Axes, look: Look, cells: Any, **shades: Any) -> Any:
 
 def _write(axes: Axes, table: np.ndarray, colours: np.ndarray) -> None:
     """Write the numbers of a table into its cells, if they are not too many for that."""
-    if table.size > MOST:
-        return
-    how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count"}
-    for (x, y), number in np.ndenumerate(table):
-        if colours[x, y] != "none":  # of an empty cell, which is white
+    if table.size <= MOST:
+        how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count"}
+        for (x, y), number in np.ma.ndenumerate(table):  # type: ignore[no-untyped-call]
             axes.text(x, y, f"{number:,}", color=str(colours[x, y]), fontsize="small", **how)

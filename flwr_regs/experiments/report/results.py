@@ -126,8 +126,8 @@ class Results:
     @property
     def _left(self) -> str:
         """What is left of the data set, in brackets, where that is not all."""
-        parts = [run.left for run in self.runs if run.left]
-        return f" ({_either(parts)})" if parts else ""
+        parts = _either(run.left for run in self.runs if run.left)
+        return f" ({parts})" * bool(parts)
 
     def _of(self, setting: str) -> str:
         """Return a setting's value, or its values where the runs differ."""
@@ -221,8 +221,7 @@ class Results:
         if x == "differences":
             if not (rows := self.compared()):
                 raise ValueError(
-                    "differences need a baseline, two seeds of it and of a method, and that all runs have "
-                    "ended"
+                    "differences need a baseline, two seeds of it and of a method, when all runs have ended"
                 )
             said["seeds"] = {row["method"]: row["n"] for row in rows}
             return plots.differences({"": rows}, self.baseline, last=self._last, **said)
@@ -282,9 +281,8 @@ class Results:
         if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
         each = known.groupby(["method", "seed"], sort=False)["accuracy"]
-        points = each.apply(
-            lambda of: of.quantile(np.linspace(0, 1, min(len(of), POINTS)))
-        )  # of few, each
+        # of few clients, each one
+        points = each.apply(lambda of: of.quantile(np.linspace(0, 1, min(len(of), POINTS))))
         points = (100 * points).rename_axis(["label", "seed", "round"]).reset_index()
         return points.assign(clients=100 * points["round"], part="whole")
 
@@ -303,11 +301,8 @@ class Results:
             tables.append(points.assign(part=part))
             if run.diverged:  # as the table's means take it
                 rounds = pd.RangeIndex(run.job["rounds"] + 1, name="round")
-                rest = (
-                    points.set_index("round")
-                    .reindex(rounds)
-                    .fillna({"accuracy": 100 * run.untrained})
-                )
+                rest = points.set_index("round").reindex(rounds)
+                rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
                 tables.append(rest.ffill().reset_index().assign(part="filled"))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
@@ -366,8 +361,7 @@ class Results:
         return tested and not self.runs[0].job["personalise"]
 
     def _legend(self) -> list[str]:
-        job, several = self.runs[0].job, len(self.seeds) > 1
-        counts = Counter(run.label for run in self.runs).values()
+        job, counts = self.runs[0].job, Counter(run.label for run in self.runs).values()
         n, least = max(counts), min(counts)
         data = "the server's test set"
         if job["held-out-clients"]:
@@ -387,8 +381,7 @@ class Results:
         spread = "mean ± 95 % interval, " * (n > 1)
         spread += f"n = {n} (seed{'s' * (n > 1)} {', '.join(map(str, self.seeds))})"
         spread += "; two seeds say little" * (n == 2)
-        if least < n:
-            spread += f"; not all runs are there: rows have {least} to {n} seeds"
+        spread += f"; not all runs are there: rows have {least} to {n} seeds" * (least < n)
         clock = "; s: by the clock, as a run was resumed or in Ray" * self._by_clock
         by_examples = self._labels(lambda run: run.weighting == "num-examples")
         equal, weights = self._labels(lambda run: run.weighting == "uniform"), ""
@@ -399,7 +392,7 @@ class Results:
             )
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
-        mean_of = ", the mean of the seeds that reach it" * several
+        mean_of = ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
         return [
             f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
             f"{self._last}: {mean}; to {self._goal}: rounds to it{mean_of}; {worst}; MB: "

@@ -103,9 +103,8 @@ class ClientFactory:
             if settings.dataset.endswith("-domains"):
                 x = shifts.in_domain(x, pid % len(shifts.DOMAINS), settings.seed + len(y))
             if settings.partition == "noise":
-                x = shifts.noisy(
-                    x, pid, clients.num_clients, settings.noise_level, settings.seed, part
-                )
+                level, seed = settings.noise_level, settings.seed
+                x = shifts.noisy(x, pid, clients.num_clients, level, seed, part)
             return torch.from_numpy(x), torch.from_numpy(clients.labels(y, server_round))
 
         examples = tensors(data.train_x[trained], data.train_y[trained], 0)
@@ -121,15 +120,10 @@ class ClientFactory:
 
     def train(self, strategy: RegStrategy, grid: Grid, **how: Any) -> None:
         """Train the clients on a grid from the initial model, as the settings say; `how` is the rest."""
-        settings = self.run.settings
-        strategy.start(
-            grid=grid,
-            initial_arrays=ArrayRecord(self.new_model().state_dict()),
-            num_rounds=settings.rounds,
-            train_config=ConfigRecord(settings.train_config),
-            evaluate_config=ConfigRecord(settings.evaluate_config),
-            **how,
-        )
+        settings, arrays = self.run.settings, ArrayRecord(self.new_model().state_dict())
+        how["train_config"] = ConfigRecord(settings.train_config)
+        how["evaluate_config"] = ConfigRecord(settings.evaluate_config)
+        strategy.start(grid=grid, initial_arrays=arrays, num_rounds=settings.rounds, **how)
 
     def new_model(self) -> nn.Module:
         """Return a new model; the server's weights replace its own.
@@ -138,10 +132,9 @@ class ClientFactory:
         user's own may not be one that can be copied.
         """
         settings = self.run.settings
-        if ":" in settings.model:
-            return models.build(*settings.model_arguments)
-        self._drawn = self._drawn or models.build(*settings.model_arguments)
-        return deepcopy(self._drawn)
+        if self._drawn is None or ":" in settings.model:
+            self._drawn = models.build(*settings.model_arguments)
+        return self._drawn if ":" in settings.model else deepcopy(self._drawn)
 
 
 def client_of(runs: tuple[Run, ...], context: MessageContext) -> NumPyClient:

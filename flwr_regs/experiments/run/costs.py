@@ -234,12 +234,9 @@ def estimate(
         more = (METHODS[of.target].gradients for of in of_row[0].calls if of.target in METHODS)
         beside = "".join(f"; and, not counted, {what}" for what in more if what)
         yield f"{label[:50]:<50}  {each}{beside}"
-    in_all = counted(len(runs), "run")
     about = duration(sum(seconds.values()) / _at_a_time(runs, workers))
-    where = (
-        f"{panel}: {where}; {counted(len(rows), 'row')}, {in_all}" if panel else f"in all {in_all}"
-    )
-    yield f"{where}, about {about} with {workers} at a time"
+    where = f"{panel}: {where}; {counted(len(rows), 'row')}," if panel else "in all"
+    yield f"{where} {counted(len(runs), 'run')}, about {about} with {workers} at a time"
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

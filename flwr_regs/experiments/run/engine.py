@@ -33,7 +33,7 @@ from flwr_regs.experiments.run.clients import ClientFactory, client_of
 from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
-from flwr_regs.experiments.run.progress import Heartbeat, Progress
+from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
 
@@ -95,15 +95,13 @@ def execute(
         if grid is None:
             announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
         if runner == "ray":
-            progress.say(
-                "Ray starts, once for each seed; that may take a minute, which is not counted"
-            )
+            progress.say("Ray starts for each seed; that may take a minute, which is not counted")
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:
             raise missing_extra("ray", "Flower's simulation", "ray")
         seeds = dict.fromkeys(run.seed for run in lacking)
-        of_seeds = [[run for run in lacking if run.seed == seed] for seed in seeds]
+        of_seeds = ([run for run in lacking if run.seed == seed] for seed in seeds)
         jobs = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
         trained = _in_processes(jobs, folder, progress, 1)
     elif workers > 1:
@@ -129,15 +127,15 @@ def train(
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
     nodes = 0 if grid is None else len([*grid.get_node_ids()])
-    heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
-    with quiet() as warned, threads(1) as allowed, heartbeat:
+    with quiet() as warned, threads(1) as allowed:
         warm_up()
         factory = ClientFactory(run, client_data_of(run.settings, nodes))
         kind = References if run.calls[0].target in REFERENCES else Trainer
-        how = progress, heartbeat, max(allowed // workers, 1), warned
-        trainer, here = kind(run, folder, factory, *how), grid is None or kind is References
+        trainer = kind(factory, folder, progress, max(allowed // workers, 1))
+        here = grid is None or kind is References
         grid = _grid(factory, runner == "stacked") if grid is None else grid
-        record = trainer.train(grid, here)
+        with trainer.heartbeat:
+            record = trainer.train(grid, here, warned)
         if record.ended and getattr(grid, "fallbacks", None) == {}:
             _CHECKED.add(_kind(run))
         return record
@@ -180,9 +178,7 @@ def _in_processes(
                 yield from future.result()
     except BrokenProcessPool as error:
         again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
-        raise RuntimeError(
-            f"a worker process was killed, perhaps for want of memory{again}"
-        ) from error
+        raise RuntimeError(f"a worker was killed, perhaps for want of memory{again}") from error
     except BaseException:
         for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
             if process.pid is not None:

@@ -98,8 +98,9 @@ class Lines(Progress):
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Print some of the rounds."""
         server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
-        tenth = server_round and not server_round % max(rounds // LINES, 1)
-        told = tenth or server_round == 1
+        told = server_round == 1 or (
+            server_round > 0 and not server_round % max(rounds // LINES, 1)
+        )
         told &= time.monotonic() - self._spoke > self._apart
         if accuracy is not None and (told or server_round == rounds):
             at = f"round {server_round:>4}/{rounds}"
@@ -126,10 +127,9 @@ class Bars(Progress):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        fields = (TextColumn(f"{{task.fields[{name}]}}") for name in ("accuracy", "left"))
         short = TextColumn("{task.description}", markup=False)
-        columns: list[Any] = [short, BarColumn(None), MofNCompleteColumn()]
-        columns += [TextColumn("{task.fields[accuracy]}"), TextColumn("{task.fields[left]}")]
-        self.bars = RichProgress(*columns, expand=True)
+        self.bars = RichProgress(short, BarColumn(None), MofNCompleteColumn(), *fields, expand=True)
         self.tasks = {}
         for label in dict.fromkeys(label for label, _ in self.rounds):
             name = label if len(label) <= 30 else label[:29] + "…"
@@ -147,10 +147,8 @@ class Bars(Progress):
         """Move a label's bar."""
         done = sum(rounds for (of, _), rounds in self.seen.items() if of == label)
         shown: dict[str, Any] = {} if accuracy is None else {"accuracy": f"{accuracy:7.2%}"}
-        task = self.tasks[label]
-        self.bars.update(task, completed=done, **shown)
-        finished = self.bars.tasks[task].finished
-        self.bars.update(task, left="" if finished else self.left())
+        left = self.left() if done < (self.bars.tasks[self.tasks[label]].total or 0) else ""
+        self.bars.update(self.tasks[label], completed=done, left=left, **shown)
 
     def within(self, label: str, seed: int, text: str) -> None:
         """Show at a label's bar what a run is at."""
@@ -200,15 +198,12 @@ class Heartbeat:
             spent = time.monotonic() - self.began
             if not self.what or spent < self.next:
                 continue
-            self.next = 2 * spent
-            text = self.what
+            self.next, done = 2 * spent, f"{duration(spent)} so far"
             if self.total:
-                text += f", {min(self.done, self.total):,} of {self.total:,}"
-            else:
-                text += f", {duration(spent)} so far"
+                done = f"{min(self.done, self.total):,} of {self.total:,}"
             if 0 < self.done < self.total:
-                text += f", {duration(spent / self.done * (self.total - self.done))} left"
-            self._tell(text)
+                done += f", {duration(spent / self.done * (self.total - self.done))} left"
+            self._tell(f"{self.what}, {done}")
 
 
 def progress(runs: Sequence[Run]) -> Progress:

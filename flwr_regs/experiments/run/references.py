@@ -8,15 +8,16 @@ They begin with the methods' initial model, and are tested on the same data. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch.utils.data import TensorDataset
 
@@ -31,9 +32,8 @@ from flwr_regs.experiments.run.trainer import Trainer
 from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
 
-Array = np.ndarray[Any, Any]
-Test = Callable[[Sequence[int], ArrayRecord, int], Array]
-"""Of some clients, their model and a round: its loss, its accuracy, and its accuracy for each of them."""
+Curve = list[list[float]]
+"""Of a model after each turn: its loss, its accuracy, and its accuracy for each of its members."""
 
 
 class _OneClient(ClientFactory):
@@ -48,34 +48,6 @@ class _OneClient(ClientFactory):
         whole = [torch.cat(tensors) for tensors in zip(*each, strict=True)]
         augment = self.clients.data.augment
         return Augmented(augment, *whole) if augment else TensorDataset(*whole), None
-
-    def train_alone(
-        self, turns: Sequence[int], test: Test
-    ) -> tuple[list[Array], list[dict[str, Any]], str]:
-        """Train as FedAvg with one client does; `turns` says how many turns are done after each round.
-
-        Return the model's test after each turn, the history, and why the training ended early.
-        """
-        run, curve, error = self.run, list[Array](), ""
-        strategy = build(
-            run.calls,
-            seed=run.seed,
-            on_divergence=run.settings.on_divergence,
-            lr_schedule=lambda turn: run.settings.lr_decay ** (turns.index(turn) - 1),
-            fraction_evaluate=0.0,
-            min_train_nodes=1,
-            min_available_nodes=1,
-        )
-
-        def after_turn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-            curve.append(test(self.members, arrays, server_round))
-            return MetricRecord({})
-
-        try:
-            self.train(strategy, InProcessGrid(self.app(), 1), evaluate_fn=after_turn)
-        except RoundFailed as failed:
-            error = f"{type(failed).__name__}: {failed}"
-        return curve, strategy.history, error
 
 
 class References(Trainer):
@@ -100,16 +72,29 @@ class References(Trainer):
             steps = settings.local_steps * number or settings.local_epochs * epoch
             settings = replace(settings, local_steps=max(round(share * steps), 1))
         alone = replace(self.run, settings=replace(settings, rounds=turns[-1]))
-        record, curves, histories = self.record, list[list[Array]](), list[Any]()
+        record, curves, histories = self.record, list[Curve](), list[Any]()
         for done, members in enumerate(groups, 1):
             self.heartbeat.at(f"model {done}/{len(groups)}")
             factory = _OneClient(alone, clients, members)
-            curve, history, record.error = factory.train_alone(turns, self._tested)
-            curves.append(curve)
-            histories.append(history)
-            if record.error:
-                record.diverged = record.ended = diverged(record.error, history)
+            strategy = build(
+                self.run.calls,
+                seed=self.run.seed,
+                on_divergence=settings.on_divergence,
+                lr_schedule=lambda turn: settings.lr_decay ** (turns.index(turn) - 1),
+                fraction_evaluate=0.0,
+                min_train_nodes=1,
+                min_available_nodes=1,
+            )
+            curves.append([])
+            test, one = partial(self._tested, members, curves[-1]), InProcessGrid(factory.app(), 1)
+            try:
+                factory.train(strategy, one, evaluate_fn=test)
+            except RoundFailed as failed:
+                record.error = f"{type(failed).__name__}: {failed}"
+                record.diverged = record.ended = diverged(record.error, strategy.history)
                 break
+            finally:
+                histories.append(strategy.history)
         tested = min(map(len, curves))
         for t, turn in enumerate(turn for turn in turns if turn < tested):
             loss, accuracy = np.mean([curve[turn][:2] for curve in curves], axis=0).tolist()
@@ -118,12 +103,11 @@ class References(Trainer):
                 each = [history[turn - 1] for history in histories if turn > turns[t - 1]]
                 seconds = {"clients": float(sum(sum(of["seconds"].values()) for of in each))}
                 examples = sum(of["examples_processed"] for of in each)
-                record.rounds.append(
-                    {"round": t, "seconds": seconds, "examples_processed": examples}
-                )
+                entry = {"round": t, "seconds": seconds, "examples_processed": examples}
+                record.rounds.append(entry)
             self.recorder.round()
         if not record.error:
-            record.keep_clients(np.concatenate([of[-1][2:] for of in curves]))
+            record.keep_clients(np.concatenate([curve[-1][2:] for curve in curves]))
         if record.test:
             self._tell()
 
@@ -133,18 +117,18 @@ class References(Trainer):
     def _testing(self, done: int, total: int) -> None:
         """Tell nothing: a model's training and its tests are told as one."""
 
-    def _tested(self, members: Sequence[int], arrays: ArrayRecord, server_round: int) -> Array:
-        """Return a model's loss, its accuracy, and its accuracy for each of its members."""
+    def _tested(self, members: Sequence[int], curve: Curve, turn: int, arrays: ArrayRecord) -> None:
+        """Add a model's loss, its accuracy, and its accuracy for each of its members to its curve."""
         if self._test is not None:
-            figures = self._test.measured(arrays, server_round)
+            figures = self._test.measured(arrays, turn)
             each = self._test.expected_accuracies()[[*members]]
-            return np.array([figures["loss"], figures["accuracy"], *each])
+            curve.append([figures["loss"], figures["accuracy"], *each])
+            return
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        loss_fn, losses, accuracies = LOSSES[self.factory.clients.data.loss], [], []
-        for test in filter(None, (self.factory.examples(member)[1] for member in members)):
-            x, y = test.tensors
-            with torch.no_grad():
-                output = self._model(x)
-            losses.append(float(loss_fn(output, y)))
-            accuracies.append(float((output.argmax(1) == y).double().mean()))
-        return np.array([np.mean(losses), np.mean(accuracies), *accuracies])
+        loss_fn = LOSSES[self.factory.clients.data.loss]
+        tests = [test.tensors for pid in members if (test := self.factory.examples(pid)[1])]
+        with torch.no_grad():
+            outputs = [(self._model(x), y) for x, y in tests]
+        accuracies = [float((output.argmax(1) == y).double().mean()) for output, y in outputs]
+        loss = float(np.mean([float(loss_fn(output, y)) for output, y in outputs]))
+        curve.append([loss, float(np.mean(accuracies)), *accuracies])

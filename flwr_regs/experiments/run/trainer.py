@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,10 @@ from safetensors.torch import save_file
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import FULL, CannotWrite, writing
 from flwr_regs.experiments.report.metrics import on_clients
-from flwr_regs.experiments.report.run_records import (
-    Recorder,
-    RunRecord,
-    diverged,
-    record_path,
-    recorded,
-)
+from flwr_regs.experiments.report.run_records import RunRecord, record_path
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
@@ -38,20 +34,15 @@ class Trainer:
 
     Parameters
     ----------
-    run : Run
+    factory : ClientFactory
+        Of the run's clients; it also makes the model.
     folder : Path or None
         It gets the record, round by round, checkpoints as the settings say, and at the end the model. A run
         that it holds checkpoints of goes on from there.
-    factory : ClientFactory
-        Of the run's clients; it also makes the model.
     progress : Progress
-        Told of each round, and of the initial test.
-    heartbeat : Heartbeat
-        Told what the run is at.
+        Told of each round, of the initial test, and what the run is at.
     threads : int
         That a test may use.
-    warnings : collection of str
-        What the log warned of; kept in the record at the end.
 
     Attributes
     ----------
@@ -60,18 +51,12 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        run: Run,
-        folder: Path | None,
-        factory: ClientFactory,
-        progress: Progress,
-        heartbeat: Heartbeat,
-        threads: int,
-        warnings: Collection[str],
+        self, factory: ClientFactory, folder: Path | None, progress: Progress, threads: int
     ) -> None:
-        self.run, self.folder, self.factory, clients = run, folder, factory, factory.clients
-        self.progress, self.heartbeat, self._warnings = progress, heartbeat, warnings
-        self.strategy, factory.told = run.strategy(), self._client_begins
+        self.run, self.factory, self.folder, self.progress = factory.run, factory, folder, progress
+        self.heartbeat = Heartbeat(partial(progress.within, *self.run.key))
+        self.strategy, run, clients = self.run.strategy(), self.run, factory.clients
+        factory.told = self._client_begins
         self._test: ServerTest | None = None
         if not run.settings.test_on_clients:
             self._test = ServerTest(factory.new_model(), clients, threads, self._testing)
@@ -97,7 +82,7 @@ class Trainer:
         rounds: int = self.run.settings.rounds
         return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
-    def train(self, grid: Grid, here: bool) -> RunRecord:
+    def train(self, grid: Grid, here: bool, warned: Collection[str]) -> RunRecord:
         """Train on a grid, and return the record; if the run ended early, it says why.
 
         Parameters
@@ -106,6 +91,8 @@ class Trainer:
         here : bool
             Whether all that trains is in this process. Else there are no checkpoints, as the clients'
             memory is elsewhere, and no count of the processor's seconds.
+        warned : collection of str
+            What the log warns of meanwhile; kept in the record at the end.
 
         Raises
         ------
@@ -118,9 +105,9 @@ class Trainer:
             strategy.checkpoint_dir = checkpoints = checkpoints_of(self.run, folder)
             strategy.checkpoint_every = timedelta(seconds=every)
             resumed = self._resumed(folder, checkpoints)
-        self.recorder, before = Recorder(folder, record), sum(record.clock[-1:])
-        began, ticks = time.monotonic(), time.process_time()
-        self._began = ticks if here and resumed is None else None
+        self.recorder, record.seconds = records.Recorder(folder, record), sum(record.clock[-1:])
+        began = time.monotonic()
+        self._began = time.process_time() if here and resumed is None else None
         try:
             self._train(grid, resumed)
             self._test_clients()
@@ -132,17 +119,14 @@ class Trainer:
                 with writing(Path(error.filename or checkpoints or Path())):
                     raise
             record.error, record.rounds = f"{type(error).__name__}: {error}", strategy.history
-            if isinstance(error, RoundFailed) and diverged(record.error, record.rounds):
+            if isinstance(error, RoundFailed) and records.diverged(record.error, record.rounds):
                 record.diverged = record.ended = True
             elif not here:  # on Flower's grid: into its log
                 traceback.print_exc()
         finally:  # also after Ctrl-C: nothing here takes long
             self.heartbeat.at("")
-            record.seconds, record.processor_seconds = (
-                before + time.monotonic() - began,
-                self._spent,
-            )
-            record.warnings = [*self._warnings]
+            record.seconds += time.monotonic() - began
+            record.processor_seconds, record.warnings = self._spent, [*warned]
             if strategy.history and folder is not None:
                 path = folder / f"{record_path(folder, *self.run.key).stem}.safetensors"
                 with writing(path):
@@ -170,7 +154,7 @@ class Trainer:
         """
         with suppress(CheckpointError):
             checkpoint = latest(checkpoints)
-            (record,) = recorded([self.run], folder).values() or [self.record]
+            (record,) = records.recorded([self.run], folder).values() or [self.record]
             points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
