@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -70,6 +70,14 @@ def style(look: Look) -> AbstractContextManager[None]:
     size: Any = {"figure.figsize": look.size} if look.size else {}
     file = Path(__file__).with_name("mplstyle.yaml")
     return rc_context({"font.size": look.font_size, **size}, file)
+
+
+@contextmanager
+def drawn(look: Look | None) -> Iterator[Picture]:
+    """Yield a new picture of a look, and keep its style meanwhile."""
+    look = look or Look()
+    with style(look):
+        yield Picture(look)
 
 
 class Picture(Figure):

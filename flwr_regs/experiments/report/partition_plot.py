@@ -125,8 +125,7 @@ def label_counts(
     many, classes = counts.shape
     totals, most = counts.sum(axis=1), max(1, counts.max())
     tall = min(max(0.2 * classes, 0.9), 4.5)
-    with drawing.style(look):
-        picture = Picture(look)
+    with drawing.drawn(look) as picture:
         above, axes = picture.subplots(2, sharex=True, height_ratios=[0.5, tall])
         # Empty cells stay white, and the scale starts below 0, so that a single example shows.
         shades: dict[str, Any] = {"cmap": "Blues", "vmin": -0.15 * most, "vmax": most}
@@ -165,8 +164,7 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
     rounds, classes = table.shape
     unmoved = table == np.arange(classes)
     swapped = (table[1:] != table[:-1]).any(axis=1).sum()
-    with drawing.style(look):
-        picture = Picture(look)
+    with drawing.drawn(look) as picture:
         axes = picture.add_subplot()
         shades: dict[str, Any] = {"cmap": "viridis", "vmin": -0.6 * classes, "vmax": classes - 1}
         _cells(axes, look, np.ma.masked_array(table, unmoved).T, **shades)

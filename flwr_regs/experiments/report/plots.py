@@ -104,16 +104,13 @@ def over_rounds(
     broken = part.isin(["stopped", "unfinished"])
     points = points.assign(part=part, broken=broken, x=points[x], y=points[y])
     log = x == "megabytes" and _wide(points.groupby("label")["x"].max())
-    band: Style = {
-        "alpha": 0.16 * min(1, 4 / points["label"].nunique()),
-        "linewidth": 0,
-    }  # many hide each other
+    shade = 0.16 * min(1, 4 / points["label"].nunique())  # more than four bands hide each other
+    band: Style = {"alpha": shade, "linewidth": 0}
     if best:  # striped, as it is no interval
         band = {"facecolor": "none", "hatch": "////", "alpha": 0.45, "linewidth": 0.6}
-    with drawing.style(look):
-        picture = Picture(look)
+    with drawing.drawn(look) as picture:
         axes, lines, counted = picture.add_subplot(), [], dict[str, int]()
-        heights = np.empty(0)
+        heights, most = np.empty(0), 100 if y == "accuracy" else np.inf
         for label, of_label in points.groupby("label", sort=False):
             line = drawing.line(looks[label], len(looks), ordered)  # the same as among all
             lost, number = of_label["broken"], of_label["seed"].nunique()
@@ -121,9 +118,7 @@ def over_rounds(
             for what, some in of_label[lost].groupby("part")["seed"].nunique().items():
                 text += f" ({some}\u00a0of\u00a0{number}\u00a0{what})"
             shown, before = (of_label["x"] > 0) | (not log), len(axes.lines)
-            _draw_mean(
-                axes, of_label[~lost & shown], line, band, 100 if y == "accuracy" else np.inf
-            )
+            _draw_mean(axes, of_label[~lost & shown], line, band, most)
             _draw_broken(axes, of_label[lost & shown], line)
             curves = [np.asarray(of.get_ydata(), float) for of in axes.lines[before:]]
             ends = [float(curve[-1]) for curve in curves if len(curve)]
@@ -138,10 +133,8 @@ def over_rounds(
         if y == "accuracy":
             low, top = axes.get_ylim()
             low = max(low, -1, -1 if x == "clients" else _lowest_later(axes, points, target))
-            low, top = look.accuracy or (
-                low,
-                min(top, 101),
-            )  # half a line's width beyond what can be
+            top = min(top, 101)  # half a line's width beyond what can be
+            low, top = look.accuracy or (low, top)
             axes.set_ylim(low, top)
             axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
             hidden = not look.accuracy and axes.dataLim.y0 < low
@@ -160,9 +153,7 @@ def over_rounds(
         words, parts = seeds_in_words(seeds or counted), {*points["part"]}
         over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(max(counted.values()), 3)]
         if best and over:
-            over = (
-                "Tuning's best point, by its last rounds' mean, with stripes to the second best; "
-            )
+            over = "Tuning's best point by its last rounds' mean, with stripes to the second best; "
         stopped = "the mean leaves it out." if words else "none finished."
         if "filled" in parts:
             stopped = "if it diverged, it counts in the mean as untrained from there."
@@ -292,11 +283,9 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
 
     A bar joins each group of methods that are not told apart (Demsar 2006, Fig. 1, turned upright).
     """
-    look = look or Look()
     names, means, groups = [*ranks.mean.index], ranks.mean.to_numpy(), ranks.alike()
-    with drawing.style(look):
-        picture, gap = Picture(look), 0.03 * len(names)
-        axes = picture.add_subplot()
+    with drawing.drawn(look) as picture:
+        axes, gap = picture.add_subplot(), 0.03 * len(names)
         axes.plot(means, range(len(names)), "o", color="black", markersize=3.5, gid="ranks")
         for number, group in enumerate(groups, 1):
             across = [len(names) + gap * number] * 2
@@ -316,16 +305,20 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             "critical difference."
         )
         drawing.head(picture, title, caption)
-        drawing.finish(picture, axes, 0.021 * look.font_size * (len(names) + 3), grows=True)
+        drawing.finish(picture, axes, _row() * (len(names) + 3), grows=True)
     return picture
+
+
+def _row() -> float:
+    """Return the height of a row, in inches."""
+    return float(0.021 * rcParams["font.size"])
 
 
 def _name_rows(picture: Picture, axes: Axes, names: Sequence[str], short: bool) -> None:
     """Write each row's method left of it; a `short` name has its parameters only where it takes them."""
     without = [name.partition("(")[0] for name in names]
-    shown = [
-        w if short and without.count(w) == 1 else n for w, n in zip(without, names, strict=True)
-    ]
+    pairs = zip(without, names, strict=True)
+    shown = [s if short and without.count(s) == 1 else name for s, name in pairs]
     texts = [drawing.wrap(name, 0.3 * picture.get_figwidth()) for name in shown]
     axes.set_yticks(range(len(names)), texts, parse_math=False)
     axes.tick_params(axis="y", length=0)
@@ -353,11 +346,9 @@ def differences(
     title : one sentence above the axes, if the look has none
     note : one more sentence below them
     """
-    look = look or Look()
     chosen = [row["method"] for row in next(iter(panels.values()))]
-    labels = [label for label in chosen if label in look.methods] or chosen
-    with drawing.style(look):
-        picture = Picture(look)
+    with drawing.drawn(look) as picture:
+        labels = [label for label in chosen if label in picture.look.methods] or chosen
         every = picture.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (name, rows) in zip(every, panels.items(), strict=True):
             axes.axvline(0, color="0.35", linewidth=0.8)
@@ -384,7 +375,7 @@ def differences(
         )
         drawing.head(picture, title, caption.strip())
         lines = max(len(labels) + 1, 4)  # the texts around want some height
-        drawing.finish(picture, every[0], 0.021 * look.font_size * lines, grows=True)
+        drawing.finish(picture, every[0], _row() * lines, grows=True)
     return picture
 
 
@@ -399,15 +390,13 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
     ----------
     trials : the rows of :func:`flwr_regs.experiments.report.tried.table`
     """
-    look = look or Look()
-    trials = _chosen(trials, look)
-    groups = trials.groupby("label", sort=False)
     keys = [*trials.columns.drop(["label", "point", "rounds", "accuracy"])]
-    lengths = sorted(trials["rounds"].unique())
-    low, high = trials["accuracy"].agg(["min", "max"]).fillna({"min": 0.0, "max": 100.0})
-    with drawing.style(look):
-        picture, circled = Picture(look), drawing.line(2, 3)["color"]
-        width = picture.get_figwidth()
+    with drawing.drawn(look) as picture:
+        look, trials = picture.look, _chosen(trials, picture.look)
+        groups = trials.groupby("label", sort=False)
+        *shorter, longest = lengths = sorted(trials["rounds"].unique())
+        low, high = trials["accuracy"].agg(["min", "max"]).fillna({"min": 0.0, "max": 100.0})
+        width, circled = picture.get_figwidth(), drawing.line(2, 3)["color"]
         columns = min(len(groups), max(1, int(width / (1.5 if len(keys) == 1 else 2))))
         coloured, curves = None, set()
         grid = picture.subplots(-(-len(groups) // columns), columns, squeeze=False)
@@ -429,7 +418,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
                 across, up = (of_label[key].rank(method="dense") - 1 for key in (x, y))
             filled: Style = {"c": shown, "vmin": low, "vmax": high} if y else {"c": "0.45"}
             dots = axes.scatter(across, up, 30, gid=f"trials {label}", **filled)
-            short = of_label["rounds"] < lengths[-1]  # a hole in their dots
+            short = of_label["rounds"] < longest  # a hole in their dots
             axes.plot(across[short], up[short], "ow", markersize=3, gid=f"short {label}")
             coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
@@ -464,10 +453,8 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second "
             "best; cross: diverged."
         )
-        if len(lengths) > 1:
-            caption += (
-                f" Hollow: trained for fewer than {lengths[-1]:g} rounds, which alone lowers it."
-            )
+        if shorter:
+            caption += f" Hollow: trained for fewer than {longest:g} rounds, which alone lowers it."
         if curves:
             *fewer, last = (f"{rounds:g}" for rounds in sorted(curves))
             dark = ", from light to dark" * bool(fewer)

@@ -223,11 +223,10 @@ def recorded(runs: Iterable[Run], folder: Path) -> dict[tuple[str, int], RunReco
     return {key: read(path) for key, path in paths.items() if path.is_file()}
 
 
-def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
+def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
     """Return the runs that have not ended."""
-    runs = [*runs]
-    records = recorded(runs, folder)
-    return [run for run in runs if run.key not in records or not records[run.key].ended]
+    ended = {key for key, record in recorded(runs, folder).items() if record.ended}
+    return [run for run in runs if run.key not in ended]
 
 
 def read(path: Path) -> RunRecord:

@@ -18,7 +18,8 @@ PATIENCE = 5.0
 """Seconds in which processes that are killed must be gone."""
 GRACE = 1.5
 """Seconds that a process has to end in order, after Ctrl-C or SIGTERM."""
-_FAREWELL = "flwr-regs: interrupted"
+_FAREWELL = ["flwr-regs: interrupted"]
+"""What a signal that ends this process makes it say; nothing once it has said it."""
 
 
 @contextlib.contextmanager
@@ -56,16 +57,13 @@ def _end_after_a_signal(reader: int, done: threading.Event) -> None:
 
 def on_farewell(text: str) -> None:
     """Say `text` when a signal ends this process."""
-    global _FAREWELL
-    _FAREWELL = text
+    _FAREWELL[:] = [text]
 
 
 def say_farewell() -> None:
     """Say once what a signal has ended, and how to go on."""
-    global _FAREWELL
-    text, _FAREWELL = _FAREWELL, ""
-    if text:
-        print(text, file=sys.stderr, flush=True)
+    while _FAREWELL:
+        print(_FAREWELL.pop(), file=sys.stderr, flush=True)
 
 
 def adopt() -> None:

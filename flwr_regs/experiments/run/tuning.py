@@ -34,8 +34,7 @@ def tuned(experiment: Experiment, panel: Panel, train: Train) -> dict[str, dict[
     methods = [_Method(experiment, panel, label) for label in experiment.rows_of(panel)]
 
     def climb(rung: int) -> None:
-        several = [method for method in methods if len(method.tried) > 1]  # else nothing to choose
-        on_it = [method for method in several if rung < len(method.rungs)]
+        on_it = [m for m in methods if len(m.tried) > 1 and rung < len(m.rungs)]  # else no choice
         records = train([run for method in on_it for run in method.runs(rung)])
         for method in on_it:
             method.rank(rung, records)
