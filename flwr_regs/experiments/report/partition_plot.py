@@ -90,8 +90,7 @@ def _pictures(
     if by_round:
         drawn = (data.train_y[clients.rows(0, t)] for t in rounds[1:])
         counts = [np.bincount(y, minlength=data.num_classes) for y in drawn]
-        words = {"column": "round", "who": f"In rounds 1 to {rounds[-1]}, client 0 has"}
-        yield "partition-rounds", label_counts(np.stack(counts), look, title, first=1, **words)
+        yield "partition-rounds", label_counts(np.stack(counts), look, title, column="round")
     if settings.partition == "label-swaps-rounds":
         how = settings.seed, settings.swap_probability
         table = np.stack([shifts.swapped(data.num_classes, t, *how) for t in rounds])
@@ -99,28 +98,19 @@ def _pictures(
 
 
 def label_counts(
-    counts: np.ndarray,
-    look: Look,
-    title: str,
-    *,
-    column: str = "client",
-    row: str = "class",
-    first: int = 0,
-    who: str = "",
+    counts: np.ndarray, look: Look, title: str, column: str = "client", row: str = "class"
 ) -> Picture:
     """Draw the label spread of a partition: a column for each client, a row for each class.
 
-    So can be drawn whatever else is counted, by `column` and `row`: a client's classes in each round, or
-    the clients' groups. A cell's colour is the number of examples; the number stands in the cell if there
-    is room for all. The bars above are the clients' totals.
+    So can be drawn what else is counted, by `column` and `row`: the classes of client 0 in each round from
+    the first, or the clients' groups. A cell's colour is the number of examples; the number stands in the
+    cell if there is room for all. The bars above are the clients' totals.
 
     Parameters
     ----------
     counts : how many examples of each class each client holds, integers, ``(clients, classes)``
     title : one sentence above the axes
     column, row : the words for one of axis 0 and one of axis 1, in the singular
-    first : the number of the first column
-    who : what the caption begins with; as in ``"10 clients hold"`` if empty
     """
     many, classes = counts.shape
     totals, most = counts.sum(axis=1), max(1, counts.max())
@@ -132,7 +122,7 @@ def label_counts(
         cells = np.ma.masked_equal(counts, 0)
         image = _cells(axes, look, cells.T, **shades)
         axes.set(xlabel=column, ylabel=row)
-        axes.xaxis.set_major_formatter(lambda at, _: f"{at + first:g}")
+        axes.xaxis.set_major_formatter(lambda at, _: f"{at + (column == 'round'):g}")
         bar = picture.colorbar(image, ax=axes, label="examples", aspect=25, pad=0.01)
         bar.outline.set(visible=False)
         bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -144,7 +134,9 @@ def label_counts(
         above.set_yticks([0, totals.max()], ["0", f"{totals.max():,}"])
         plural = "classes" if row == "class" else f"{row}s"
         each = f"{totals.min():,} to {totals.max():,} (median {np.median(totals):,.0f})"
-        who = who or f"{many} {column}s hold"
+        who = (
+            f"{many} clients hold" if column == "client" else f"In rounds 1 to {many}, client 0 has"
+        )
         caption = f"{who} {totals.sum():,} examples of {classes} {plural}, each {each}."
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, tall)

@@ -308,9 +308,6 @@ class Results:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
 
-    def __repr__(self) -> str:
-        return self.text()
-
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
         cells = [self._cells(row) for row in self.rows()]
@@ -319,6 +316,8 @@ class Results:
         for text in [*said, *(f"NOTE: {note}" for note in self.notes)]:
             lines += textwrap.wrap(text, 80, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
+
+    __repr__ = text
 
     @property
     def _last(self) -> str:

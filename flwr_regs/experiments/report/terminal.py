@@ -29,18 +29,15 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     if width:
         others = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][1:]
         rows = [[folded(row[0], width - 2 - sum(others)), *row[1:]] for row in rows]
-        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    else:
-        grid, rows = Table.grid(padding=(0, 2, 0, 0)), [head, *rows]
+    rule, gap = (box.SIMPLE_HEAD, 1) if width else (None, 2)
+    grid = Table(box=rule, padding=(0, gap, 0, 0), pad_edge=False)
     for number, name in enumerate(head):
-        folds = bool(width and not number)
         side: Any = "right" if right and number else "left"
-        grid.add_column(name, justify=side, no_wrap=not folds, overflow="fold")
+        grid.add_column(name, justify=side, no_wrap=bool(number or not width), overflow="fold")
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()
-    plain = Console(file=out, width=width or 10_000, color_system=None, **PLAIN)
-    plain.print(grid)
+    Console(file=out, width=width or 10_000, color_system=None, **PLAIN).print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 

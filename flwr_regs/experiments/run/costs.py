@@ -80,6 +80,8 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
 
 Key = tuple[str, int]
 """Which run: its label and its seed."""
+Begun = Mapping[Key, int]
+"""The rounds that runs have trained already."""
 
 
 class Cost(NamedTuple):
@@ -164,9 +166,7 @@ def cost_of(run: Run, of_model: Timed) -> Cost:
     return Cost(cohort, steps, test, trained + (settings.rounds + 1) * test)
 
 
-def announcement(
-    runs: Sequence[Run], workers: int, progress: Progress, begun: Mapping[Key, int]
-) -> None:
+def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: Begun) -> None:
     """Tell about how long some runs take, from the first of them; nothing if it would fail.
 
     `begun` are the rounds that runs have trained already.
@@ -192,11 +192,7 @@ def announcement(
 
 
 def estimate(
-    runs: Sequence[Run],
-    workers: int,
-    known: dict[Any, Timed],
-    begun: Mapping[Key, int],
-    panel: str = "",
+    runs: Sequence[Run], workers: int, known: dict[Any, Timed], begun: Begun, panel: str = ""
 ) -> Iterator[str]:
     """Yield lines, as they are known, on what would run and how long that would take.
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -37,8 +38,6 @@ from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
 
-Tables = Callable[[Sequence[RunRecord]], None]
-"""Called with the records so far after each run."""
 Job = Callable[[], list[RunRecord]]
 """What one process of a pool does."""
 
@@ -49,7 +48,7 @@ def execute(
     progress: Progress,
     workers: int = 1,
     runner: str = "process",
-    tables: Tables = lambda records: None,
+    tables: Callable[[Sequence[RunRecord]], None] = lambda records: None,
     grid: Grid | None = None,
     gpus: float = 0.0,
 ) -> list[RunRecord]:
@@ -105,10 +104,10 @@ def execute(
         jobs = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
         trained = _in_processes(jobs, folder, progress, 1)
     elif workers > 1:
-        jobs = [partial(_in_worker, run, folder, runner, workers) for run in lacking]
+        jobs = [partial(_in_worker, run, folder, runner) for run in lacking]
         trained = _in_processes(jobs, folder, progress, workers)
     else:
-        trained = (train(run, folder, progress, runner, grid=grid) for run in lacking)
+        trained = (train(run, folder, progress, runner, grid) for run in lacking)
     with progress:
         for record in trained:
             ended[record.label, record.seed] = record
@@ -118,12 +117,7 @@ def execute(
 
 
 def train(
-    run: Run,
-    folder: Path | None,
-    progress: Progress,
-    runner: str = "process",
-    workers: int = 1,
-    grid: Grid | None = None,
+    run: Run, folder: Path | None, progress: Progress, runner: str, grid: Grid | None = None
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
     nodes = 0 if grid is None else len([*grid.get_node_ids()])
@@ -131,7 +125,7 @@ def train(
         warm_up()
         factory = ClientFactory(run, client_data_of(run.settings, nodes))
         kind = References if run.calls[0].target in REFERENCES else Trainer
-        trainer = kind(factory, folder, progress, max(allowed // workers, 1))
+        trainer = kind(factory, folder, progress, allowed)
         here = grid is None or kind is References
         grid = _grid(factory, runner == "stacked") if grid is None else grid
         with trainer.heartbeat:
@@ -165,7 +159,7 @@ def _in_processes(
 ) -> Iterator[RunRecord]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
     try:
         with _ctrl_c_blocked():  # as the workers, which start here, begin
             waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
@@ -205,12 +199,16 @@ def _ctrl_c_blocked() -> Iterator[None]:
 _QUEUE: Any = None
 
 
-def _begin_worker(queue: Any) -> None:
-    """Prepare a worker: Ctrl-C is the parent's to handle, and a pool that breaks ends it at once."""
+def _begin_worker(queue: Any, workers: int) -> None:
+    """Prepare one of some workers, which share the cores.
+
+    Ctrl-C is the parent's to handle, and a pool that breaks ends it at once.
+    """
     global _QUEUE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     _QUEUE = queue
+    torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -233,8 +231,8 @@ class _ToParent(Progress):
         _QUEUE.put(("within", told))
 
 
-def _in_worker(run: Run, folder: Path | None, runner: str, workers: int) -> list[RunRecord]:
-    return [train(run, folder, _ToParent(), runner, workers)]
+def _in_worker(run: Run, folder: Path | None, runner: str) -> list[RunRecord]:
+    return [train(run, folder, _ToParent(), runner)]
 
 
 def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:

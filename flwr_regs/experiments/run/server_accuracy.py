@@ -19,6 +19,9 @@ from flwr_regs.experiments.run.process_state import threads
 BATCH = 1000
 """Examples of one pass; small enough for Ctrl-C to end a pass within seconds."""
 
+Told = Callable[[int, int], None]
+"""Called with (examples done, examples in all)."""
+
 
 class ServerTest:
     """Tests models of one run on the server's examples; it keeps the last outputs.
@@ -35,11 +38,7 @@ class ServerTest:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        clients: ClientData,
-        many_threads: int,
-        told: Callable[[int, int], None] = lambda done, total: None,
+        self, model: nn.Module, clients: ClientData, many_threads: int, told: Told | None = None
     ) -> None:
         data, (of_training, rows) = clients.data, clients.server_rows()
         if of_training:
@@ -61,7 +60,8 @@ class ServerTest:
         x, parts = self.x[:most], list[torch.Tensor]()
         with torch.no_grad(), threads(self._threads):
             for batch in torch.split(x, BATCH):
-                self._told(BATCH * len(parts), len(x))
+                if self._told is not None:
+                    self._told(BATCH * len(parts), len(x))
                 parts.append(self.model(batch))
         return torch.cat(parts)
 
