@@ -185,10 +185,8 @@ def check_room(picture: Picture) -> None:
     flat = max(axes.bbox.height for axes in parts) < 5 * font / 72 * picture.dpi
     if cut_off or met or flat:
         width, height = picture.look.size or picture.get_size_inches()
-        picture.flaws.append(
-            f"{width:.3g}x{height:.3g} inches have no room for its texts at {font:g} points: give a larger "
-            "size, a smaller font size, or fewer methods"
-        )
+        flaw = f"{width:.3g}x{height:.3g} inches have no room for its texts at {font:g} points"
+        picture.flaws.append(f"{flaw}: give a larger size, a smaller font size, or fewer methods")
 
 
 def _numbers(axis: Axis) -> list[Bbox]:

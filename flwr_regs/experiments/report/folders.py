@@ -40,9 +40,8 @@ def check_writable(folder: Path) -> None:
         trial.write_bytes(b"0")
         trial.unlink()
     except OSError as error:
-        raise ValueError(
-            f"results cannot be written into {folder} ({error.strerror or error}): give another out="
-        ) from error
+        text = f"results cannot be written into {folder} ({error.strerror or error})"
+        raise ValueError(f"{text}: give another out=") from error
 
 
 class CannotWrite(OSError):
@@ -56,10 +55,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         room = ": make room, and go on with --resume" if error.errno in FULL else ""
-        raise CannotWrite(
-            f"{path} cannot be written ({error.strerror or error}); all that was written before is "
-            f"kept{room}"
-        ) from error
+        text = f"{path} cannot be written ({error.strerror or error}); all written before is kept"
+        raise CannotWrite(text + room) from error
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -39,10 +39,8 @@ FLAWS = {**ENDS, "idle": "never learned", "exploded": "diverged", "collapsed": "
 """What may be wrong with a run -> what is said of a method's seeds."""
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
-MEANS = (
-    *("rounds_to_target", "mb_to_target", "mb", "mb_down_turn", "mb_up_turn", "seconds"),
-    "processor_seconds",
-)
+MEANS: tuple[str, ...] = ("rounds_to_target", "mb_to_target", "mb", "mb_down_turn", "mb_up_turn")
+MEANS += ("seconds", "processor_seconds")
 OF_ALL = ("last5", "final")
 """Accuracies to which a run that diverged adds the untrained model's: it is not left out."""
 SOME = ("epsilon", "delta", "clipped", "own", "personal", "averaged")
@@ -275,10 +273,9 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
         if rejecting := [r for r in whole if r.rejected]:
             entry = next(e for e in rejecting[0].rounds if e.get("failures"))
             pid, why = next(iter(entry["failures"].items()))
-            sentences.append(
-                f"{label}: {sum(r.rejected for r in whole)} replies were rejected, the first in round "
-                f"{entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
-            )
+            first = f"round {entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
+            replies = f"{sum(r.rejected for r in whole)} replies were rejected"
+            sentences.append(f"{label}: {replies}, the first in {first}")
     return [*sentences, *identical(runs)]
 
 

@@ -134,9 +134,8 @@ def label_counts(
         above.set_yticks([0, totals.max()], ["0", f"{totals.max():,}"])
         plural = "classes" if row == "class" else f"{row}s"
         each = f"{totals.min():,} to {totals.max():,} (median {np.median(totals):,.0f})"
-        who = (
-            f"{many} clients hold" if column == "client" else f"In rounds 1 to {many}, client 0 has"
-        )
+        of_rounds = f"In rounds 1 to {many}, client 0 has"
+        who = of_rounds if column == "round" else f"{many} clients hold"
         caption = f"{who} {totals.sum():,} examples of {classes} {plural}, each {each}."
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, tall)
@@ -163,10 +162,8 @@ def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
         axes.set(xlabel="round", ylabel="class of the example")
         colours = np.where(table < 0.2 * classes, "white", "black")
         _write(axes, table, np.where(unmoved, "0.6", colours))
-        caption = (
-            "A cell is the label that a class has in a round, coloured if it is not its own. "
-            f"In {rounds - 1} rounds, two labels swap {swapped} times."
-        )
+        cell = "A cell is the label that a class has in a round, coloured if it is not its own."
+        caption = f"{cell} In {rounds - 1} rounds, two labels swap {swapped} times."
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, min(max(0.2 * classes, 1.4), 4.5))
     return picture

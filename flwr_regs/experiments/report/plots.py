@@ -299,11 +299,9 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         axes.set_xticks([1, *(tick for tick in ticks if 1 < tick <= len(names))])
         axes.set_xlabel("mean rank (1 is the best)")
         apart = "" if ranks.p < LEVEL else ": the ranks show no difference at all"
-        caption = (
-            f"Ranks over {ranks.blocks} panels by the mean over seeds. Friedman's test: p = "
-            f"{ranks.p:.2g}{apart}. Grey bars join methods whose mean ranks differ by less than Nemenyi's "
-            "critical difference."
-        )
+        friedman = f"Friedman's test: p = {ranks.p:.2g}{apart}"
+        bars = "Grey bars join methods whose mean ranks differ by less than Nemenyi's critical difference"
+        caption = f"Ranks over {ranks.blocks} panels by the mean over seeds. {friedman}. {bars}."
         drawing.head(picture, title, caption)
         drawing.finish(picture, axes, _row() * (len(names) + 3), grows=True)
     return picture
@@ -368,11 +366,10 @@ def differences(
             every[0].set_xlabel(what)
         axes_show = f"The axes show {what}. " * (len(panels) > 1)
         words = f"; {seeds_in_words(seeds)}" if seeds else ""
-        caption = (
-            f"{axes_show}Mean and 95 % interval of the difference, paired by seed{words}. Blue: decided "
-            f"better; orange: decided worse; hollow: not decided (Holm's adjusted p below {LEVEL:g}; the "
-            f"intervals are not adjusted). {note}"
-        )
+        mean = f"Mean and 95 % interval of the difference, paired by seed{words}"
+        marks = "Blue: decided better; orange: decided worse; hollow: not decided"
+        holm = f"Holm's adjusted p below {LEVEL:g}; the intervals are not adjusted"
+        caption = f"{axes_show}{mean}. {marks} ({holm}). {note}"
         drawing.head(picture, title, caption.strip())
         lines = max(len(labels) + 1, 4)  # the texts around want some height
         drawing.finish(picture, every[0], _row() * lines, grows=True)
@@ -449,10 +446,8 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.set_visible(False)
         if coloured is not None:
             picture.colorbar(coloured, ax=grid, label=OTHER["held-out"], fraction=0.05)
-        caption = (
-            "Accuracy on held-out data, mean of the last rounds. Star: the best point; ring: the second "
-            "best; cross: diverged."
-        )
+        caption = "Accuracy on held-out data, mean of the last rounds. "
+        caption += "Star: the best point; ring: the second best; cross: diverged."
         if shorter:
             caption += f" Hollow: trained for fewer than {longest:g} rounds, which alone lowers it."
         if curves:

@@ -109,8 +109,8 @@ class Results:
     @property
     def title(self) -> str:
         """The data, the partition and the clients in words."""
-        clients = _either(map(_population, self.runs))
         split = _either(split_in_words(run.job) for run in self.runs)
+        clients = _either(map(_population, self.runs))
         return f"{self._of('dataset')}, partition {split}, {clients}"
 
     @property
@@ -220,9 +220,8 @@ class Results:
         said: dict[str, Any] = {"title": self._title, "look": look}
         if x == "differences":
             if not (rows := self.compared()):
-                raise ValueError(
-                    "differences need a baseline, two seeds of it and of a method, when all runs have ended"
-                )
+                needs = "a baseline, two seeds of it and of a method, when all runs have ended"
+                raise ValueError(f"differences need {needs}")
             said["seeds"] = {row["method"]: row["n"] for row in rows}
             return plots.differences({"": rows}, self.baseline, last=self._last, **said)
         points = self._clients() if x == "clients" else self._points()
@@ -385,18 +384,14 @@ class Results:
         by_examples = self._labels(lambda run: run.weighting == "num-examples")
         equal, weights = self._labels(lambda run: run.weighting == "uniform"), ""
         if by_examples and equal:
-            weights = (
-                f" Clients are weighted by their examples in {by_examples}, but equally in {equal}; "
-                "weighting=uniform weights them equally in all."
-            )
+            weights = f" Clients are weighted by their examples in {by_examples}, but equally in {equal}; "
+            weights += "weighting=uniform weights them equally in all."
         rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
         mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
         mean_of = ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
-        return [
-            f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}.",
-            f"{self._last}: {mean}; to {self._goal}: rounds to it{mean_of}; {worst}; MB: "
-            f"per client, both ways, the whole training{clock}.{weights}",
-        ]
+        said = f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}."
+        means = f"{self._last}: {mean}; to {self._goal}: rounds to it{mean_of}; {worst}; MB: per client, "
+        return [said, f"{means}both ways, the whole training{clock}.{weights}"]
 
     def _labels(self, has: Callable[[RunRecord], bool]) -> str:
         """Return the labels of the runs that have something."""
@@ -418,23 +413,18 @@ class Results:
             return [f"Interim: {runs} have not ended; differences are tested when all have."]
         if not (compared := self.compared()):
             return []
-        decided, others = (
-            ", ".join(row["method"] for row in compared if row["decided"] == yes) or "none"
-            for yes in (True, False)
-        )
+        labels = [[r["method"] for r in compared if r["decided"] == yes] for yes in (True, False)]
+        decided, others = (", ".join(of) or "none" for of in labels)
         number = f"{len(compared)} comparison{'s' * (len(compared) > 1)}"
-        said = [
-            f"vs {self.baseline}, paired by seed. Decided (Holm's adjusted p < 0.05 over {number}; never "
-            f"if the interval contains 0): {decided}. Not decided: {others}."
-        ]
+        holm = f"Holm's adjusted p < 0.05 over {number}; never if the interval contains 0"
+        verdict = f"Decided ({holm}): {decided}. Not decided: {others}."
+        said = [f"vs {self.baseline}, paired by seed. {verdict}"]
         if len(self.seeds) > 2:  # two differences say too little of how far they spread
             shown = np.quantile([row["detectable"] for row in compared], (0, 0.5, 1))
             low, middle, high = map(metrics.per_cent, shown)
             several = f" for the median method ({low} to {high})" * (len(compared) > 1)
-            said.append(
-                "Smallest difference that these seeds detect with 80 % power, in a comparison "
-                f"by itself: {middle} points{several}."
-            )
+            least = "Smallest difference that these seeds detect with 80 % power, in a comparison by itself"
+            said.append(f"{least}: {middle} points{several}.")
         return said
 
     def _beside(self) -> list[str]:
@@ -477,8 +467,7 @@ class Results:
             }
             for name, axes in PICTURES.items():
                 if known.get(name, True):
-                    picture = self._picture(*axes, look or drawing.Look())
-                    drawing.save(picture, folder / name)
+                    drawing.save(self._picture(*axes, look or drawing.Look()), folder / name)
 
 
 def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:
@@ -486,9 +475,8 @@ def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:
     known = list(dict.fromkeys(known))
     for label in labels:
         if label not in known:
-            raise ValueError(
-                f"the table has no row '{label}'{nearest(label, known)} (it has {', '.join(known)})"
-            )
+            hint = f"{nearest(label, known)} (it has {', '.join(known)})"
+            raise ValueError(f"the table has no row '{label}'{hint}")
 
 
 def ranks_over(results: Sequence[Results]) -> list[Ranks]:
@@ -555,9 +543,8 @@ def _commit() -> str | None:
     """Return the commit of the checkout that the package is imported from, if it is one."""
     home = Path(flwr_regs.__file__).parent
     git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True, cwd=home)
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         git(["git", "ls-files", "--error-unmatch", "__init__.py"])
         commit = git(["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"])
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.stdout.strip()
+        return str(commit.stdout.strip())
+    return None

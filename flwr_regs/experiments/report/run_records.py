@@ -257,9 +257,8 @@ def read(path: Path) -> RunRecord:
             raise ValueError("it has no whole line")
         run.torn = bool(rest)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): restore it; or remove it, and --resume trains the run again"
-        ) from error
+        hint = "restore it; or remove it, and --resume trains the run again"
+        raise ValueError(f"{path} is damaged ({error}): {hint}") from error
     return run
 
 

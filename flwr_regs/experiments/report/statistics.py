@@ -104,11 +104,8 @@ class Ranks:
         """Return the largest groups that are not told apart: (first, last) positions in `mean`."""
         means = self.mean.to_numpy()
         lasts = np.searchsorted(means, means + self.critical, side="right") - 1
-        return [
-            (first, int(last))
-            for first, last in enumerate(lasts)
-            if last > first and (not first or last > lasts[first - 1])
-        ]
+        ends, firsts = np.unique(lasts, return_index=True)
+        return [(int(a), int(b)) for a, b in zip(firsts, ends, strict=True) if b > a]
 
 
 def ranks(scores: pd.DataFrame) -> Ranks:

@@ -9,9 +9,8 @@ from typing import Any
 
 from flwr_regs.experiments.extras import needed
 
-PLAIN: Any = dict.fromkeys(
-    ("force_terminal", "force_jupyter", "highlight", "markup", "emoji"), False
-)
+_OFF = ("force_terminal", "force_jupyter", "highlight", "markup", "emoji")
+PLAIN: Any = dict.fromkeys(_OFF, False)
 """The same whatever the terminal: notebooks set FORCE_COLOR, which would colour files too."""
 
 

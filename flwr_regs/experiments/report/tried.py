@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,11 +31,9 @@ def cost(tried: Sequence[RunRecord]) -> str:
     seconds = sum(run.processor_seconds or run.seconds for run in tried)
     rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
     with_seeds = f"with seed {', '.join(map(str, seeds))}"
-    return (
-        f"Tuning took {len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor "
-        f"time and {steps:,} local steps, {with_seeds}. Intervals and p-values leave out that other seeds "
-        "might have tuned otherwise."
-    )
+    took = f"{len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor time"
+    beside = "Intervals and p-values leave out that other seeds might have tuned otherwise."
+    return f"Tuning took {took} and {steps:,} local steps, {with_seeds}. {beside}"
 
 
 def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
@@ -52,9 +50,8 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
     for run in tried:
         row = {"label": run.row, "point": shown(run.point), "rounds": run.job["rounds"]}
         row["accuracy"] = 100 * last(run) if run.whole else np.nan
-        rows.append(
-            row | {k: v if type(v) in (int, float) else str(v) for k, v in run.point.items()}
-        )
+        tuned = {k: v if type(v) in (int, float) else str(v) for k, v in run.point.items()}
+        rows.append(row | tuned)
     trials = pd.DataFrame(rows)
     equal = trials.groupby(["label", "point", "rounds"], sort=False)
     accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False))
@@ -74,9 +71,10 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
 
     from flwr_regs.experiments.report import plots
 
-    title, best, seeds = Results(tried).title, [], {}
+    how: Any = {"title": Results(tried).title, "look": look}
+    best, seeds = [], dict[str, int]()
     of_points = table(tried).sort_values("label", key=lambda of: of.map(order.index), kind="stable")
-    drawn = {"tuning": plots.over_points(of_points, title=title, look=look)}
+    drawn = {"tuning": plots.over_points(of_points, **how)}
     ended = of_points.drop_duplicates(["label", "point"]).dropna(subset="accuracy")
     for label, rows in ended.groupby("label", sort=False):
         for place, row in enumerate(rows.head(2).to_dict("records")):
@@ -87,7 +85,6 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
             mean = points[points["part"] != "filled"].groupby("round").mean(numeric_only=True)
             best.append(mean.reset_index().assign(label=label, seed=place, part="whole"))
     if best:
-        drawn["tuning-gap"] = plots.over_rounds(
-            pd.concat(best), kind="held-out", seeds=seeds, title=title, look=look
-        )
+        how |= {"kind": "held-out", "seeds": seeds}
+        drawn["tuning-gap"] = plots.over_rounds(pd.concat(best), **how)
     return drawn

@@ -180,12 +180,11 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: B
         except Exception:  # the run says it better
             return
     shares = sum(1 - begun.get(run.key, 0) / run.settings.rounds for run in runs)
-    text = (
-        f"about {duration(cost.run * shares / _at_a_time(runs, workers))}: {counted(len(runs), 'run')} "
-        f"of {counted(settings.rounds, 'round')}; in each round {counted(cost.cohort, 'client')} with "
-        f"{counted(round(cost.steps), 'step')} of {duration(of_model.step)}, and a test of "
-        f"{duration(cost.test)}"
-    )
+    about = duration(cost.run * shares / _at_a_time(runs, workers))
+    steps = f"{counted(round(cost.steps), 'step')} of {duration(of_model.step)}"
+    all_runs = f"{counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}"
+    each = f"{counted(cost.cohort, 'client')} with {steps}, and a test of {duration(cost.test)}"
+    text = f"about {about}: {all_runs}; in each round {each}"
     if (settings.rounds + 1) * cost.test > max(DOMINANT * cost.run, 60) and most > 2000:
         text += " (test-examples=2000 would test on so many examples)"
     progress.say(text)
@@ -211,11 +210,9 @@ def estimate(
         alike = settings.dataset, settings.model, settings.projection, settings.batch_size
         if alike not in known:
             known[alike] = of_model = timed(run)
-            yield (
-                f"model {settings.model}: a step of {settings.batch_size} examples takes "
-                f"{duration(of_model.step)}, a test of {of_model.tested} takes "
-                f"{duration(of_model.test)}"
-            )
+            step, test = duration(of_model.step), duration(of_model.test)
+            model = f"model {settings.model}: a step of {settings.batch_size} examples takes {step}"
+            yield f"{model}, a test of {of_model.tested} takes {test}"
         cost, there = cost_of(run, known[alike]), begun.get(run.key, 0)
         if there:
             yield f"{run.label}, seed {run.seed}: {there} of {counted(settings.rounds, 'round')} are there"
@@ -254,37 +251,30 @@ def measure(run: Run) -> str:
         given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
         used = total - free + given_back  # at most, with the process' CUDA context
         share = min(math.ceil(STEPS * MARGIN * used / total) / STEPS, 1.0)
-        memory = (
-            f"{used / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB, and a fifth more to be safe: "
-            f"{int(1 / share)} clients at a time on a GPU"
-        )
+        gpu = f"{used / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB, and a fifth more to be safe"
+        memory = f"{gpu}: {int(1 / share)} clients at a time on a GPU"
         option += f" client-resources-num-gpus={share:g}"
-    return (
-        f"one client: {spent / len(entry['cohort']):.2g} s a round, {_resident() / 2**20:,.0f} MiB of "
-        f"memory for its process\n{memory}\n"
-        f'--federation-config "num-supernodes={run.settings.num_clients} {option}"\n{compiling(run)}'
-    )
+    took = f"{spent / len(entry['cohort']):.2g} s a round, {_resident() / 2**20:,.0f} MiB of memory"
+    federation = f'--federation-config "num-supernodes={run.settings.num_clients} {option}"'
+    return f"one client: {took} for its process\n{memory}\n{federation}\n{compiling(run)}"
 
 
 def compiling(run: Run) -> str:
     """Return from how many rounds on ``StackedGrid(compile=True)`` pays for a run, as measured."""
-    plain, compiled = (_stacked(run, compile=way) for way in (False, True))
-    if plain is None or compiled is None:
-        return "in a stack: clients of this run train one by one"
-    (first, *later), (first_compiled, *later_compiled) = plain, compiled
+    seconds = []
+    for way in (False, True):
+        stacks = partial(StackedGrid, check=False, compile=way)
+        strategy, grid = _trained(run, ROUNDS, False, stacks)
+        if grid.fallbacks:
+            return "in a stack: clients of this run train one by one"
+        seconds.append([entry["seconds"]["clients"] for entry in strategy.history])
+    (first, *later), (first_compiled, *later_compiled) = seconds
     before, after = min(later), min(later_compiled)
     text = f"a cohort in a stack: {before:.2g} s a round, {after:.2g} s with compile=True"
     if after >= before:
         return f"{text}, which does not pay"
     rounds = max(math.ceil((first_compiled - first) / (before - after)), 1)
     return f"{text}, which pays from {rounds} rounds on"
-
-
-def _stacked(run: Run, compile: bool) -> list[float] | None:
-    """Return the seconds of some rounds in a stack; None if its clients train one by one."""
-    stacks = partial(StackedGrid, check=False, compile=compile)
-    strategy, grid = _trained(run, ROUNDS, False, stacks)
-    return None if grid.fallbacks else [e["seconds"]["clients"] for e in strategy.history]
 
 
 def _resident() -> int:

@@ -98,9 +98,8 @@ class Lines(Progress):
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Print some of the rounds."""
         server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
-        told = server_round == 1 or (
-            server_round > 0 and not server_round % max(rounds // LINES, 1)
-        )
+        every = max(rounds // LINES, 1)
+        told = server_round == 1 or server_round in range(every, rounds, every)
         told &= time.monotonic() - self._spoke > self._apart
         if accuracy is not None and (told or server_round == rounds):
             at = f"round {server_round:>4}/{rounds}"

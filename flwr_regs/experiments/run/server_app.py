@@ -77,9 +77,8 @@ def results_folder(out: str) -> Path:
     keeps the folder of its first start, whatever the folder of a later ``flwr run``.
     """
     if out and not Path(out).is_absolute():
-        raise ValueError(
-            f"setting 'out' must be an absolute path, not '{out}': Flower runs the server in another folder"
-        )
+        why = "Flower runs the server in another folder"
+        raise ValueError(f"setting 'out' must be an absolute path, not '{out}': {why}")
     if out:
         check_writable(Path(out))
         return Path(out)
