@@ -38,7 +38,7 @@ class ServerTest:
     """
 
     def __init__(
-        self, model: nn.Module, clients: ClientData, many_threads: int, told: Told | None = None
+        self, model: nn.Module, clients: ClientData, many_threads: int, told: Told = lambda *_: None
     ) -> None:
         data, (of_training, rows) = clients.data, clients.server_rows()
         if of_training:
@@ -60,8 +60,7 @@ class ServerTest:
         x, parts = self.x[:most], list[torch.Tensor]()
         with torch.no_grad(), threads(self._threads):
             for batch in torch.split(x, BATCH):
-                if self._told is not None:
-                    self._told(BATCH * len(parts), len(x))
+                self._told(BATCH * len(parts), len(x))
                 parts.append(self.model(batch))
         return torch.cat(parts)
 
