@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,7 +161,8 @@ def _in_processes(
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
     try:
-        with _ctrl_c_blocked():  # as the workers, which start here, begin
+        # as the workers begin, which start here
+        with nullcontext() if os.name == "nt" else _ctrl_c_blocked():
             waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
@@ -186,9 +187,6 @@ def _in_processes(
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
     """Hold Ctrl-C back; a process that starts meanwhile does not get it either."""
-    if os.name == "nt":
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

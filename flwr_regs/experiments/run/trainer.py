@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
-from safetensors.torch import save_file
+from safetensors.torch import save as as_bytes
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.folders import FULL, CannotWrite, writing
+from flwr_regs.experiments.report.folders import FULL, CannotWrite, write, writing
 from flwr_regs.experiments.report.metrics import on_clients
 from flwr_regs.experiments.report.run_records import RunRecord, record_path
 from flwr_regs.experiments.run.clients import ClientFactory
@@ -129,8 +129,7 @@ class Trainer:
             record.processor_seconds, record.warnings = self._spent, [*warned]
             if strategy.history and folder is not None:
                 path = folder / f"{record_path(folder, *self.run.key).stem}.safetensors"
-                with writing(path):
-                    save_file(strategy.arrays.to_torch_state_dict(), path)
+                write(path, as_bytes(strategy.arrays.to_torch_state_dict()))
             self.recorder.end()
             if checkpoints is not None and record.ended:
                 shutil.rmtree(checkpoints, ignore_errors=True)
