@@ -131,9 +131,9 @@ def wrap(text: str, width: float, scale: float = 1.0) -> str:
 
 def head(picture: Picture, title: str, caption: str) -> None:
     """Write title and caption."""
-    own, width = picture.look.title, picture.get_figwidth()
+    chosen, width = picture.look.title, picture.get_figwidth()
     place: dict[str, Any] = {"x": PAD / width, "ha": "left", "parse_math": False}
-    text = wrap(title if own is None else own, width, 1.15)
+    text = wrap(title if chosen is None else chosen, width, 1.15)
     picture.suptitle(text, fontsize=rcParams["axes.titlesize"], gid="title", **place)
     picture.supxlabel(wrap(caption, width), fontsize="medium", gid="caption", **place)
 

@@ -287,9 +287,9 @@ def _flaws(run: RunRecord) -> dict[str, str]:
     if not run.whole:
         return flaws
     best = max(run.trained, key=lambda test: float(test["accuracy"]))
-    most = f"{best['accuracy']:.1%}"
+    highest = f"{best['accuracy']:.1%}"
     if len(run.accuracy) >= MANY and 0 < run.untrained > best["accuracy"] - LITTLE:
-        begins = f"{seed} begins at {run.untrained:.1%}, its best is {most}"
+        begins = f"{seed} begins at {run.untrained:.1%}, its best is {highest}"
         flaws["idle"] = f"{begins}: try another lr, or more rounds"
     if exploded(run):
         first, ends = (run.test[at]["loss"] for at in (0, -1))
@@ -298,7 +298,7 @@ def _flaws(run: RunRecord) -> dict[str, str]:
         flaws["exploded"] = f"{loss}: try a smaller lr"
     if collapsed(run):
         ends = f"{seed} ends at {run.accuracy[-1]:.1%}"
-        flaws["collapsed"] = f"{ends}, its best was {most} in round {best['round']}"
+        flaws["collapsed"] = f"{ends}, its best was {highest} in round {best['round']}"
     return flaws
 
 

@@ -197,12 +197,12 @@ class Heartbeat:
             spent = time.monotonic() - self.began
             if not self.what or spent < self.next:
                 continue
-            self.next, done = 2 * spent, f"{duration(spent)} so far"
+            self.next, so_far = 2 * spent, f"{duration(spent)} so far"
             if self.total:
-                done = f"{min(self.done, self.total):,} of {self.total:,}"
+                so_far = f"{min(self.done, self.total):,} of {self.total:,}"
             if 0 < self.done < self.total:
-                done += f", {duration(spent / self.done * (self.total - self.done))} left"
-            self._tell(f"{self.what}, {done}")
+                so_far += f", {duration(spent / self.done * (self.total - self.done))} left"
+            self._tell(f"{self.what}, {so_far}")
 
 
 def progress(runs: Sequence[Run]) -> Progress:
