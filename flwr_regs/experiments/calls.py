@@ -22,10 +22,7 @@ _FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have
 NAME = re.compile(rf"{_FILE}:{_DOTTED}|{_DOTTED}(:{_DOTTED})?")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 _QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
-LITERAL = (
-    "a literal: a number, quoted text, True, False, None, or a list, tuple or dict of these; or a call, "
-    "such as Target(0.9)"
-)
+LITERAL = "a number, quoted text, True, False, None, a list, tuple or dict, or a call: Target(0.9)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,11 @@ class Call:
         return self.target
 
 
-def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
+Calls = tuple[Call, ...]
+"""A method: its parts."""
+
+
+def parse_methods(text: str) -> dict[str, Calls]:
     """Return label -> parts, in order. The label is the method's text in one form.
 
     Raises
@@ -67,11 +68,9 @@ def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
     for start, one in pieces(text, ",;"):
         if one.strip():
             parts = tuple(_part(part, start + at, text) for at, part in pieces(one, "+"))
-            if text_of(parts) in methods:
-                raise ValueError(
-                    f"'{text_of(parts)}' appears twice in {text!r}: name each method once"
-                )
-            methods[text_of(parts)] = parts
+            if (label := text_of(parts)) in methods:
+                raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
+            methods[label] = parts
     if not methods:
         raise ValueError(f"there is no method in {text!r}; for example: FedAvg, FedFOR(alpha=0.5)")
     return methods
@@ -95,10 +94,9 @@ def catalogue() -> list[str]:
 def check_name(call: Call) -> None:
     """Raise ValueError if a call is neither of the package nor of a user's own code."""
     if ":" not in call.target and call.target not in (names := [*catalogue(), *REFERENCES]):
-        raise ValueError(
-            f"the package has no strategy or term '{call.target}'"
-            f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"
-        )
+        hint = f"{nearest(call.target, names)} (`flwr-regs list methods` shows all"
+        what = f"the package has no strategy or term '{call.target}'"
+        raise ValueError(f"{what}{hint}; your own is mine.py:name)")
 
 
 def _part(text: str, start: int, whole: str) -> Call:
@@ -109,15 +107,11 @@ def _part(text: str, start: int, whole: str) -> Call:
     rest = part[name.end() :].lstrip() if name else part
     if not part:  # a paper may call the method FedADC+
         named = re.split("[+,; ]", whole[: start - 1])[-1] + "Plus"
-        meant = [name for name in catalogue() if name.lower() == named.lower()]
-        raise ValueError(
-            f"'+' joins two terms, and one is missing at character {at} of {whole!r}"
-            + nearest(named, meant)
-        )
+        hint = nearest(named, [name for name in catalogue() if name.lower() == named.lower()])
+        what = f"'+' joins two terms, and one is missing at character {at} of {whole!r}"
+        raise ValueError(f"{what}{hint}")
     if name is None or (rest and not rest.startswith("(")):
-        raise ValueError(
-            f"{where}: expected a method such as FedFOR, FedFOR(alpha=0.5) or mine.py:MyTerm(x=1)"
-        )
+        raise ValueError(f"{where}: expected a method such as FedFOR(alpha=0.5) or mine.py:T(x=1)")
     if not rest:
         return Call(name[0], (), {}, called=False)
     try:

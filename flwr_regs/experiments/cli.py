@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import io
 import os
+import pkgutil
 import signal
 import sys
 import textwrap
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flwr_regs.experiments.extras import table_beside
 from flwr_regs.experiments.run.process_family import ending_in_time, on_farewell, say_farewell
 
 # What loads torch is imported by the functions: `main` also ends an early Ctrl-C in order.
@@ -58,9 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         on_farewell("flwr-regs: interrupted")
         with ending_in_time():
-            status = _done(args)
+            done: int | str = pkgutil.resolve_name(f"flwr_regs.experiments.{args.do}")(args)
+            if isinstance(done, str):
+                print(done)
         sys.stdout.flush()
-        return status
+        return 0 if isinstance(done, str) else done
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141
@@ -79,18 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in before.items():  # of who calls `main`
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _done(args: argparse.Namespace) -> int:
-    """Do a command, and return its exit status."""
-    if args.do in ("listing", "protocols"):
-        from flwr_regs.experiments import listings
-
-        print(getattr(listings, args.do)(args))
-        return 0
-    from flwr_regs.experiments import commands
-
-    return int(getattr(commands, args.do)(args))
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -119,15 +110,13 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     import flwr_regs
 
-    parser = Parser(
-        prog="flwr-regs",
-        description="Compare federated methods on your data, and keep the results.",
-    )
+    what = "Compare federated methods on your data, and keep the results."
+    parser = Parser(prog="flwr-regs", description=what)
     parser.add_argument("--version", action="version", version=f"flwr-regs {flwr_regs.__version__}")
     verbs = parser.add_subparsers(dest="command", required=True)
 
     types = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
-    told = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    told = table_beside(__file__)
     for name, verb in told["commands"].items():
         text = verb["help"]
         made = verbs.add_parser(
@@ -138,8 +127,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        what = {"what": verb["what"]} if "what" in verb else {}
-        made.set_defaults(do=verb["do"], runner="process", gpus_per_client=0.0, **what)
+        made.set_defaults(runner="process", gpus_per_client=0.0, **verb["defaults"])
         shared = [option for group in verb.get("groups", ()) for option in told["groups"][group]]
         for option in [*shared, *verb["options"]]:
             kind = {"type": types[option["type"]]} if "type" in option else {}

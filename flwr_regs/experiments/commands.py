@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import os
+import math
 import random
 import shlex
+import shutil
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,14 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report import run_records, tried
 from flwr_regs.experiments.report.folders import check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
+from flwr_regs.experiments.run import tuning
 from flwr_regs.experiments.run.process_family import on_farewell
-from flwr_regs.experiments.run.progress import Heartbeat, counted
+from flwr_regs.experiments.run.progress import Heartbeat, counted, progress
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.user_code import said
@@ -46,15 +48,12 @@ SELDOM = 20.0
 """While runs train, tables are written again after so many times the time that it takes."""
 
 
-def train(args: argparse.Namespace) -> int:
+def train(args: Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
     if getattr(args, "verify", None):
         return _verify(args)
-    if args.resume:
-        experiment, out = _resumed(args), ""
-    else:
-        experiment, out = words.experiment_of(args)
-        words.refuse_results(out)
+    experiment, out = (_resumed(args), "") if args.resume else words.experiment_of(args)
+    words.refuse_results(out)
     _check_runner(args, experiment)
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("loading models and data")
@@ -80,44 +79,36 @@ def train(args: argparse.Namespace) -> int:
     return max(status for status, _ in trained)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+_say: Callable[[str], None] = partial(print, flush=True)
 
 
-def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
+def _check_runner(args: Namespace, experiment: Experiment) -> None:
     """Raise ValueError for options of a runner that cannot be, or do nothing."""
-    gpus = args.gpus_per_client
-    if args.runner != "ray":
-        if gpus:
-            raise ValueError("--gpus-per-client goes with --runner ray")
-        return
-    if args.workers > 1:
+    gpus, in_ray = args.gpus_per_client, args.runner == "ray"
+    if gpus and not in_ray:
+        raise ValueError("--gpus-per-client goes with --runner ray")
+    if in_ray and args.workers > 1:
         raise ValueError("--workers does not go with --runner ray, where Ray decides")
-    if experiment.heading != "method":
+    if in_ray and experiment.heading != "method":
         raise ValueError("--runner ray trains methods, and these rows are others")
     if gpus:
         import torch
 
         if not torch.cuda.is_available():
-            raise ValueError(
-                f"--gpus-per-client {gpus:g}: torch finds no CUDA GPU here; leave it out"
-            )
+            raise ValueError(f"--gpus-per-client {gpus:g}: torch finds no CUDA GPU; leave it out")
 
 
-def _resumed(args: argparse.Namespace) -> Experiment:
+def _resumed(args: Namespace) -> Experiment:
     """Return the experiment to go on with; ValueError if the words ask for other things too.
 
     The folder may come from another machine: the words may say where the data is here.
     """
     here = {key: value for key, value in words.read_words(args.settings).items() if key in MOVED}
-    if len(here) < len(args.settings) or any(
-        getattr(args, name, None) for name in ("key", "case", "tune")
-    ):
+    if len(here) < len(args.settings) or getattr(args, "key", None):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
-    for word in args.words:
-        name = word.partition("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in BESIDE_RESUME):
-            raise ValueError(f"--resume takes what {name} says from the folder: leave it out")
+    options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
+    if wrong := [option for option in options if option not in BESIDE_RESUME]:
+        raise ValueError(f"--resume takes what {wrong[0]} says from the folder: leave it out")
     experiment, _ = card_files.of_folder(args.resume)
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
@@ -128,7 +119,9 @@ def _resumed(args: argparse.Namespace) -> Experiment:
 def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
     """Return each panel, and the folder of its results in the experiment's."""
     alone = len(experiment.panels) == 1
-    return [(p, folder if alone else folder / records.file_name(p.name)) for p in experiment.panels]
+    return [
+        (p, folder if alone else folder / run_records.file_name(p.name)) for p in experiment.panels
+    ]
 
 
 def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
@@ -144,7 +137,7 @@ def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
 
 
 def _train_panel(
-    args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
+    args: Namespace, experiment: Experiment, panel: Panel, folder: Path
 ) -> tuple[int, Results]:
     """Tune and test in a panel's folder, as far as that is not done; return the exit status."""
     if experiment.metrics:
@@ -162,53 +155,45 @@ def _train_panel(
     if not experiment.smoke:
         _draw_tuning(folder, folder)
     _say(results.text() + f"results: {folder}")
-    failed = [run for run in results.runs if not run.ended]
+    runs = results.runs
+    failed = [run for run in runs if not run.ended]
     for run in failed:
         print(f"flwr-regs: {run.label}, seed {run.seed}, failed", file=sys.stderr)
-    bad = bool(failed) or all(run.error for run in results.runs) or bool(missing(tests, folder))
+    bad = bool(failed or missing(tests, folder)) or all(run.error for run in runs)
     if not experiment.smoke:
-        bad |= any(run.diverged or run.rejected for run in results.runs)
-        bad |= any(run.whole and exploded(run) for run in results.runs)
-        bad |= bool(experiment.baseline) and any(row["collapsed"] for row in results.rows())
+        bad |= any(run.diverged or run.rejected or (run.whole and exploded(run)) for run in runs)
+        bad |= experiment.baseline and any(row["collapsed"] for row in results.rows())
     return int(bad), results
 
 
 def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     """Draw into `out` what tuning tried in a panel's folder, if it tried several points."""
-    from flwr_regs.experiments.report import tried
+    from flwr_regs.experiments.report import drawing
 
     if several := tried.trials(folder):
-        from flwr_regs.experiments.report import drawing
-
         experiment, _ = card_files.of_folder(folder)
         rows = [*experiment.rows_of(experiment.panel)]
         for name, picture in tried.pictures(several, rows, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
 
-def _draw_ranks(
-    experiment: Experiment, results: Sequence[Results], folder: Path, look: Look | None = None
-) -> None:
+def _draw_ranks(title: str, of: Sequence[Results], folder: Path, look: Look | None = None) -> None:
     """Draw the methods' ranks over the panels that have the same ones, if there are enough."""
-    for number, ranks in enumerate(ranks_over(results), 1):
+    for number, ranks in enumerate(ranks_over(of), 1):
         from flwr_regs.experiments.report import drawing, plots
 
-        picture = plots.over_panels(ranks, title=experiment.title, look=look)
+        picture = plots.over_panels(ranks, title=title, look=look)
         drawing.save(picture, folder / f"ranks-{number}")
 
 
-def _tuned(
-    args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
-) -> Mapping[str, Point]:
+def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) -> dict[str, Point]:
     """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs."""
-    from flwr_regs.experiments.run import tuning
-
     _, made = card_files.of_folder(folder)
     if experiment.tune and "chosen" not in made:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
 
-        def train(trials: Sequence[Run]) -> dict[tuple[str, int], RunRecord]:
+        def train(trials: Sequence[Run]) -> dict[Any, RunRecord]:
             _train(trials, folder / "tuning", "trial", args)
             return recorded(trials, folder / "tuning")
 
@@ -219,7 +204,7 @@ def _tuned(
     return chosen_of(experiment, folder)
 
 
-def chosen_of(experiment: Experiment, folder: Path) -> Mapping[str, Point]:
+def chosen_of(experiment: Experiment, folder: Path) -> dict[str, Point]:
     """Return what tuning has chosen in a panel's folder: label -> point; nothing without tuning.
 
     Raises ValueError if it has not chosen yet.
@@ -227,8 +212,7 @@ def chosen_of(experiment: Experiment, folder: Path) -> Mapping[str, Point]:
     _, made = card_files.of_folder(folder)
     if experiment.tune and "chosen" not in made:
         raise ValueError(f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}")
-    chosen: Mapping[str, Point] = made.get("chosen", {})
-    return chosen
+    return {**made.get("chosen", {})}
 
 
 def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
@@ -247,9 +231,6 @@ def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
 
 def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     """Return the results so far in a panel's folder; ValueError without any."""
-    from flwr_regs.experiments.report import tried
-    from flwr_regs.experiments.run import tuning
-
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
     _, made = card_files.of_folder(folder)
@@ -264,15 +245,10 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
 
 
 def _train(
-    runs: Sequence[Run],
-    folder: Path,
-    heading: str,
-    args: argparse.Namespace,
-    ordered: bool = False,
+    runs: Sequence[Run], folder: Path, heading: str, args: Namespace, ordered: bool = False
 ) -> None:
     """Train what is missing of some runs, and show it."""
     from flwr_regs.experiments.run import engine
-    from flwr_regs.experiments.run.progress import progress
 
     if not (lacking := missing(runs, folder)):
         return
@@ -324,14 +300,12 @@ def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool 
         chosen = begun and "chosen" in card_files.of_folder(place)[1]
         lacking = [] if chosen else missing(experiment.trial_runs(panel), place / "tuning")
         lacking += missing(experiment.tests(panel), place)
-        if not lacking:
-            if not brief:
-                _say(f"{name}{': ' * bool(name)}nothing is missing")
-            continue
         rounds = {**trainer.begun(lacking, place / "tuning"), **trainer.begun(lacking, place)}
+        if not lacking and not brief:
+            _say(f"{name}{': ' * bool(name)}nothing is missing")
         with Heartbeat(_say) as heartbeat:
             heartbeat.at("timing a step and a test batch")
-            lines = estimate(lacking, workers, known, rounds, name)
+            lines = estimate(lacking, workers, known, rounds, name) if lacking else ()
             for line in [*lines][-1:] if brief else lines:
                 _say(line)
 
@@ -346,19 +320,23 @@ def _report_card(experiment: Experiment, results: Sequence[Results], folder: Pat
     write(folder / "protocol.csv", pd.DataFrame(rows).to_csv(index=False))
     write(folder / "protocol.txt", text := card_report.as_text(experiment, rows))
     if not experiment.smoke:
-        _draw_ranks(experiment, results, folder)
+        _draw_ranks(experiment.title, results, folder)
     _say(text + f"results: {folder}")
 
 
-def plot(args: argparse.Namespace) -> int:
+def plot(args: Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
+    from flwr_regs.experiments.report.drawing import Look
+
+    methods = [label.strip() for _, label in pieces(args.methods, ",;") if label.strip()]
+    look = Look(args.title, args.size, args.font_size, methods, args.accuracy)
     if args.what == "partition":
         if args.methods or args.accuracy:
             raise ValueError("--methods and --accuracy go with results: flwr-regs plot FOLDER")
         run, out = words.first_run(args)
         from flwr_regs.experiments.report import partition_plot
 
-        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args), args.export))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), look, args.export))
         return 0
     if args.export:
         raise ValueError("--export goes with a partition: flwr-regs plot partition --export")
@@ -367,7 +345,6 @@ def plot(args: argparse.Namespace) -> int:
     folder = Path(args.what)
     target = Path(words.read_words(args.settings).get("out", folder))
     experiment, _ = card_files.of_folder(folder)
-    look = _look(args)
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
     each = {place: results_of(experiment, panel, place) for panel, place in begun or every[:1]}
@@ -377,46 +354,37 @@ def plot(args: argparse.Namespace) -> int:
         results.save(there, look=look)
         _draw_tuning(place, there, replace(look, accuracy=None))
         print(results.text() + f"results: {there}")
-    _draw_ranks(experiment, [*each.values()], target, replace(look, methods=(), accuracy=None))
+    whole = replace(look, methods=(), accuracy=None)
+    _draw_ranks(experiment.title, [*each.values()], target, whole)
     if (look.methods or look.accuracy) and target == folder:
         print(f"they show a part now: flwr-regs plot {shlex.quote(str(folder))} draws all again")
     return 0
 
 
-def _look(args: argparse.Namespace) -> Look:
-    from flwr_regs.experiments.report.drawing import Look
-
-    methods = [label.strip() for _, label in pieces(args.methods, ",;") if label.strip()]
-    return Look(args.title, args.size, args.font_size, methods, args.accuracy)
-
-
-def resources(args: argparse.Namespace) -> int:
+def resources(args: Namespace) -> int:
     """Train one client, and print what it takes."""
     with Heartbeat(_say) as heartbeat:
         heartbeat.at("training a client, and a cohort in a stack")
         run, _ = words.first_run(args)
         from flwr_regs.experiments.run.costs import measure
 
-        taken = measure(run)
-    print(taken)
+        print(measure(run))
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: Namespace) -> int:
     """Train one run of results again; return 1 if it does not come out the same."""
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = args.verify
         if folder.is_file():
             folder = Path(temporary)
             try:
-                with tarfile.open(args.verify) as archive:
-                    archive.extractall(folder, filter="data")
+                shutil.unpack_archive(args.verify, folder, filter="data")
             except Exception as error:  # each compression has errors of its own
-                raise ValueError(
-                    f"{args.verify} is no folder or whole archive of results ({said(error)})"
-                ) from error
+                no = f"{args.verify} is no folder or whole archive of results"
+                raise ValueError(f"{no} ({said(error)})") from error
         kept, again = _kept(args, folder)
-        panels = choices.panels_of(kept, args.panels) if args.panels else kept.panels
+        panels = choices.panels_of(kept, args.panels)
         wanted = choices.with_methods(kept, args.methods).rows if args.methods else kept.rows
         ended = [
             (panel, record, card_files.of_folder(place)[1], run)
@@ -450,9 +418,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _again(
-    runs: Sequence[Run], kept: Experiment, args: argparse.Namespace
-) -> dict[tuple[str, int], RunRecord]:
+def _again(runs: Sequence[Run], kept: Experiment, args: Namespace) -> dict[Any, RunRecord]:
     """Train runs in a temporary folder, and return their records."""
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         _train(runs, Path(temporary), kept.heading, args)
@@ -464,52 +430,46 @@ def _is_same(kept: float | None, new: float | None) -> bool:
     return kept == new or (kept is not None and new is not None and kept == round(new, 5))
 
 
-def _kept(args: argparse.Namespace, folder: Path) -> tuple[Experiment, Experiment]:
+def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     """Return the experiment of a folder, and what of it is trained again: its seeds that are asked for.
 
     The latter has its files where they are here, the only settings that may differ.
     """
     kept, _ = card_files.of_folder(folder)
-    here = {"code-dir": os.getcwd(), **words.read_words(args.settings)}
+    here = {"code-dir": str(Path.cwd()), **words.read_words(args.settings)}
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
     return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds)).given(here)
 
 
-def reproduce(args: argparse.Namespace) -> int:
+def reproduce(args: Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
     kept, again = _kept(args, args.folder)
     if not again.seeds:
-        raise ValueError(
-            f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"
-        )
+        raise ValueError(f"{args.folder} has no run of seeds {args.seeds}, only {[*kept.seeds]}")
     _check_runner(args, replace(again, tune=()).checked())
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):
         chosen = chosen_of(kept, place)
         check_records(kept.tests(panel, chosen), place)
         runs = again.tests(panel, chosen)
-        old = recorded(runs, place)
-        for key, record in _again(runs, kept, args).items():
-            equal.append(_is_equal(old.get(key), record, args.tolerance))
+        old, new = recorded(runs, place), _again(runs, kept, args)
+        equal += [_is_equal(old.get(key), new[key], args.tolerance) for key in new]
     print(f"{sum(equal)} of {len(equal)} runs are equal within {args.tolerance:g} points")
-    return 0 if all(equal) else 1
+    return int(not all(equal))
 
 
 def _is_equal(old: RunRecord | None, new: RunRecord, tolerance: float) -> bool:
     """Say what a run gave there and here; return whether that is the same within a tolerance."""
     (there, accuracy), (here, accuracy_here) = _outcome(old), _outcome(new)
-    same = there == here != "missing"
-    if accuracy is not None and accuracy_here is not None:
-        same = abs(accuracy - accuracy_here) <= tolerance
-    differs = "" if same else "  DIFFERS"
-    print(f"{new.label}, seed {new.seed}: {there} there, {here} here{differs}")
+    same = there == here == "diverged" or abs(accuracy - accuracy_here) <= tolerance
+    print(f"{new.label}, seed {new.seed}: {there} there, {here} here{'' if same else '  DIFFERS'}")
     return same
 
 
-def _outcome(run: RunRecord | None) -> tuple[str, float | None]:
-    """Return a run's last five rounds in per cent, as text and as a number, or why it has none."""
+def _outcome(run: RunRecord | None) -> tuple[str, float]:
+    """Return a run's last five rounds in per cent, as text and as a number, or why it has none (NaN)."""
     if run is None or not run.ended:
-        return "missing", None
-    return ("diverged", None) if run.diverged else (f"{100 * last(run):.2f} %", 100 * last(run))
+        return "missing", math.nan
+    return ("diverged", math.nan) if run.diverged else (f"{100 * last(run):.2f} %", 100 * last(run))

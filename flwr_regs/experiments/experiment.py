@@ -15,13 +15,12 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments import strategies, user_code
-from flwr_regs.experiments.calls import Call, parse_methods, text_of
+from flwr_regs.experiments.calls import Call, Calls, parse_methods, text_of
 from flwr_regs.experiments.data.datasets import two_examples
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.settings import SETTINGS, Settings
-from flwr_regs.experiments.settings import field as field_of
-from flwr_regs.experiments.settings import shown as as_word
+from flwr_regs.experiments.settings import DEFAULTS, SETTINGS, Settings, Values, as_word, field_name
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
 from flwr_regs.server.options import Options
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from flwr_regs import CentralDP, RegStrategy
 
-OF_STRATEGIES = Options.names() & {*map(field_of, SETTINGS)} - {"checkpoint_every"}
+OF_STRATEGIES = Options.names() & {*map(field_name, SETTINGS)} - {"checkpoint_every"}
 """The settings that a strategy takes by the same name; a run has checkpoints in a folder of its own."""
 HALVED = 6
 """Of so many points or more, the worse ones do not train for all rounds."""
@@ -61,7 +60,7 @@ class Run:
 
     label: str
     settings: Settings
-    calls: tuple[Call, ...] = field(compare=False)
+    calls: Calls = field(compare=False)
     stated: frozenset[str] = field(compare=False)
     row: str = field(compare=False)
     point: Point = field(compare=False)
@@ -88,9 +87,8 @@ class Run:
             if owner == "methods":
                 takes = [strategies.of_call(c, self.settings.code_dir) for c in self.calls]
                 return any({*values} <= {*one.parameters} for one in takes)
-            if values:
-                return as_word(self.settings.config[owner]) in values
-            return owner in self.settings.changed
+            value = self.settings.config[owner]
+            return as_word(value) in values if values else value != DEFAULTS[owner]
 
         return any(met(*need) for need in needs.items())
 
@@ -146,8 +144,8 @@ class Row:
     """
 
     name: str
-    calls: tuple[Call, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    calls: Calls
+    settings: Values = field(default_factory=dict)
     panels: tuple[str, ...] = ()
     tune: tuple[Space, ...] = ()
 
@@ -171,17 +169,16 @@ class Panel:
     """
 
     name: str = "all"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    reduced: Mapping[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
+    reduced: Values = field(default_factory=dict)
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
 
     def has(self, row: Row) -> bool:
         """Return whether it has a row."""
-        return self.name in (row.panels or (self.name,)) and row.name in (
-            self.methods or (row.name,)
-        )
+        wanted = not self.methods or row.name in self.methods
+        return wanted and (not row.panels or self.name in row.panels)
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ class Experiment:
     such a benchmark tunes each method on held-out data before it is tested.
     """
 
-    settings: Mapping[str, Any]
+    settings: Values
     rows: tuple[Row, ...]
     seeds: tuple[int, ...] = (1, 2, 3)
     panels: tuple[Panel, ...] = (Panel(),)
@@ -208,14 +205,12 @@ class Experiment:
     where: str = ""
     setting: str = ""
     metrics: tuple[str, ...] = ()
-    reduced: Mapping[str, Any] = field(default_factory=dict)
+    reduced: Values = field(default_factory=dict)
     departures: tuple[str, ...] = ()
     hashes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_methods(
-        cls, settings: Mapping[str, Any], seeds: Sequence[int] = (), **more: Any
-    ) -> Experiment:
+    def of_methods(cls, settings: Values, seeds: Sequence[int] = (), **more: Any) -> Experiment:
         """Return the comparison of the methods in settings, by default with the seed in them."""
         whole = Settings.of(settings)
         rows = tuple(Row(text, calls) for text, calls in parse_methods(whole.methods).items())
@@ -262,9 +257,8 @@ class Experiment:
     def points_of(self, row: Row, ends: bool = False) -> list[Point]:
         """Return the points that are tried for a method; or the first and the last value of each space."""
         spaces = self.spaces_of(row)
-        if ends:
-            return [{space.key: space.at(share) for space in spaces} for share in (0.0, 1 - 1e-9)]
-        return points(spaces, self.trials)
+        at_ends: list[Point] = [{s.key: s.at(share) for s in spaces} for share in (0.0, 1 - 1e-9)]
+        return at_ends if ends else points(spaces, self.trials)
 
     def rungs_of(self, panel: Panel, label: str, ends: bool = False) -> list[tuple[int, int]]:
         """Return (rounds, points that train so long) of a method's successive halving, in order.
@@ -276,8 +270,7 @@ class Experiment:
         many = len(self.points_of(row, ends))
         if many < HALVED or is_grid(self.spaces_of(row), self.trials):
             return [(rounds, many)]
-        shorter = max(rounds // 8, 1), max(rounds // 4, 1), max(rounds // 2, 1)
-        return [*zip(shorter, (many, ceil(many / 3), ceil(many / 6)), strict=True)]
+        return [(max(rounds // part, 1), ceil(many / of)) for part, of in ((8, 1), (4, 3), (2, 6))]
 
     @property
     def panel(self) -> Panel:
@@ -285,25 +278,21 @@ class Experiment:
         (panel,) = self.panels
         return panel
 
-    def tests(self, panel: Panel, chosen: Mapping[str, Point] | None = None) -> list[Run]:
+    def tests(self, panel: Panel, chosen: Mapping[str, Point] = {}) -> list[Run]:
         """Return the runs of a panel, each method at the point that tuning has chosen for its label."""
         pairs = [(seed, label) for seed in self.seeds for label in self.rows_of(panel)]
         if self.baseline:  # else whole comparisons come first
             pairs = [(seed, label) for label in self.rows_of(panel) for seed in self.seeds]
-        return [
-            self.run_of(panel, label, (chosen or {}).get(label, {}), seed) for seed, label in pairs
-        ]
+        return [self.run_of(panel, label, chosen.get(label, {}), seed) for seed, label in pairs]
 
     def trial_runs(self, panel: Panel, ends: bool = False) -> list[Run]:
         """Return the runs that tuning needs: each method at each of its points, or at their `ends`.
 
         As long as it is not known which points are the best, the first ones stand for them.
         """
-        if not self.tune:
-            return []
         return [
             self.run_of(panel, label, point, seed, rounds)
-            for label, row in self.rows_of(panel).items()
+            for label, row in (self.rows_of(panel) if self.tune else {}).items()
             for rounds, many in self.rungs_of(panel, label, ends)
             for point in self.points_of(row, ends)[:many]
             for seed in self.tuning_seeds
@@ -319,19 +308,16 @@ class Experiment:
         if panel.settings.get("test-on-clients"):  # for all: rows compare so
             settings["test-on-clients"] = True
         calls = row.calls
-        for key, value in point.items():
-            if "." in key:
-                folder = settings.get("code-dir", "")
-                calls = strategies.with_argument(calls, key, value, folder)
-            else:
-                settings[key] = value
+        for key in (key for key in point if "." in key):
+            folder = settings.get("code-dir", "")
+            calls = strategies.with_argument(calls, key, point[key], folder)
+        settings |= {key: value for key, value in point.items() if "." not in key}
         settings |= {"methods": text_of(calls), "seed": seed}
-        whole, stated = Settings.of(settings), frozenset(settings)
-        if not trial:
-            return Run(label, whole, calls, stated, label, point)
-        shorter = f"; {trial} rounds" * (trial < whole.rounds)
-        named = f"{label} [{shown(point)}{shorter}]"
-        return Run(named, replace(whole, rounds=trial), calls, stated, label, point)
+        whole, name = Settings.of(settings), label
+        if trial:
+            shorter = f"; {trial} rounds" * (trial < whole.rounds)
+            whole, name = replace(whole, rounds=trial), f"{label} [{shown(point)}{shorter}]"
+        return Run(name, whole, calls, frozenset(settings), label, point)
 
     @cached_property
     def ends(self) -> list[Run]:
@@ -359,12 +345,11 @@ class Experiment:
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if self.baseline and any(run.settings.held_out_clients for run in self.ends):
-            raise ValueError(
-                "bench tests on the test set and tunes on held-out-share: leave held-out-clients out"
-            )
+            raise ValueError("bench tests on the test set: leave held-out-clients out")
+        methods = [row.calls for row in self.rows]
         for space in self.tune:
-            if not any(space.applies(row.calls) for row in self.rows):
-                texts = ", ".join(text_of(row.calls) for row in self.rows)
+            if not any(map(space.applies, methods)):
+                texts = ", ".join(map(text_of, methods))
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
         if not self.smoke:
             refuse_dead(self.ends, but="test-on-clients")
@@ -390,22 +375,20 @@ class Experiment:
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
         given = [run.settings for run in tests]
         asked = any(of.test_on_clients or of.dataset.endswith("-domains") for of in given)
-        if asked or any(map(strategies.is_private, made.values())):
-            return replace(panel, settings={**panel.settings, "test-on-clients": True})
-        return panel
+        on_clients = asked or any(map(strategies.is_private, made.values()))
+        more = {"test-on-clients": True} if on_clients else {}
+        return replace(panel, settings={**panel.settings, **more})
 
     def only(self, *panels: Panel) -> Experiment:
         """Return the experiment with these panels alone, and the rows that they have."""
         names = {panel.name for panel in panels}
-        rows = tuple(
-            replace(row, panels=tuple(name for name in row.panels if name in names))
-            for row in self.rows
-            if any(panel.has(row) for panel in panels)
-        )
+        rows = [row for row in self.rows if any(panel.has(row) for panel in panels)]
         tune = tuple(s for s in self.tune if any(s.applies(row.calls) for row in rows))
-        return replace(self, panels=panels, rows=rows, tune=tune)
+        kept = [tuple(name for name in row.panels if name in names) for row in rows]
+        those = tuple(replace(row, panels=of) for row, of in zip(rows, kept, strict=True))
+        return replace(self, panels=panels, rows=those, tune=tune)
 
-    def given(self, settings: Mapping[str, Any]) -> Experiment:
+    def given(self, settings: Values) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned.
 
         What else it states, and these settings, methods and panels leave without effect, is gone.
@@ -417,17 +400,15 @@ class Experiment:
     def _without(self, names: Collection[str]) -> Experiment:
         """Return the experiment that neither states nor tunes some settings."""
 
-        def rest(of: Any) -> Any:
-            left: dict[str, Any] = {
-                "settings": {key: value for key, value in of.settings.items() if key not in names}
-            }
-            if not isinstance(of, Panel):
-                left["tune"] = tuple(space for space in of.tune if space.key not in names)
-            return replace(of, **left)
+        def rest(of: Experiment | Row | Panel) -> dict[str, Any]:
+            return {key: value for key, value in of.settings.items() if key not in names}
 
-        rows, panels = tuple(map(rest, self.rows)), tuple(map(rest, self.panels))
-        whole: Experiment = rest(self)
-        return replace(whole, rows=rows, panels=panels)
+        def spaces(of: Experiment | Row) -> tuple[Space, ...]:
+            return tuple(space for space in of.tune if space.key not in names)
+
+        panels = tuple(replace(one, settings=rest(one)) for one in self.panels)
+        rows = tuple(replace(one, settings=rest(one), tune=spaces(one)) for one in self.rows)
+        return replace(self, settings=rest(self), tune=spaces(self), rows=rows, panels=panels)
 
 
 def check_words(runs: Sequence[Run]) -> None:
@@ -451,16 +432,16 @@ def check_words(runs: Sequence[Run]) -> None:
 def refuse_same(runs: Sequence[Run]) -> None:
     """Raise ValueError if two runs train the same under two labels."""
 
-    def known(run: Run, only_check: bool) -> tuple[Any, ...]:
-        strategy = strategies.build(run.calls, run.settings.code_dir, only_check)
-        options, settings = replace(strategy.options, seed=0), replace(run.settings, methods="")
-        return strategy.method_name, options, settings
+    def known(only_check: bool) -> list[tuple[Any, ...]]:
+        made = [strategies.build(run.calls, run.settings.code_dir, only_check) for run in runs]
+        options = [replace(strategy.options, seed=0) for strategy in made]
+        settings = [replace(run.settings, methods="") for run in runs]
+        return [*zip((strategy.method_name for strategy in made), options, settings, strict=True)]
 
-    own = any(":" in call.target for run in runs for call in run.calls)
     try:
-        several = [known(run, only_check=not own) for run in runs]
+        several = known(not any(":" in run.method for run in runs))
     except NameError:  # only torch can tell
-        several = [known(run, only_check=False) for run in runs]
+        several = known(only_check=False)
     for run, one in zip(runs, several, strict=True):
         if (other := runs[several.index(one)]) is not run:
             raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")
@@ -469,17 +450,13 @@ def refuse_same(runs: Sequence[Run]) -> None:
 def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
     """Raise ValueError for a setting that is :func:`dead`."""
     for name, run in dead(runs, but):
-        needs, config = SETTINGS[name].needs, run.settings.config
-        values = " and ".join(
-            f"with {owner}={word}" if (word := as_word(config[owner])) else f"without {owner}"
-            for owner in needs
-        )
-        each = (f"{owner}={' or '.join(of)}" if of else owner for owner, of in needs.items())
+        needs = SETTINGS[name].needs
+        words = [(owner, as_word(run.settings.config[owner])) for owner in needs]
+        each = [f"with {owner}={word}" if word else f"without {owner}" for owner, word in words]
+        values = " and ".join(each).replace(" and with ", " and ")
+        each = [f"{owner}={' or '.join(of)}" if of else owner for owner, of in needs.items()]
         needed = " or ".join(each).replace("methods=server_lr_schedule", SERVER_LR)
-        raise ValueError(
-            f"setting '{name}' needs {needed}; it has no effect "
-            f"{values.replace(' and with ', ' and ')}; remove it"
-        )
+        raise ValueError(f"setting '{name}' needs {needed}; it has no effect {values}; remove it")
 
 
 def dead(runs: Sequence[Run], but: str = "") -> Iterator[tuple[str, Run]]:
@@ -499,7 +476,6 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
 
     if settings.dp_noise == 0 or only_check:
         return CentralDP(settings.dp_clip_norm, settings.dp_noise)
-    from flwr_regs.experiments.extras import missing_extra
     from flwr_regs.flower.compat import privacy_accounting
 
     flower = privacy_accounting()

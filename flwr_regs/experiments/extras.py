@@ -1,10 +1,12 @@
-"""How to install packages that are missing: a command that works for this copy of flwr-regs."""
+"""How to install packages that are missing: a command that works for this copy. And TOML files of lists."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 NAME = "flwr-regs"
@@ -25,6 +27,11 @@ def install_command(package: str, extra: str) -> str:
     names = [name.strip() for name, marker in pairs if f"'{extra}'" in marker.replace('"', "'")]
     names = [name for name in names if re.match(rf"{package}\b", name)] or names
     return " ".join(["pip install", *(f'"{name}"' for name in names)])
+
+
+def table_beside(file: str) -> dict[str, Any]:
+    """Return what the TOML file says that lies beside a module and has its name."""
+    return tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def missing_extra(package: str, purpose: str, extra: str = "bench") -> ImportError:

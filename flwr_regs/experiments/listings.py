@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import shlex
 import textwrap
 import tomllib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +29,7 @@ HEAD = (
 )  # fmt: skip
 
 
-def listing(args: argparse.Namespace) -> str:
+def listing(args: Namespace) -> str:
     """Return names with their meanings; of methods the registry, or what one of them costs."""
     if args.what == "methods":
         name = getattr(args, "name", None)
@@ -37,11 +37,8 @@ def listing(args: argparse.Namespace) -> str:
     if args.what == "metrics":
         meanings = {name: metric.meaning for name, metric in METRICS.items()}
     elif args.what == "settings":
-        defaults = {name: settings.shown(value) for name, value in settings.DEFAULTS.items()}
-        meanings = {
-            name: of.meaning + (f" [{defaults[name]}]" if defaults[name] else "")
-            for name, of in settings.SETTINGS.items()
-        }
+        each = ((of, settings.as_word(of.default)) for of in settings.SETTINGS.values())
+        meanings = {of.name: of.meaning + f" [{word}]" * bool(word) for of, word in each}
     else:
         meanings = dict(settings.SETTINGS[args.what[:-1]].choices)  # type: ignore[arg-type]
     lines = columns([*meanings.items()])
@@ -52,7 +49,7 @@ def listing(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def protocols(args: argparse.Namespace) -> str:
+def protocols(args: Namespace) -> str:
     """Return the cards as a table, or one of them."""
     if args.name and "=" in args.name and not args.name.endswith(".toml"):
         args.name, args.settings = None, [args.name, *args.settings]
@@ -71,7 +68,7 @@ def methods() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
     cells = [HEAD, *map(_short, METHODS.values())]
     terms = [name for name in catalogue() if name not in METHODS]
-    lines = _wrapped([(name, summary(name)) for name in METHODS])
+    lines = _wrapped([(name, _plain(light(name)).splitlines()[0]) for name in METHODS])
     lines += ["", *columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
     lines += [f"  {row.example}" for row in METHODS.values()]
     lines += ["terms, which compose with + (FedADC+SparseTernary(density_up=0.01));"]
@@ -85,18 +82,11 @@ def method(name: str) -> str:
     if name not in METHODS:
         return _documented(name)
     text, refused = composes(row := METHODS[name])
-    lines = [
-        _documented(name),
-        "",
-        row.paper,
-        "",
-        *_wrapped(costs(row)),
-        "",
-        *textwrap.wrap(text, 80),
-    ]
+    lines = [_documented(name), "", row.paper, "", *_wrapped(costs(row)), ""]
+    lines += textwrap.wrap(text, 80)
     for why, others in refused.items():
         item = f"{', '.join(others)}: {why}"
-        lines.append(textwrap.fill(item, 80, initial_indent="- ", subsequent_indent="  "))
+        lines += textwrap.wrap(item, 80, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)
 
 
@@ -107,11 +97,6 @@ def _documented(name: str) -> str:
     bare = inspect.Signature([p.replace(annotation=p.empty) for p in taken])
     terms = dict.fromkeys(re.findall(r"See :class:`(\w+)`", inspect.getdoc(kind) or ""))
     return "\n\n".join([f"{name}{bare}\n\n{_plain(kind)}", *map(_documented, terms)])
-
-
-def summary(name: str) -> str:
-    """Return the first line of a method's docstring."""
-    return _plain(light(name)).splitlines()[0]
 
 
 def _plain(kind: type) -> str:
@@ -130,11 +115,11 @@ def costs(row: Method) -> list[tuple[str, str]]:
     down = f"{_models(row.down)} to each client"
     if row.down_delta is not None:
         down += f'; {_models(row.down_delta)} with `downlink="delta"`, if it is in sync'
-    goes = {
-        "secure aggregation": row.secure_aggregation,
-        "central differential privacy": row.central_dp,
-        "robust aggregators": row.robust,
-    }
+    goes: dict[bool, list[str]] = {True: [], False: []}
+    goes[row.secure_aggregation].append("secure aggregation")
+    goes[row.central_dp].append("central differential privacy")
+    goes[row.robust].append("robust aggregators")
+    settings = ("device", "silo") if row.setting == "both" else (row.setting,)
     return [
         (row.example, "cost"),
         ("down in a round", down),
@@ -144,26 +129,19 @@ def costs(row: Method) -> list[tuple[str, str]]:
         ("a client keeps between rounds", row.state or "nothing"),
         ("the server keeps of each client", row.server or "nothing"),
         ("extra computation on a client", row.gradients or "nothing"),
-        (
-            "made for",
-            f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
-        ),
-        ("goes with", ", ".join(what for what, yes in goes.items() if yes) or "–"),
-        ("does not go with", ", ".join(what for what, yes in goes.items() if not yes) or "–"),
+        ("made for", ", ".join(f"cross-{one}" for one in settings)),
+        ("goes with", ", ".join(goes[True]) or "–"),
+        ("does not go with", ", ".join(goes[False]) or "–"),
     ]
 
 
 def composes(row: Method) -> tuple[str, dict[str, list[str]]]:
     """Return what a method goes with, in a sentence, and a reason -> what it refuses for that."""
-    refused: dict[str, list[str]] = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[
-        row.name
-    ]
-    text = (
-        f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
-        f"settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
-        f"{', except these:' if refused else '.'}"
-    )
-    return text, refused
+    every = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))
+    refused: dict[str, list[str]] = every[row.name]
+    goes = f"Joined by `+`, {row.name} goes with every other method and term of the package"
+    takes = "it takes the settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
+    return f"{goes}, and {takes}{', except these:' if refused else '.'}", refused
 
 
 def _short(row: Method) -> tuple[str, ...]:
@@ -191,29 +169,23 @@ def _datasets(card: Experiment) -> list[str]:
 
 def needed(card: Experiment, data_dir: str | None = None) -> str:
     """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
-    said = []
-    for name in filter(data.files, _datasets(card)):
-        said.append(f"files of {name}")
-        if data_dir is not None:
-            said[-1] += ": there" if data.present(name, data_dir) else ": absent"
-    return ", ".join(said) or "nothing"
+    there = {None: "", True: ": there", False: ": absent"}
+    files = filter(data.files, _datasets(card))
+    present = {name: None if data_dir is None else data.present(name, data_dir) for name in files}
+    return ", ".join(f"files of {name}{there[of]}" for name, of in present.items()) or "nothing"
 
 
 def cards(data_dir: str = "") -> str:
     """Return all cards as lines: name, source, setting, and what each needs."""
     lines = [["card", "source", "setting", "needs"]]
-    for name in card_files.names():
-        one = card_files.load(name)
-        source = f"{one.source}, {one.where}"
+    for one in map(card_files.load, card_files.names()):
         sets = filter(data.files, _datasets(one))
         there = [of if data.present(of, data_dir) else f"[{of}]" for of in sets]
-        lines.append([name, source, "/".join(levels(one)), ", ".join(there) or "nothing"])
-    text = columns(lines)
-    text += [
-        "",
-        "needs: data sets that are files; [those] are not there, data-dir=DIR says where to look",
-        "flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)",
-    ]
+        cells = one.name, f"{one.source}, {one.where}", "/".join(levels(one))
+        lines.append([*cells, ", ".join(there) or "nothing"])
+    text = [*columns(lines), ""]
+    text += ["needs: data sets that are files; [those] are absent, data-dir=DIR says where to look"]
+    text += ["flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)"]
     return "\n".join(text)
 
 

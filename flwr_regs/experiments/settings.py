@@ -5,19 +5,17 @@ The command line, ``[tool.flwr.app.config]`` and :func:`flwr_regs.simulate` take
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import operator
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.data.catalogue import DATASETS, parsed
+from flwr_regs.experiments.extras import table_beside
 from flwr_regs.experiments.models.architectures import MODELS
 from flwr_regs.wire.config import OPTIMIZERS, TRAIN_KEYS, check_train_config, nearest
 
@@ -29,24 +27,23 @@ class Setting:
     name: str
     default: Any
     meaning: str
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    below: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
     choices: Collection[str] = ()
     own: str = ""
-    needs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, Collection[str]] = field(default_factory=dict)
     smoke: Any = None
     smoke_most: int = 0
 
 
 _CHOICES = {"dataset": DATASETS, "model": MODELS, "optimizer": tuple(OPTIMIZERS)}
-_FILE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-SETTINGS = {
-    name: Setting(name, **{"choices": _CHOICES.get(name, ()), **row})
-    for name, row in tomllib.loads(_FILE).items()
-}
+_ROWS = table_beside(__file__)
+SETTINGS = {n: Setting(n, **{"choices": _CHOICES.get(n, ()), **row}) for n, row in _ROWS.items()}
 """Setting -> its declaration."""
+Values = Mapping[str, Any]
+"""Setting -> value."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
 OF_PARTITIONS = {n: of.needs["partition"] for n, of in SETTINGS.items() if "partition" in of.needs}
@@ -81,8 +78,9 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
                 given[ours] = value
         for name in given:
             if name not in DEFAULTS:
-                raise ValueError(nearest_setting(name))
-        return cls(**{field(name): _checked(SETTINGS[name], of) for name, of in given.items()})
+                hint = f"{nearest(name, [*DEFAULTS, *FIELD_KEYS])} (`flwr-regs list settings` shows all)"
+                raise ValueError(f"unknown setting '{name}'{hint}")
+        return cls(**{field_name(name): _checked(SETTINGS[name], of) for name, of in given.items()})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -104,9 +102,8 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
     @property
     def evaluate_config(self) -> dict[str, Any]:
         """The ``evaluate_config`` of every round."""
-        if not self.personalise:
-            return {}
-        return {"personalise": self.personalise, "personal-lr": self.personal_lr}
+        personal = {"personalise": self.personalise, "personal-lr": self.personal_lr}
+        return personal if self.personalise else {}
 
     @property
     def model_arguments(self) -> tuple[str, str, int, str, str, int]:
@@ -124,20 +121,13 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         if self.projection and ":" in self.model:
             raise ValueError(f"setting 'projection' does not go with your own model '{self.model}'")
         if (self.held_out_clients or self.personalise) and self.test_on_clients:
-            raise ValueError(
-                "held-out-clients and personalise do not go with domains or private entries, nor "
-                "with test-on-clients: there, the clients test the model"
-            )
+            what = "held-out-clients and personalise do not go with domains or private entries, nor"
+            raise ValueError(f"{what} with test-on-clients: there, the clients test the model")
         if self.personalise and self.held_out_share not in (0, PERSONAL_SHARE):
-            raise ValueError(
-                f"personalise holds {PERSONAL_SHARE:.0%} of each client's examples out: leave "
-                "held-out-share out"
-            )
+            what = f"personalise holds {PERSONAL_SHARE:.0%} of each client's examples out"
+            raise ValueError(f"{what}: leave held-out-share out")
         if self.partition == "long-tail-rounds" and self.held_out_clients:
-            raise ValueError(
-                "held-out-clients does not go with partition=long-tail-rounds, where every client draws "
-                "from all examples: use held-out-share"
-            )
+            raise ValueError("held-out-clients do not go with long-tail-rounds: use held-out-share")
         code = self.code_dir if ":" in self.methods + self.dataset + self.model else ""
         for name, folder in (("data-dir", self.data_dir), ("code-dir", code)):
             if folder and not Path(folder).expanduser().is_dir():
@@ -149,17 +139,6 @@ def split_in_words(settings: Mapping[str, Any]) -> str:
     partition = str(settings["partition"])
     own = [f"{settings[name]:g}" for name, kinds in OF_PARTITIONS.items() if partition in kinds]
     return partition + f"({', '.join(own)})" * bool(own)
-
-
-def nearest_setting(name: str) -> str:
-    """Say that there is no such setting; name the nearest, or how a method's parameter is given."""
-    hint = nearest(name, [*DEFAULTS, *FIELD_KEYS])
-    by_name = {method.lower(): method for method in catalogue()}
-    method, _, parameter = key(name).partition("-")
-    if not hint and parameter and method.lower() in by_name:
-        call = f"{by_name[method.lower()]}({parameter.replace('-', '_')}=...)"
-        hint = f"; a method's parameters stand in its call, such as methods='{call}'"
-    return f"unknown setting '{name}'{hint} (`flwr-regs list settings` shows all)"
 
 
 def read(name: str, text: str) -> Any:
@@ -174,7 +153,7 @@ def read(name: str, text: str) -> Any:
     return text
 
 
-def shown(value: Any) -> str:
+def as_word(value: Any) -> str:
     """Return a value as it is written on the command line."""
     return json.dumps(value).strip('"')
 
@@ -185,25 +164,18 @@ def legal(of: Setting) -> str:
     if of.choices:
         text = f"one of {', '.join(choice or repr(choice) for choice in of.choices)}"
         text += f", or your own such as {of.own}" if of.own else ""
-    bounds = [(words, getattr(of, name)) for name, (_, words) in _BOUNDS.items()]
-    return text + "".join(f" {words} {bound}" for words, bound in bounds if bound is not None)
+    bounds = [(words, getattr(of, name)) for name, words in _BOUNDS.items()]
+    return text + "".join(f" {words} {bound}" for words, bound in bounds if math.isfinite(bound))
 
 
 def _checked(of: Setting, value: Any) -> Any:
     kind = type(of.default)
-    legal_types = (int, float) if kind is float else (kind,)
-    wrong = (
-        isinstance(value, bool) != (kind is bool)
-        or not isinstance(value, legal_types)
-        or (isinstance(value, float) and not math.isfinite(value))
-        or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
-        or (of.choices and not _is_chosen(str(value), of))
-        or any(
-            getattr(of, name) is not None and not holds(value, getattr(of, name))
-            for name, (holds, _) in _BOUNDS.items()
-        )
-    )
-    if wrong:
+    right = isinstance(value, (int, float) if kind is float else kind)
+    right = right and isinstance(value, bool) == (kind is bool)
+    if right and kind in (int, float):  # what run-config can carry, and neither NaN nor infinite
+        right = isinstance(value, float) or abs(value) < 2**63
+        right = right and of.low <= value <= of.high and of.above < value < of.below
+    if not right or (of.choices and not _is_chosen(value, of)):
         if hint := nearest(str(value), of.choices) if of.choices else "":
             raise ValueError(f"setting '{of.name}' has no {value!r}{hint} It must be {legal(of)}")
         raise ValueError(f"setting '{of.name}' must be {legal(of)}, not {value!r}")
@@ -216,18 +188,13 @@ def _is_chosen(value: str, of: Setting) -> bool:
     return value in of.choices or bool(of.own and (":" in value or called))
 
 
-_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "above": (operator.gt, "above"),
-    "low": (operator.ge, "of at least"),
-    "below": (operator.lt, "below"),
-    "high": (operator.le, "up to"),
-}
-"""Bound -> what holds for a value and the bound, and how that is said."""
+_BOUNDS = {"above": "above", "low": "of at least", "below": "below", "high": "up to"}
+"""Bound -> how it is said."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 """Type of a default -> how its values are said."""
 
 
-def field(name: str) -> str:
+def field_name(name: str) -> str:
     """Return a setting's name as a field's."""
     return name.replace("-", "_")
 

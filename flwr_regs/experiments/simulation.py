@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
@@ -89,9 +87,7 @@ def simulate(
         raise TypeError(f"seeds must be several, such as (1, 2, 3) or [{seeds}], not {seeds!r}")
     seeds = [*map(_plain, seeds)]
     if not seeds or len({*seeds}) < len(seeds):
-        raise ValueError(
-            f"seeds must be one or more different numbers, such as (1, 2, 3), not {seeds}"
-        )
+        raise ValueError(f"seeds must be different numbers, such as (1, 2, 3), not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
     if workers < 1:
@@ -99,38 +95,36 @@ def simulate(
     if runner not in RUNNERS:
         raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
     several = methods if isinstance(methods, list | tuple) else [methods]
+    far = workers > 1 or runner == "ray"
+    if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
+        alone = "other processes find methods, data set and model by name alone"
+        raise ValueError(f"{alone}: give 'mine.py:name', or runner='process' with workers=1")
     given = {key(name): _plain(value) for name, value in settings.items()}
     given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
     given |= {"dataset": _named(dataset), "model": _named(model)}
     given["code-dir"] = given.get("code-dir") or os.getcwd()
-    far = workers > 1 or runner == "ray"
-    if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
-        raise ValueError(
-            "other processes find methods, data set and model by name alone: give 'mine.py:name', or "
-            "use runner='process' with workers=1"
-        )
     experiment = Experiment.of_methods(given, seeds).checked()
     runs = experiment.tests(experiment.panel)
     if baseline:
         check_rows([baseline], [run.label for run in runs])
     bars = (progress if show else Progress)(runs)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        folder = Path(out if out is not None else temporary).expanduser().resolve()
-        if out is not None:
+        folder = None if out is None else Path(out).expanduser().resolve()
+        if folder:
             save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
-        kept = folder if out is not None or runner == "ray" else None
-        records = engine.execute(runs, kept, bars, workers, runner)
+        place = folder or (Path(temporary) if runner == "ray" else None)
+        records = engine.execute(runs, place, bars, workers, runner)
         if failed := [record for record in records if not record.ended]:
             raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
         results = Results(records, baseline=baseline)
-        if out is not None:
+        if folder:
             results.save(folder)
     return results
 
 
 def _plain(value: Any) -> Any:
     """Return a number of numpy's as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if hasattr(value, "item") else value
 
 
 def _named(thing: Any) -> str:

@@ -46,24 +46,19 @@ class Space:
         key, equals, given = (part.strip() for part in text.partition("="))
         low, dots, high = given.partition("..")
         if not equals or not key or not given:
-            raise ValueError(
-                f"--tune must look like lr=0.02..2 or FedFOR.alpha=0.1,1, not '{text}'"
-            )
+            raise ValueError(f"--tune must look like lr=0.02..2 or FedFOR.alpha=1,2, not '{text}'")
         key = FIELD_KEYS.get(key, key)
         if "." not in key and key not in DEFAULTS:
-            raise ValueError(
-                f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)} (a method's parameter "
-                f"has its method's name before it, such as FedFOR.{key})"
-            )
+            hint = f"{nearest(key, DEFAULTS)} (a method's parameter is such as FedFOR.{key})"
+            raise ValueError(f"--tune {text}: unknown setting '{key}'{hint}")
         if key in FIXED:
             raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
         if not dots:
             try:
                 tried = [literal(one) if "." in key else read(key, one) for one in values(given)]
             except ValueError as error:
-                raise ValueError(
-                    f"--tune {text}: {error}; a range is LOW..HIGH, values are A,B,C"
-                ) from error
+                forms = "a range is LOW..HIGH, values are A,B,C"
+                raise ValueError(f"--tune {text}: {error}; {forms}") from error
             return cls(text, key, choices=tuple(tried))
         with suppress(ValueError):
             if 0 < float(low) < float(high):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import REFERENCES, Call, catalogue, check_name, text_of
+from flwr_regs.experiments.calls import REFERENCES, Call, Calls, catalogue, check_name, text_of
 from flwr_regs.experiments.user_code import HERE, load
 from flwr_regs.methods.registry import HOMES, METHODS
 from flwr_regs.server.options import Options
@@ -79,9 +79,7 @@ def _defined(module: str) -> dict[str, Any]:
     return known
 
 
-def build(
-    calls: Sequence[Call], folder: str = "", only_check: bool = False, **common: Any
-) -> RegStrategy:
+def build(calls: Calls, folder: str = "", only_check: bool = False, **common: Any) -> RegStrategy:
     """Return the strategy of a method's parts.
 
     Several parts become one list of terms. Those that compress come last, those that read the update come
@@ -110,10 +108,11 @@ def build(
     own = any(":" in call.target for call in calls)
     of = light if only_check and not own else partial(getattr, flwr_regs)
     base: type[RegStrategy] = of("RegStrategy")
-    strategies: list[RegStrategy] = []
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
-    extra = {k: v for k, v in common.items() if k not in Options.names()}
+    shared: dict[str, Any] = {}  # by the strategies
+    settings = {k: v for k, v in common.items() if k in Options.names()}
+    extra = {k: v for k, v in common.items() if k not in settings}
     if len(calls) > 1 and (alone := [c.target for c in calls if c.target in REFERENCES]):
         raise ValueError(f"'{text_of(calls)}': {alone[0]} is no method; it goes with nothing")
     for call in calls:
@@ -132,26 +131,19 @@ def build(
                     raise ValueError(f"another part says {name}={given[name]!r}: give it once")
             if is_strategy:
                 made = _strategy(kind, call, extra)
-                strategies.append(made)
+                chosen = {name: getattr(made, name) for name in SHARED}
+                shared = {k: v for k, v in chosen.items() if v != getattr(Options, k)} | shared
                 terms += made.term.terms
             else:
                 terms += _terms(kind, call)
                 if call.target == "SparseTernary" and not (call.args or call.kwargs):
-                    raise ValueError(
-                        "it sends everything as it is: give density_up=0.1, density_down=0.1, or both"
-                    )
-    shared = {
-        name: value
-        for name in SHARED
-        for s in reversed(strategies)
-        if (value := getattr(s, name)) != getattr(Options, name)
-    }
-    settings = {k: v for k, v in common.items() if k in Options.names()}
+                    hint = "give density_up=0.1, density_down=0.1, or both"
+                    raise ValueError(f"it sends everything as it is: {hint}")
     with named(text_of(calls)):
         return base(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
-def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str, RegStrategy]:
+def check_apart(methods: Mapping[str, Calls], folder: str) -> dict[str, RegStrategy]:
     """Return label -> strategy without settings, after a check that clients can tell them apart.
 
     Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
@@ -164,10 +156,9 @@ def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str,
         terms = client_class(strategy).terms
         other, others = clients.setdefault(strategy.method_name, (label, terms))
         if terms != others:
-            raise ValueError(
-                f"'{other}' and '{label}' are both named '{strategy.method_name}', but their terms "
-                "differ: give one strategy's class a 'method' of its own"
-            )
+            both = f"'{other}' and '{label}' are both named '{strategy.method_name}'"
+            hint = "give one strategy's class a 'method' of its own"
+            raise ValueError(f"{both}, but their terms differ: {hint}")
     return made
 
 
@@ -197,10 +188,8 @@ def _terms(kind: Any, call: Call) -> list[Term]:
         made = kind(*call.args, **kwargs)
     terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):
-        raise TypeError(
-            "expected a strategy that derives from RegStrategy, a term, or a list of terms, not a value of "
-            f"type {type(made).__name__}"
-        )
+        expected = "expected a strategy that derives from RegStrategy, a term, or a list of terms"
+        raise TypeError(f"{expected}, not a value of type {type(made).__name__}")
     return terms
 
 
@@ -250,22 +239,19 @@ def with_values(call: Call) -> Call:
         if not isinstance(value, Call):
             return value
         if value.target not in VALUES:
-            raise ValueError(
-                f"an argument may be a call of {', '.join(VALUES)}; not of {value.target}"
-            )
+            known = ", ".join(VALUES)
+            raise ValueError(f"an argument may be a call of {known}; not of {value.target}")
         kind = getattr(flwr_regs, value.target)
         with named(str(value)):
             check_bound(inspect.signature(kind), value, value.kwargs)
-            return kind(*map(made, value.args), **{k: made(v) for k, v in value.kwargs.items()})
+            value = with_values(value)
+            return kind(*value.args, **value.kwargs)
 
-    return replace(
-        call, args=tuple(map(made, call.args)), kwargs={k: made(v) for k, v in call.kwargs.items()}
-    )
+    kwargs = {name: made(value) for name, value in call.kwargs.items()}
+    return replace(call, args=tuple(map(made, call.args)), kwargs=kwargs)
 
 
-def with_argument(
-    calls: Sequence[Call], key: str, value: Any, folder: str = ""
-) -> tuple[Call, ...]:
+def with_argument(calls: Calls, key: str, value: Any, folder: str = "") -> Calls:
     """Return a method with one argument, such as ``FedFOR.alpha``, replaced or added where it is called."""
     target, _, name = key.rpartition(".")
 

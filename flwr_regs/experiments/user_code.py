@@ -5,14 +5,13 @@ The first names a file, the second a module, the third an object that this proce
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import random
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -53,22 +52,19 @@ def load(reference: str, folder: str = "") -> Any:
         raise ValueError(f"there is no folder '{folder}' on this machine")
     if source == HERE:
         if name not in _OFFERED:
-            raise ValueError(
-                f"'{reference}' is an object of another process: with workers or Ray, name a file, such "
-                "as mine.py:Net"
-            )
+            hint = "with workers or Ray, name a file, such as mine.py:Net"
+            raise ValueError(f"'{reference}' is an object of another process: {hint}")
         return _OFFERED[name]
     if folder:
         _importable(folder)
-    if is_file := source.endswith(".py"):
+    if source.endswith(".py"):
         path = (Path(folder) / Path(source).expanduser()).resolve()
-        source, thing = str(path), _file(path)
+        where, thing = f"'{path}'", _file(path)
     else:
-        thing = _module(source, folder)
+        where, thing = source, _module(source, folder)
     for step in name.split("."):
         if not hasattr(thing, step):
             known = [n for n in dir(thing) if not n.startswith("_")]
-            where = f"'{source}'" if is_file else source
             raise ValueError(f"there is no '{step}' in {where}{nearest(step, known)}")
         thing = getattr(thing, step)
     return thing
@@ -102,15 +98,13 @@ def call(reference: str, folder: str, seed: int) -> Any:
     """
     thing = load(reference, folder)
     if not callable(thing):
-        raise ValueError(
-            f"'{reference}' is of type {type(thing).__name__}; expected a function or a class"
-        )
+        kind = type(thing).__name__
+        raise ValueError(f"'{reference}' is of type {kind}; expected a function or a class")
     try:
-        inspect.signature(thing).bind()
+        with suppress(ValueError):  # a builtin without a signature
+            inspect.signature(thing).bind()
     except TypeError as error:
         raise ValueError(f"'{reference}' is called without arguments, but: {error}") from error
-    except ValueError:  # a builtin without a signature
-        pass
     with seeded(seed):
         try:
             return thing()

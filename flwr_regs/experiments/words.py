@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from flwr_regs.experiments.calls import literal, parse_methods, text_of, values,
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run, refuse_dead
 from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.settings import PLACES, Settings, read
+from flwr_regs.experiments.settings import PLACES, Settings, Values, read
 from flwr_regs.experiments.space import Space
 from flwr_regs.experiments.strategies import with_argument
 from flwr_regs.wire.config import nearest
@@ -30,17 +29,15 @@ OPTIONS = (
 """Options that are easily taken for settings."""
 
 
-def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
+def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     """Return what the words of ``run``, ``sweep`` or ``bench`` ask for, and the folder for its results.
 
     Raises ValueError or OSError that says what is wrong.
     """
     card = _card_of(args) if args.command == "bench" else ""
     if wrong := [option for option in OF_CARDS if not card and getattr(args, option, None)]:
-        raise ValueError(
-            f"--{wrong[0]} goes with a card, such as: flwr-regs bench fedadc-t1 (`flwr-regs protocols` "
-            "shows all)"
-        )
+        example = "flwr-regs bench fedadc-t1 (`flwr-regs protocols` shows all)"
+        raise ValueError(f"--{wrong[0]} goes with a card, such as: {example}")
     if "=" in (getattr(args, "key", "") or ""):  # argparse took a setting for it
         args.settings, args.key = [args.key, *args.settings], None
     given = read_words(args.settings)
@@ -65,28 +62,22 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
             option = idle[0].replace("_", "-")
             raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
     if cases:
-        rows = [
-            row for label, case in cases.items() for row in _rows(args, label, case, experiment)
-        ]
+        rows = [row for label, case in cases.items() for row in _rows(label, case, experiment)]
         experiment = replace(experiment, rows=tuple(rows))
     every = [r.method + r.settings.dataset + r.settings.model for r in experiment.ends]
     if "code-dir" in given and not any(":" in word for word in every):
-        raise ValueError(
-            "setting 'code-dir' needs code of your own, such as dataset=mine.py:load; it has no effect "
-            "without; remove it"
-        )
+        needs = "needs code of your own, such as dataset=mine.py:load; it has no effect without"
+        raise ValueError(f"setting 'code-dir' {needs}; remove it")
     return experiment, out
 
 
 def _here(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with a folder for a user's code, by default the current one."""
-    folder = settings.get("code-dir") or os.getcwd()
+    folder = settings.get("code-dir") or str(Path.cwd())
     return {"code-dir": folder} | {**settings, "code-dir": folder}
 
 
-def _of_card(
-    args: argparse.Namespace, name: str, given: dict[str, Any], changed: Mapping[str, Any]
-) -> Experiment:
+def _of_card(args: Namespace, name: str, given: dict[str, Any], changed: Values) -> Experiment:
     """Return the experiment of a card as the words change it."""
     methods = str(given.pop("methods", "")) or args.methods
     card = choices.at(card_files.load(name), args.setting)
@@ -105,10 +96,8 @@ def _of_card(
     return choices.smoke(card, given)
 
 
-def _cases(
-    args: argparse.Namespace, given: dict[str, Any]
-) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return (what a sweep's rows are, label -> its own settings).
+def _cases(args: Namespace, given: dict[str, Any]) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return (what a sweep's rows are, label -> its own settings, or the value of a method's parameter).
 
     A method whose parameter is varied comes into the `given` settings.
     """
@@ -125,41 +114,36 @@ def _cases(
             raise ValueError(f"each --case needs a label of its own, not {args.case}")
         return "case", cases
     if not args.key or not args.values:
-        raise ValueError(
-            "sweep needs a key and --values, such as: sweep lr --values 0.1,0.3; or a "
-            "--case 'LABEL: key=value ...' for each row"
-        )
+        needs = "sweep needs a key and --values, such as: sweep lr --values 0.1,0.3; or a"
+        raise ValueError(f"{needs} --case 'LABEL: key=value ...' for each row")
     several = values(args.values)
     if len({*several}) < len(several):
         raise ValueError(f"--values has a value twice: {args.values}")
     target, dot, _ = args.key.rpartition(".")
     if dot:
         given.setdefault("methods", target)
-        return args.key, {value: {} for value in several}
+        return args.key, {value: {args.key: literal(value)} for value in several}
     return args.key, {value: read_words([f"{args.key}={value}"]) for value in several}
 
 
-def _rows(
-    args: argparse.Namespace, label: str, settings: dict[str, Any], experiment: Experiment
-) -> list[Row]:
+def _rows(label: str, case: Mapping[str, Any], experiment: Experiment) -> list[Row]:
     """Return the rows of a sweep's case: one for each method."""
     methods = [row.calls for row in experiment.rows]
-    if "methods" in settings:
-        methods = [*parse_methods(str(settings.pop("methods"))).values()]
-    target, dot, _ = ("", "", "") if args.case else args.key.rpartition(".")
-    if dot:
-        every = [call.target for calls in methods for call in calls]
+    if "methods" in case:
+        methods = [*parse_methods(str(case["methods"])).values()]
+    settings = {key: value for key, value in case.items() if "." not in key and key != "methods"}
+    for key in (key for key in case if "." in key):
+        target, every = key.rpartition(".")[0], [call.target for of in methods for call in of]
         if target not in every:
             raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
         folder = str(experiment.settings.get("code-dir", ""))
-        value = literal(label)
-        methods = [with_argument(calls, args.key, value, folder) for calls in methods]
+        methods = [with_argument(calls, key, case[key], folder) for calls in methods]
     several = len(methods) > 1
     names = [f"{label}, {text_of(calls)}" if several else label for calls in methods]
     return [Row(name, calls, settings) for name, calls in zip(names, methods, strict=True)]
 
 
-def _card_of(args: argparse.Namespace) -> str:
+def _card_of(args: Namespace) -> str:
     """Return (and take out of the settings) the first word that is no setting: a card's name or path."""
     named = [word for word in args.settings if "=" not in word or word.endswith(".toml")]
     if len(named) > 1:
@@ -168,7 +152,7 @@ def _card_of(args: argparse.Namespace) -> str:
     return named[0] if named else ""
 
 
-def first_run(args: argparse.Namespace) -> tuple[Run, str]:
+def first_run(args: Namespace) -> tuple[Run, str]:
     """Return the first run of the settings, checked, and the folder that they name."""
     given = _here(read_words(args.settings))
     out = str(given.pop("out", ""))
@@ -183,14 +167,10 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         name = name.replace("_", "-")
         if not equals:
-            raise ValueError(
-                f"'{text}' is not of the form key=value, such as lr=0.1 or methods='FedAvg, FedFOR'"
-            )
+            raise ValueError(f"'{text}' is not of the form key=value, such as lr=0.1")
         if name in OPTIONS:
-            raise ValueError(
-                f"'{name}' is an option, not a setting: --{name} {value} (`flwr-regs COMMAND --help` shows "
-                "which command has it)"
-            )
+            shows = "`flwr-regs COMMAND --help` shows which command has it"
+            raise ValueError(f"'{name}' is an option, not a setting: --{name} {value} ({shows})")
         if name in given:
             raise ValueError(f"'{name}' is given twice: give it once")
         given[name] = read(name, value)

@@ -14,7 +14,7 @@ from flwr_regs.experiments import cli
 from flwr_regs.experiments.commands import train
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.run import server_app
-from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, field, read, shown
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, as_word, field_name, read
 from flwr_regs.experiments.words import experiment_of
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
@@ -78,7 +78,7 @@ OWNED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]]:
     """The ways in, each with these settings: every one checks them before anything trains."""
-    words = [f"{name}={shown(value)}" for name, value in given.items()]
+    words = [f"{name}={as_word(value)}" for name, value in given.items()]
     card = tomllib.loads(CARD.read_text()) | {"panels": [{}], "tune": []}
     card["methods"] = {"one": given.get("methods", "FedAvg")}
     card["settings"] = {name: value for name, value in given.items() if name != "methods"}
@@ -87,7 +87,7 @@ def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]
     return {
         "command": lambda: train(cli.parsed(["run", *words])),
         "card": lambda: train(cli.parsed(["bench", f"{folder / 'card.toml'}"])),
-        "simulate": lambda: simulate(seeds=(1,), **{field(n): v for n, v in given.items()}),
+        "simulate": lambda: simulate(seeds=(1,), **{field_name(n): v for n, v in given.items()}),
         "run config": lambda: server_app.main(None, context),
     }
 

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.experiments.calls import check_name, parse_methods, text_of
+from flwr_regs.experiments.calls import Calls, check_name, parse_methods, text_of
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.settings import Settings
@@ -30,9 +30,7 @@ FILE = "experiment.toml"
 def names() -> list[str]:
     """Return the names of the package's cards, in order of source, tables and figures."""
     stems = [p.name.removesuffix(".toml") for p in FOLDER.iterdir() if p.name.endswith(".toml")]
-    return sorted(
-        stems, key=lambda n: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", n)]
-    )
+    return sorted(stems, key=lambda stem: re.sub(r"\d+", lambda number: f"{number[0]:>4}", stem))
 
 
 def load(name: str) -> Experiment:
@@ -48,10 +46,8 @@ def load(name: str) -> Experiment:
     if not is_path and name not in names():
         of_source = [card for card in names() if card.startswith(name.partition("-")[0] + "-")]
         hint = f"; there are {', '.join(of_source)}" if of_source else nearest(name, names())
-        raise ValueError(
-            f"there is no card '{name}'{hint} (`flwr-regs protocols` shows all; your own "
-            "is a path that ends in .toml)"
-        )
+        shows = "`flwr-regs protocols` shows all; your own is a path that ends in .toml"
+        raise ValueError(f"there is no card '{name}'{hint} ({shows})")
     file = path if is_path else FOLDER / f"{name}.toml"
     try:
         return read(file.read_text(encoding="utf-8"), path.stem if is_path else name)
@@ -78,16 +74,15 @@ def of_folder(folder: Path) -> tuple[Experiment, dict[str, Any]]:
 def read(text: str, name: str) -> Experiment:
     """Return the experiment of a TOML text; ValueError that says which key is wrong."""
     given = tomllib.loads(text)
-    _known(given, KEYS)
-    values = {key.replace("-", "_"): KEYS[key][0](value, key) for key, value in given.items()}
+    values = _fields(given, {key: check for key, (check, _) in KEYS.items()})
     base, picked, made = (values.pop(key, None) for key in ("extends", "pick", "made"))
     if picked and not base:
         raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
     for key in () if base else NEEDED if made is None else ("methods",):
         if key not in given:
             raise ValueError(f"it lacks '{key}': {KEYS[key][1]}")
-    if methods := values.pop("methods", None):
-        values["rows"] = tuple(_row(title, method) for title, method in methods.items())
+    if "methods" in values:
+        values["rows"] = values.pop("methods")
     if base:
         under = _base(base, picked)
         for key in ("settings", "reduced"):
@@ -106,25 +101,19 @@ def _base(name: str, picked: tuple[str, ...] | None) -> Experiment:
     if name not in names():
         raise ValueError(f"'extends': there is no card '{name}'{nearest(name, names())}")
     card = load(name)
-    try:
-        return card.only(*(panel_of(card, title) for title in picked)) if picked else card
-    except ValueError as error:
-        raise ValueError(f"'pick': {error}") from error
+    return card.only(*(panel_of(card, title) for title in picked)) if picked else card
 
 
-def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
+def text(experiment: Experiment, made: Mapping[str, Any] = {}) -> str:
     """Return an experiment as a TOML text, which :func:`read` takes; `made` is what has made it."""
     import tomli_w
 
+    # all methods are tables, or none: TOML has tables last
     plain = not any(of.settings or of.panels or of.tune for of in experiment.rows)
-    # TOML has tables last
 
     def row(of: Row) -> Any:
-        call = text_of(of.calls)
-        if plain:
-            return call
-        table = {"call": call, "settings": of.settings, "panels": of.panels}
-        return _filled({**table, "tune": [space.text for space in of.tune]})
+        table = {**vars(of), "call": text_of(of.calls), "tune": [space.text for space in of.tune]}
+        return table["call"] if plain else _filled({key: table[key] for key in ROW_KEYS})
 
     def panel(of: Panel) -> dict[str, Any]:
         reports = {
@@ -133,20 +122,13 @@ def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
         }
         return _filled({**{key: getattr(of, key) for key in PANEL_KEYS}, "reports": reports})
 
-    fields = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
-    untuned = {} if experiment.tune else {"trials": None, "tuning-seeds": None}
-    return tomli_w.dumps(
-        _filled(
-            {
-                **fields,
-                **untuned,
-                "tune": [space.text for space in experiment.tune],
-                "methods": {one.name: row(one) for one in experiment.rows},
-                "panels": [*map(panel, experiment.panels)],
-                "made": _filled(made or {}),
-            }
-        )
-    )
+    table = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
+    if not experiment.tune:
+        table |= {"trials": None, "tuning-seeds": None}
+    table |= {"tune": [space.text for space in experiment.tune], "made": _filled(made)}
+    table["methods"] = {one.name: row(one) for one in experiment.rows}
+    table["panels"] = [*map(panel, experiment.panels)]
+    return tomli_w.dumps(_filled(table))
 
 
 def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,30 +158,28 @@ def panel_of(card: Experiment, name: str) -> Panel:
     """Return a panel; ValueError with the nearest name if there is none."""
     panels = {panel.name: panel for panel in card.panels}
     if name not in panels:
-        raise ValueError(
-            f"card '{card.name}' has no panel '{name}'{nearest(name, panels)}; it has "
-            f"{'; '.join(panels)}"
-        )
+        there = f"{nearest(name, panels)}; it has {'; '.join(panels)}"
+        raise ValueError(f"card '{card.name}' has no panel '{name}'{there}")
     return panels[name]
 
 
-def _known(
-    given: Iterable[str], known: Iterable[str], where: str = "", no: str = "unknown key"
-) -> None:
+Check = Callable[[Any, str], Any]
+"""Returns a key's value; ValueError, with where the key stands, for a wrong one."""
+
+
+def _known(given: Iterable[str], known: Iterable[str], where: str, no: str = "unknown key") -> None:
     for key in given:
         if key not in known:
             raise ValueError(f"{where}{': ' * bool(where)}{no} '{key}'{nearest(key, known)}")
 
 
-def _kind(
-    is_good: Callable[[Any], bool], words: str, make: Callable[[Any], Any] = lambda value: value
-) -> Callable[[Any, str], Any]:
+def _kind(is_good: Callable[[Any], bool], words: str, make: Any = None) -> Check:
     """Return a function that checks a key's value, and says what it must be."""
 
     def checked(value: Any, where: str) -> Any:
         if not is_good(value):
             raise ValueError(f"'{where}' must be {words}, not {value!r}")
-        return make(value)
+        return make(value) if make else value
 
     return checked
 
@@ -218,18 +198,17 @@ _count = _kind(lambda n: type(n) is int and n >= 1, "a whole number of at least 
 _texts = _kind(lambda v: isinstance(v, list) and all(map(_is_text, v)), "a list of texts", tuple)
 
 
-def _seeds(value: Any, where: str) -> tuple[int, ...]:
-    seeds = value if isinstance(value, list) else []
-    whole = [seed for seed in seeds if type(seed) is int and seed >= 0]
-    if not whole or len({*whole}) < len(seeds):
-        raise ValueError(f"'{where}' must be different whole numbers, not {value!r}")
-    return tuple(whole)
+def _are_seeds(value: Any) -> bool:
+    whole = isinstance(value, list) and all(type(seed) is int and seed >= 0 for seed in value)
+    return whole and 0 < len({*value}) == len(value)
+
+
+_seeds = _kind(_are_seeds, "different whole numbers", tuple)
 
 
 def _metrics(value: Any, where: str) -> tuple[str, ...]:
-    texts: tuple[str, ...] = _texts(value, where)
-    _known(texts, metrics.METRICS, f"'{where}'", "there is no")
-    return texts
+    _known(_texts(value, where), metrics.METRICS, f"'{where}'", "there is no")
+    return tuple(value)
 
 
 def _spaces(value: Any, where: str) -> tuple[Space, ...]:
@@ -273,32 +252,41 @@ def _reports(given: Any, where: str) -> dict[str, Any]:
 def _panels(given: Any, where: str) -> tuple[Panel, ...]:
     if not isinstance(given, list):
         raise ValueError(f"'{where}' must be tables [[panels]], not {given!r}")
-    panels = []
-    for number, panel in enumerate(given, 1):
-        _known(_table(panel, f"panel {number}"), PANEL_KEYS, f"panel {number}")
-        name = _text(panel.get("name", "all"), f"name of panel {number}")
-        fields = {k: PANEL_KEYS[k](v, f"panel '{name}', {k}") for k, v in panel.items()}
-        panels.append(Panel(**{"name": name, **fields}))
-    return tuple(panels)
+    return tuple(
+        Panel(**_fields(panel, PANEL_KEYS, f"panel '{_table(panel, where).get('name', number)}'"))
+        for number, panel in enumerate(given, 1)
+    )
+
+
+def _rows(given: Any, where: str) -> tuple[Row, ...]:
+    return tuple(_row(*pair) for pair in _table(given, where).items())
 
 
 def _row(name: str, given: Any) -> Row:
-    where = f"method '{name}'"
     table = {"call": given} if isinstance(given, str) else given
-    if not isinstance(table, Mapping) or not isinstance(table.get("call"), str):
-        raise ValueError(f"{where} must be a call, or a table with a call, not {given!r}")
-    _known(table, ("call", "settings", "panels", "tune"), where)
-    methods = [*parse_methods(table["call"]).values()]
+    fields = _fields(table, ROW_KEYS, f"method '{name}'")
+    if "call" not in fields:
+        raise ValueError(f"method '{name}' must be a call, or a table with a call, not {given!r}")
+    return Row(name, fields.pop("call"), **fields)
+
+
+def _call(value: Any, where: str) -> Calls:
+    methods = [*parse_methods(_text(value, where)).values()]
     if len(methods) != 1:
-        raise ValueError(f"{where} must be one call, not {table['call']!r}")
+        raise ValueError(f"{where} must be one call, not {value!r}")
     for call in methods[0]:
         check_name(call)
-    settings = _settings(table.get("settings", {}), f"{where}, settings")
-    panels = _texts(table.get("panels", []), f"{where}, panels")
-    return Row(name, methods[0], settings, panels, _spaces(table.get("tune", []), f"{where}, tune"))
+    return methods[0]
 
 
-KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
+def _fields(given: Any, checks: Mapping[str, Check], where: str = "") -> dict[str, Any]:
+    """Return what the keys of a table hold, checked, by the names of fields."""
+    _known(_table(given, where), checks, where)
+    begin = f"{where}, " if where else ""
+    return {key.replace("-", "_"): checks[key](of, begin + key) for key, of in given.items()}
+
+
+KEYS: dict[str, tuple[Check, str]] = {
     "title": (_text, "what is compared, in a line"),
     "source": (_text, "who published it"),
     "where": (_text, "the table or figure there"),
@@ -314,7 +302,7 @@ KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
     "tune": (_spaces, "what is tried, as bench --tune takes it"),
     "settings": (_settings, "as on the command line"),
     "reduced": (_settings, "settings for two processor cores, in place of those above"),
-    "methods": (_table, "name = a call, or {call, settings, panels, tune}: its own of these"),
+    "methods": (_rows, "name = a call, or {call, settings, panels, tune}: its own of these"),
     "panels": (_panels, "columns of a table: {name, settings, reduced, reports, notes, methods}"),
     "heading": (_text, "what the rows are: method; or case, a setting: their names are labels"),
     "baseline": (_flag, "whether rows are compared with the first one, after tuning"),
@@ -324,11 +312,6 @@ KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
 """A card's keys -> what checks them, and what they hold."""
 NEEDED = ("title", "source", "where", "setting", "metrics", "settings", "methods")
 """The keys that a card has, unless a command has made it."""
-PANEL_KEYS: dict[str, Callable[[Any, str], Any]] = {
-    "name": _text,
-    "settings": _settings,
-    "reduced": _settings,
-    "reports": _reports,
-    "notes": _texts,
-    "methods": _texts,
-}
+ROW_KEYS = {"call": _call, "settings": _settings, "panels": _texts, "tune": _spaces}
+PANEL_KEYS = {"name": _text, "settings": _settings, "reduced": _settings}
+PANEL_KEYS |= {"reports": _reports, "notes": _texts, "methods": _texts}

@@ -9,7 +9,7 @@ from typing import Any
 from flwr_regs.experiments.calls import REFERENCES, parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import catalogue, datasets
-from flwr_regs.experiments.experiment import Experiment, Panel, Row, check_words
+from flwr_regs.experiments.experiment import Experiment, Panel, Row
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS, SETTINGS
 
@@ -27,11 +27,9 @@ def levels(card: Experiment) -> list[str]:
 
 def at(card: Experiment, level: str = "") -> Experiment:
     """Return a card at a level alone, by default at its setting; ValueError if it has no such level."""
-    level = level or card.setting
-    if level not in levels(card):
-        raise ValueError(
-            f"card '{card.name}' has no setting '{level}', only {' and '.join(levels(card))}"
-        )
+    level, known = level or card.setting, levels(card)
+    if level not in known:
+        raise ValueError(f"card '{card.name}' has no setting '{level}', only {' and '.join(known)}")
 
     def settled(panel: Panel) -> Panel:
         small = {} if level == card.setting else {**card.reduced, **panel.reduced}
@@ -54,10 +52,11 @@ def with_methods(card: Experiment, text: str) -> Experiment:
     for piece in rejoined([piece for _, piece in pieces(text, ",;")], titles) or [text]:
         methods = {piece: ()} if piece in titles else parse_methods(piece)
         for label, calls in methods.items():
-            meant = [r for r in card.rows if label in (r.name, text_of(r.calls))]
-            if any(r in rows for r in meant or [Row(label, calls)]):
+            own = [row for row in card.rows if label in (row.name, text_of(row.calls))]
+            meant = own or [Row(label, calls)]
+            if any(row in rows for row in meant):
                 raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
-            rows += meant or [Row(label, calls)]
+            rows += meant
     panels = [panel for panel in card.panels if any(map(panel.has, rows))]
     return replace(card, rows=tuple(rows)).only(*panels)
 
@@ -102,16 +101,9 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
         small["synthetic"] = True
     tried = replace(card.only(first), seeds=card.seeds[:1], smoke=True)
     tried = tried.given({**SMOKE, **small, **given})
-    rows = tried.rows_of(first)
-    runs = [  # with what tuning would try first: a wrong parameter is found
-        tried.run_of(tried.panel, label, tried.points_of(row, ends=True)[0], tried.seeds[0])
-        for label, row in rows.items()
-    ]
-    check_words(runs)
-    for run in runs:
-        run.check()
-    ends = [*rows.values()]
-    return replace(tried, rows=(ends[0], *ends[1:][-1:]), tune=())
+    tried.checked(data=False)
+    first_row, *others = tried.rows_of(first).values()
+    return replace(tried, rows=(first_row, *others[-1:]), tune=())
 
 
 def with_notes(experiment: Experiment) -> Experiment:
@@ -127,18 +119,15 @@ def with_notes(experiment: Experiment) -> Experiment:
         settings = experiment.tests(panel)[0].settings
         name, notes = settings.dataset, list(panel.notes)
         if settings.synthetic:
-            notes = [
-                f"the files of {name} are not here: this run is on {datasets.RECORDS} random records of "
-                "their shape, and its accuracies say nothing"
-            ]
+            drawn = f"this run is on {datasets.RECORDS} random records of their shape"
+            notes = [f"the files of {name} are not here: {drawn}, and its accuracies say nothing"]
         elif experiment.smoke:
             notes = ["a smoke test: its accuracies say nothing"]
         else:
             seen = datasets.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
             if (known := catalogue.expected(name, experiment.hashes)) and seen != known:
-                notes.append(
-                    f"the hash of {name} is {seen}, not {known} as the card says: these are other data"
-                )
+                is_other = f"is {seen}, not {known} as the card says: these are other data"
+                notes.append(f"the hash of {name} {is_other}")
             hashes[name] = seen
         panels.append(replace(panel, notes=tuple(dict.fromkeys(notes))))
     return replace(experiment, panels=tuple(panels), hashes=hashes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from flwr_regs.experiments.data.datasets import Data, load, records, reduced
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.partition.splits import test_split
-from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field
+from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field_name
 
 Array = np.ndarray[Any, Any]
 
@@ -21,7 +21,7 @@ USUAL, SEQUENCES = 10_000, 2_000
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", *map(field, OF_PARTITIONS)),
+    *("drop_out", *map(field_name, OF_PARTITIONS)),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
@@ -98,8 +98,8 @@ class ClientData:
         if self.settings.partition == "long-tail-rounds":
             out = shifts.held_out(rows, share, self.settings.seed)
             return rows[out], rows[~out]
-        count = int(len(rows) * share)
-        return self._shuffled(rows)[:count], self._shuffled(rows)[count:]
+        shuffled, count = self._shuffled(rows), int(len(rows) * share)
+        return shuffled[:count], shuffled[count:]
 
     def test_rows(self, pid: int) -> Array:
         """Return the test examples of a client that tests the model."""
@@ -190,7 +190,8 @@ def data_of(settings: Any) -> Data:
 
     Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
     """
-    return _data(_source(settings), settings.synthetic, settings.examples, settings.num_classes)
+    source = settings.dataset, settings.data_dir, settings.code_dir
+    return _data(source, settings.synthetic, settings.examples, settings.num_classes)
 
 
 def left(settings: Any, clients: ClientData) -> str:
@@ -198,7 +199,7 @@ def left(settings: Any, clients: ClientData) -> str:
 
     And that `examples` asks for more than there is.
     """
-    data, whole = clients.data, _data(_source(settings), settings.synthetic)
+    data, whole = clients.data, data_of(replace(settings, examples=0, num_classes=0))
     rows = np.arange(len(data.train_y))
     if settings.partition != "long-tail-rounds":  # where clients draw from all
         rows = np.unique(np.concatenate(clients.every_part))
@@ -206,20 +207,15 @@ def left(settings: Any, clients: ClientData) -> str:
     if data.groups is not None and whole.groups is not None:
         kept, every = np.unique(data.groups[rows]), np.unique(whole.groups)
         counts.append((len(kept), len(every), "groups"))
-    of_training, tested = clients.server_rows()
-    if settings.test_on_clients:
-        counts.append((len(data.test_y), len(whole.test_y), "test examples"))
-    elif not of_training:
+    whole_test = False, slice(None)
+    of_training, tested = whole_test if settings.test_on_clients else clients.server_rows()
+    if not of_training:
         counts.append((len(data.test_y[tested]), len(whole.test_y), "test examples"))
     parts = [f"{kept:,} of {total:,} {what}" for kept, total, what in counts if kept < total]
     if settings.examples > len(data.train_y):
         there = f"all {len(data.train_y):,} examples to train on"
         parts.insert(0, f"{there} (examples={settings.examples} asks for more)")
     return ", ".join(parts)
-
-
-def _source(settings: Any) -> tuple[str, str, str]:
-    return settings.dataset, settings.data_dir, settings.code_dir
 
 
 @lru_cache(maxsize=2)

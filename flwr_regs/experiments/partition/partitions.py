@@ -26,11 +26,7 @@ BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 
 
 def partition(
-    labels: Array,
-    settings: Settings,
-    num_clients: int,
-    groups: Array | None = None,
-    coarse: Array | None = None,
+    labels: Array, settings: Settings, num_clients: int, groups: Any = None, coarse: Any = None
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 
@@ -102,19 +98,18 @@ def partition(
     Raises ValueError, with the reason, for a split that is impossible.
     """
     of, n, kind = np.asarray(labels), num_clients, settings.partition
-    like = kind
-    if kind == "label-swaps-rounds":
-        like = "iid" if groups is None else "domains"
+    by_group = "domains" if groups is not None else "iid"
+    like = by_group if kind == "label-swaps-rounds" else kind
     try:
         if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
+        if like in BY_GROUP:
+            of = _told(groups, "group (writer, speaker, user or domain)")
+        elif like == "pachinko":
+            of = np.stack([_told(coarse, "coarse label"), of])
         if like.startswith(PREFIX):
             parts = _of_flower(kind, of, groups, n, settings.seed)
         else:
-            if like in BY_GROUP:
-                of = _told(groups, "group (writer, speaker, user or domain)")
-            elif like == "pachinko":
-                of = np.stack([_told(coarse, "coarse label"), of])
             split = getattr(splits, like.replace("-", "_"))
             parts = split(of, n, np.random.default_rng(settings.seed), settings)
         if empty := sum(len(p) == 0 for p in parts):
@@ -133,10 +128,8 @@ def partition_hash(parts: Sequence[Array]) -> str:
     >>> partition_hash([np.array([0, 2]), np.array([1])])
     '363a551de55f8c05'
     """
-    digest = hashlib.sha256()
-    for rows in [np.array([len(p) for p in parts]), *parts]:
-        digest.update(np.ascontiguousarray(rows, "<i8").tobytes())
-    return digest.hexdigest()[:16]
+    every = np.concatenate([[len(p) for p in parts], *parts])
+    return hashlib.sha256(every.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def _told(values: Array | None, what: str) -> Array:
@@ -146,24 +139,20 @@ def _told(values: Array | None, what: str) -> Array:
     return np.asarray(values)
 
 
-def _of_flower(
-    kind: str, labels: Array, groups: Array | None, num_clients: int, seed: int
-) -> list[Array]:
+def _of_flower(kind: str, labels: Array, groups: Any, num_clients: int, seed: int) -> list[Array]:
     """Return the rows of each client, as one of `flwr_datasets.partitioner` splits them.
 
     Raises ImportError without flwr-datasets; ValueError if there is no such partitioner, an argument is
     wrong, or it does not make a part for each client.
     """
-    partitioners = needed(
-        "flwr_datasets.partitioner", "flwr-datasets", f"partition '{kind}'", "fds"
-    )
-    datasets = needed("datasets", "flwr-datasets", f"partition '{kind}'", "fds")
+    package = "flwr-datasets", f"partition '{kind}'", "fds"
+    partitioners = needed("flwr_datasets.partitioner", *package)
+    datasets = needed("datasets", *package)
     ((call,),) = parse_methods(kind.removeprefix(PREFIX)).values()
     known = [name for name in partitioners.__all__ if name.endswith("Partitioner")]
     if call.target not in known:
-        raise ValueError(
-            f"Flower Datasets has no {call.target}{nearest(call.target, known)}; it has {', '.join(known)}"
-        )
+        hint = f"{nearest(call.target, known)}; it has {', '.join(known)}"
+        raise ValueError(f"Flower Datasets has no {call.target}{hint}")
     make = getattr(partitioners, call.target)
     usual = {"num_partitions": num_clients, "partition_by": "label", "seed": seed}
     taken = inspect.signature(make).parameters
@@ -175,8 +164,6 @@ def _of_flower(
     columns = {"index": np.arange(len(labels)), "label": labels}
     columns |= {} if groups is None else {"group": groups}
     partitioner.dataset = datasets.Dataset.from_dict(columns)
-    if partitioner.num_partitions != num_clients:
-        raise ValueError(
-            f"it makes {partitioner.num_partitions} parts, not one for each of {num_clients} clients"
-        )
+    if (made := partitioner.num_partitions) != num_clients:
+        raise ValueError(f"it makes {made} parts, not one for each of {num_clients} clients")
     return [np.asarray(partitioner.load_partition(k)["index"]) for k in range(num_clients)]

@@ -30,10 +30,9 @@ def in_domain(x: Array, domain: int, seed: int) -> Array:
     if domain == 1:
         x = 1 - x
     if domain == 2:
-        samples = needed(
-            "sklearn.datasets", "scikit-learn", "the natural patches"
-        ).load_sample_images()
-        photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in samples.images]
+        datasets = needed("sklearn.datasets", "scikit-learn", "the natural patches")
+        images = datasets.load_sample_images().images
+        photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in images]
         rng, patches = np.random.default_rng(seed), np.empty((len(x), 1, side, side), np.float32)
         for patch in patches:
             photo = photos[rng.integers(len(photos))]

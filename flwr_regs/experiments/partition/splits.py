@@ -52,10 +52,8 @@ def shards_mcmahan(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
 
 def _check_shards(labels: Array, count: int) -> None:
     if count > len(labels):
-        raise ValueError(
-            f"{count} shards of {len(labels)} examples: some would be empty: use fewer clients or "
-            "shards-per-client"
-        )
+        hint = "use fewer clients or shards-per-client"
+        raise ValueError(f"{count} shards of {len(labels)} examples: some would be empty: {hint}")
 
 
 def _dealt(shards: list[Array], n: int, rng: Rng) -> list[Array]:
@@ -70,19 +68,12 @@ def classes(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     sizes = np.array([len(rows) for rows in classes])
     most = np.minimum(sizes, n)  # clients that a class can serve
     if m > len(classes):
-        raise ValueError(
-            f"no client can hold {m} classes of {len(classes)}: use fewer classes-per-client"
-        )
+        raise ValueError(f"{m} of {len(classes)} classes cannot be: use fewer classes-per-client")
     if len(classes) > n * m:
-        raise ValueError(
-            f"with {m} classes for each client, {len(classes) - n * m} of {len(classes)} classes would "
-            "be left out: use more clients or classes-per-client"
-        )
+        out = f"{len(classes) - n * m} of {len(classes)} classes would be left out"
+        raise ValueError(f"{out} with {m} for each client: use more clients or classes-per-client")
     if most.sum() < n * m:
-        raise ValueError(
-            f"the classes are too small to serve {n} clients with {m} classes each: use fewer "
-            "clients or classes-per-client"
-        )
+        raise ValueError("the classes are too small: use fewer clients or classes-per-client")
     left = _cuts(sizes, n * m, most)  # blocks of each class that no client has yet
     blocks = [np.array_split(rng.permutation(c), k) for c, k in zip(classes, left, strict=True)]
     parts: dict[int, Array] = {}
@@ -114,10 +105,8 @@ def pachinko(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     others of its coarse label, and a coarse label to the other coarse labels.
     """
     coarse, fine = labels
-    trees = [
-        [rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])]
-        for rows in _by_label(coarse)
-    ]
+    branches = [(rows, _by_label(fine[rows])) for rows in _by_label(coarse)]
+    trees = [[rng.permutation(rows[leaf]) for leaf in leaves] for rows, leaves in branches]
     left = [np.array([len(leaf) for leaf in tree]) for tree in trees]
     parts = []
     for of_client in np.array_split(coarse, n):
@@ -158,9 +147,7 @@ def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[A
     """Return NIID-Bench's split: each class is spread over n clients by shares from Dir(α)."""
     classes = _by_label(labels)
     if len(labels) < FEWEST * n:
-        raise ValueError(
-            f"each client needs {FEWEST} examples: use fewer clients or partition=dirichlet-hsu"
-        )
+        raise ValueError(f"each client needs {FEWEST} examples: use fewer clients or dirichlet-hsu")
 
     def draw() -> list[Array]:
         alpha = s.dirichlet_alpha
@@ -180,16 +167,12 @@ def _in_shares(rows: Array, n: int, alpha: float, rng: Rng) -> list[Array]:
 
 def _first_enough(draw: Callable[[], list[Array]], hint: str) -> list[Array]:
     """Return the first of `TRIES` draws that gives each client `FEWEST` examples."""
-    short = []
     for _ in range(TRIES):
         parts = draw()
-        short.append(sum(len(p) < FEWEST for p in parts))
-        if short[-1] == 0:
+        if min(map(len, parts)) >= FEWEST:
             return parts
-    raise ValueError(
-        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {min(short)} with "
-        f"fewer: use fewer clients, {hint}"
-    )
+    none = f"no draw of {TRIES} gave each client {FEWEST} examples"
+    raise ValueError(f"{none}: use fewer clients, {hint}")
 
 
 def quantity(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -226,10 +209,9 @@ def _cuts(sizes: Array, total: int, most: Array) -> Array:
     it goes to the last class: equal shards of the whole, where none holds two labels, are cut so.
     """
 
-    def squares(k: Array) -> Array:
+    def squares(k: Array) -> Any:
         small, larger = np.divmod(sizes, k)
-        total: Array = k * small**2 + larger * (2 * small + 1)
-        return total
+        return k * small**2 + larger * (2 * small + 1)
 
     cuts = np.ones_like(sizes)
     for _ in range(total - len(sizes)):
@@ -242,10 +224,8 @@ def natural(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """Return one group for each of n clients: n groups at random, in order. Nobody has the others."""
     kinds = np.unique(groups)
     if n > len(kinds):
-        raise ValueError(
-            f"the data has {len(kinds)} groups, one for each client: use fewer clients, or "
-            "partition=domains, where clients share a group"
-        )
+        hint = "use fewer clients, or partition=domains, where clients share a group"
+        raise ValueError(f"the data has {len(kinds)} groups, one for each client: {hint}")
     chosen = np.sort(rng.permutation(len(kinds))[:n])
     return [np.flatnonzero(groups == g) for g in kinds[chosen]]
 
@@ -269,9 +249,9 @@ def interpolated(groups: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     """
     parts = [rng.permutation(rows) for rows in natural(groups, n, rng, s)]
     cuts = [round(s.interpolation * len(rows)) for rows in parts]
-    pool = rng.permutation(np.concatenate([p[:cut] for p, cut in zip(parts, cuts, strict=True)]))
-    kept = [p[cut:] for p, cut in zip(parts, cuts, strict=True)]
-    return _joined(kept, np.split(pool, np.cumsum(cuts)[:-1]))
+    split = [np.split(rows, [cut]) for rows, cut in zip(parts, cuts, strict=True)]
+    pool = rng.permutation(np.concatenate([pooled for pooled, _ in split]))
+    return _joined([kept for _, kept in split], np.split(pool, np.cumsum(cuts)[:-1]))
 
 
 def long_tail_rounds(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
@@ -317,8 +297,6 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
                 test_parts[most] = np.setdiff1d(test_parts[most], taken)
                 test_parts[number] = taken
     if none := sum(len(rows) == 0 for rows in test_parts):
-        raise ValueError(
-            f"{none} of {len(parts)} clients would get no test data by their training data's distribution: "
-            "use fewer clients, or test-split=classes"
-        )
+        lack = f"{none} of {len(parts)} clients would get no test data by their training data's"
+        raise ValueError(f"{lack} distribution: use fewer clients, or test-split=classes")
     return test_parts
