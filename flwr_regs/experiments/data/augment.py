@@ -6,17 +6,15 @@ pictures.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from flwr_regs.experiments.extras import needed
+from flwr_regs.experiments.extras import needed, table_beside
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ def by_picture(x: Tensor) -> Tensor:
     return (x - mean) / deviation.clamp_min(x[0].numel() ** -0.5)
 
 
-_LIST = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-AUGMENTATIONS = {name: Augmentation(**row) for name, row in tomllib.loads(_LIST).items()}
+AUGMENTATIONS = {name: Augmentation(**row) for name, row in table_beside(__file__).items()}
 """Name -> augmentation."""
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.extras import table_beside
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,13 @@ class Source:
         try:
             return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
         except Missing as error:
-            what = str(error) or self.files.replace("`", "")
+            what = f"dataset '{self.name}' needs {str(error) or self.files.replace('`', '')}"
             where = f"data-dir, {root(data_dir)}" if data_dir else "data-dir, which is not set"
-            raise FileNotFoundError(
-                f"dataset '{self.name}' needs {what} in {where}; {self.how}, and set data-dir to their "
-                "folder"
-            ) from error
+            hint = f"{self.how}, and set data-dir to their folder"
+            raise FileNotFoundError(f"{what} in {where}; {hint}") from error
 
 
-_CATALOGUE = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
-SOURCES = {name: Source(name, **row) for name, row in tomllib.loads(_CATALOGUE).items()}
+SOURCES = {name: Source(name, **row) for name, row in table_beside(__file__).items()}
 """Name -> data set. A name can have arguments, as in ``synthetic(alpha=0.5, beta=0.5)``."""
 DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
@@ -89,25 +85,22 @@ def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
     name, bracket, rest = dataset.partition("(")
     source = SOURCES[name]
     given = dict(source.arguments)
+    where = f"dataset '{dataset}'"
     if bracket and not given:
-        raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
+        raise ValueError(f"{where}: {name} takes no arguments, and no parentheses")
     try:
         ((call,),) = parse_methods(f"f{bracket}{rest}").values()
         takes = Signature([Parameter(key, Parameter.POSITIONAL_OR_KEYWORD) for key in given])
         values = takes.bind_partial(*call.args, **call.kwargs).arguments
     except (ValueError, TypeError) as error:
         arguments = ", ".join(f"{key}={default!r}" for key, default in given.items())
-        raise ValueError(
-            f"dataset '{dataset}': expected {name}(...) with literals for some of its arguments, "
-            f"{arguments}"
-        ) from error
-    given |= {k: _typed(v, given[k], f"dataset '{dataset}': {k}") for k, v in values.items()}
+        expected = f"{name}(...) with literals for some of its arguments, {arguments}"
+        raise ValueError(f"{where}: expected {expected}") from error
+    given |= {k: _typed(v, given[k], f"{where}: {k}") for k, v in values.items()}
     for key, choices in source.choices.items():
         if str(given[key]) not in choices:
-            raise ValueError(
-                f"dataset '{dataset}': {key} must be one of {', '.join(map(repr, choices))}, not "
-                f"{given[key]!r}"
-            )
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{where}: {key} must be one of {known}, not {given[key]!r}")
     return name, given
 
 
@@ -125,8 +118,7 @@ def _typed(value: Any, default: Any, what: str) -> Any:
 
 def expected(dataset: str, own: Mapping[str, str]) -> str:
     """Return the hash that a data set should have: a card's `own`, or the package's; empty: not known."""
-    known = SOURCES[dataset].hash if dataset in SOURCES else ""
-    return own.get(dataset, known)
+    return own.get(dataset, SOURCES[dataset].hash if dataset in SOURCES else "")
 
 
 def files(dataset: str) -> str:

@@ -94,11 +94,9 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         data = Data(**SOURCES[name].read(data_dir, **arguments))
     if not data.augment:
         return data
-    if data.train_x.ndim != 4 or data.train_x.dtype != np.float32:
-        raise ValueError(
-            f"dataset '{dataset}': the augmentation '{data.augment}' needs pictures as floats of shape (n, "
-            f"channels, height, width), not {data.train_x.dtype} of shape {data.train_x.shape}"
-        )
+    if (x := data.train_x).ndim != 4 or x.dtype != np.float32:
+        what = f"dataset '{dataset}': the augmentation '{data.augment}' needs pictures as floats"
+        raise ValueError(f"{what} (n, channels, height, width), not {x.dtype} of shape {x.shape}")
     return replace(data, test_x=untouched(data.test_x, data.augment))
 
 
@@ -135,15 +133,15 @@ def reduced(data: Data, examples: int, num_classes: int) -> Data:
         Only the classes below; 0: all.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
+    of_training, of_test = (
+        ("train_x", "train_y", "groups", "coarse"),
+        ("test_x", "test_y", "test_groups"),
+    )
     kept: dict[str, Any] = {}
-    for names, labels, count in (
-        (("train_x", "train_y", "groups", "coarse"), data.train_y, examples),
-        (("test_x", "test_y", "test_groups"), data.test_y, test),
-    ):
+    for names, count in ((of_training, examples), (of_test, test)):
+        labels = getattr(data, names[1])
         rows = np.random.default_rng(0).permutation(len(labels))
-        if num_classes:
-            rows = rows[labels[rows] < num_classes]
-        rows = rows[:count] if count else rows
+        rows = rows[labels[rows] < (num_classes or np.inf)][: count or None]
         whole = {name: getattr(data, name) for name in names}
         kept |= {name: part[rows] for name, part in whole.items() if part is not None}
     return replace(data, **kept)

@@ -13,8 +13,6 @@ def half_square(output: Tensor, labels: Tensor) -> Tensor:
     return output.square().mean() / 2
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "": F.cross_entropy,
-    "half-square": half_square,
-}
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {"": F.cross_entropy, "half-square": half_square}
 """Name -> loss; empty: the cross-entropy."""

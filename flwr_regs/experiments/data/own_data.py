@@ -12,8 +12,6 @@ from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
 NAMES = ("train_x", "train_y", "test_x", "test_y")
-NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}
-"""Whole numbers that a data set may have for each example -> the labels of these examples."""
 EXPECTED = (
     "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), two "
     "map-style datasets (train, test), or a dict with these four names and groups"
@@ -52,46 +50,36 @@ def fields_of(returned: Any, reference: str) -> dict[str, Any]:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = {name: _numpy(given[name]) for name in NAMES}
-    for part in ("train", "test"):
-        x, y = arrays[f"{part}_x"], arrays[f"{part}_y"]
-        _check_inputs(f"{part}_x", x)
-        _check_whole_numbers(f"{part}_y", y)
-        if len(x) != len(y):
-            raise ValueError(f"{part}_x has {len(x)} examples, but {part}_y has {len(y)} labels")
-    x, y, test_x, test_y = arrays.values()
+    x, test_x = (_inputs(name, given[name]) for name in ("train_x", "test_x"))
+    y = _whole_numbers("train_y", given["train_y"], len(x))
+    test_y = _whole_numbers("test_y", given["test_y"], len(test_x))
     if x.shape[1:] != test_x.shape[1:] or x.dtype.kind != test_x.dtype.kind:
         shapes = [f"{of.shape[1:]} and type {of.dtype}" for of in (x, test_x)]
-        raise ValueError(
-            f"an input of train_x has the shape {shapes[0]}, but one of test_x {shapes[1]}"
-        )
-    classes = int(max(y.max(), test_y.max())) + 1
-    if gaps := sorted(set(range(min(classes, len(y) + 1))) - set(y.tolist())):
-        raise ValueError(
-            f"no training example has the label {gaps[0]}, but the largest label is {classes - 1}, in "
-            f"{'train_y' if y.max() == classes - 1 else 'test_y'}; "
-            "expected labels from 0 on without gaps"
-        )
-    made = {name: _plain(array) for name, array in arrays.items()}
-    made |= {name: arrays[name].astype(np.int64) for name in ("train_y", "test_y")}
+        one = f"an input of train_x has the shape {shapes[0]}"
+        raise ValueError(f"{one}, but one of test_x {shapes[1]}")
+    largest = int(max(y.max(), test_y.max()))
+    if gaps := sorted({*range(min(largest, len(y)) + 1)} - {*y.tolist()}):
+        where = "train_y" if y.max() == largest else "test_y"
+        none = f"no training example has the label {gaps[0]}, but the largest label is {largest}"
+        raise ValueError(f"{none}, in {where}; expected labels from 0 on without gaps")
+    counts = {"groups": len(y), "test_groups": len(test_y), "coarse": len(y)}
     more = {name: of for name, of in given.items() if name not in NAMES and of is not None}
-    return made | {name: _further(name, of, made) for name, of in more.items()}
+    further = {name: _further(name, of, counts) for name, of in more.items()}
+    return dict(zip(NAMES, (x, y, test_x, test_y), strict=True)) | further
 
 
-def _further(name: str, value: Any, made: Mapping[str, Array]) -> Any:
+def _further(name: str, value: Any, counts: Mapping[str, int]) -> Any:
     """Return what a mapping has beside the four arrays, checked."""
     from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
     from flwr_regs.experiments.data.losses import LOSSES
 
     legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
-    if name in NUMBERS:
-        numbers = _numpy(value)
-        _check_whole_numbers(name, numbers, len(made[NUMBERS[name]]))
-        return numbers.astype(np.int64)
+    if name in counts:
+        return _whole_numbers(name, value, counts[name])
     if name == "vectors":
-        return _plain(_numpy(value))
+        return _inputs(name, value)
     if name not in legal:
-        every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
+        every = ", ".join((*NAMES, *counts, *legal, "vectors"))
         raise ValueError(f"it returned a mapping with the key '{name}'; expected {every}")
     if value not in legal[name]:
         words = ", ".join(map(repr, legal[name]))
@@ -152,38 +140,29 @@ def _numpy(part: Any) -> Array:
         raise ValueError(f"a value of {_kind(part)} is no array: {error}") from error
 
 
-def _check_inputs(name: str, x: Array) -> None:
+def _inputs(name: str, value: Any) -> Array:
+    """Return inputs in a type that torch knows, float32 or an integer type; ValueError for others."""
+    x = _numpy(value)
     if x.dtype.kind not in "fiu":
         raise ValueError(f"{name} has entries of type {x.dtype}; expected floats or integers")
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"{name} has no examples: its shape is {x.shape}")
-    wrong = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
-    if len(wrong):
-        raise ValueError(
-            f"{name} has NaN or infinity in {len(wrong)} of {len(x)} examples, the first in {name}"
-            f"[{wrong[0]}]"
-        )
+    if len(wrong := np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))):
+        many = f"{len(wrong)} of {len(x)} examples"
+        raise ValueError(f"{name} has NaN or infinity in {many}, the first in {name}[{wrong[0]}]")
+    wide = np.int64 if x.dtype.kind == "u" and x.dtype.itemsize > 1 else x.dtype.newbyteorder("=")
+    return np.ascontiguousarray(x, dtype=np.float32 if x.dtype.kind == "f" else wide)
 
 
-def _check_whole_numbers(name: str, y: Array, count: int | None = None) -> None:
-    """Check that these are whole numbers from 0 on: labels, or one for each of `count` examples."""
-    if y.dtype.kind not in "iu" or y.ndim != 1 or count not in (None, len(y)):
-        each = "each example, shape (n,)" if count is None else f"each of {count} examples"
-        raise ValueError(
-            f"{name} has the shape {y.shape} and entries of type {y.dtype}; expected one integer from 0 "
-            f"on for {each}"
-        )
-    if y.size and y.min() < 0:
-        what = "label" if count is None else "number"
-        raise ValueError(f"{name} has the {what} {y.min()}; expected integers from 0 on")
-
-
-def _plain(x: Array) -> Array:
-    """Return inputs in a type that torch knows: float32, or an integer type."""
-    if x.dtype.kind == "f":
-        return np.ascontiguousarray(x, dtype=np.float32)
-    wide = x.dtype.kind == "u" and x.dtype.itemsize > 1
-    return np.ascontiguousarray(x, dtype=np.int64 if wide else x.dtype.newbyteorder("="))
+def _whole_numbers(name: str, value: Any, count: int) -> Array:
+    """Return whole numbers from 0 on, one for each of `count` examples; ValueError for others."""
+    y, expected = _numpy(value), f"expected one integer from 0 on for each of {count} examples"
+    if y.dtype.kind not in "iu" or y.shape != (count,):
+        has = f"{name} has the shape {y.shape} and entries of type {y.dtype}"
+        raise ValueError(f"{has}; {expected}")
+    if y.min() < 0:
+        raise ValueError(f"{name} has the number {y.min()}; {expected}")
+    return y.astype(np.int64)
 
 
 def _kind(value: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from flwr_regs.experiments.extras import table_beside
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,12 @@ class Net:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
         from flwr_regs.experiments.models import layers
 
-        make = getattr(layers, self.name.replace("-", "_"), None)
         listed = self.plan, self.hidden, self.kernel, self.norm, self.bias
+        make = getattr(layers, self.name.replace("-", "_"), None)
         return make(*size) if make else layers.stacked(size[0], *listed)
 
 
-_LIST = Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8")
-NETS = {name: Net(name, **row) for name, row in tomllib.loads(_LIST).items()}
+NETS = {name: Net(name, **row) for name, row in table_beside(__file__).items()}
 MODELS = {
     "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "
     "char-lstm for integers; a point for quadratics",
@@ -63,16 +62,14 @@ def chosen(dataset: str, kind: str, examples: Any) -> Net | None:
         kind = "cnn" if side >= 16 else "char-lstm" if integers and len(shape) == 1 else "mlp"
         kind = "cnn-bn" if dataset.endswith("-domains") else kind
     net = NETS[kind]
-    if net.smallest and side < net.smallest:
-        raise ValueError(
-            f"model '{kind}' needs images of shape (channels, height, width), at least {net.smallest} x "
-            f"{net.smallest}; an input of dataset '{dataset}' has the shape {shape}"
-        )
-    if net.words != integers or (net.words and len(shape) != 1):
-        wanted = "sequences of integers, shape (length,)" if net.words else "inputs of floats"
-        hint = "" if net.words else "convert them, as in x / 255, or "
-        raise ValueError(
-            f"model '{kind}' needs {wanted}, but an input of dataset '{dataset}' has {examples.dtype} and "
-            f"the shape {shape}: {hint}set model to another, or to your own, such as mine.py:Net"
-        )
+    hint, wanted = "set model to another, or to your own, such as mine.py:Net", ""
+    if side < net.smallest:
+        wanted = f"images of shape (channels, height, width), of at least {net.smallest} each way"
+    elif net.words and not (integers and len(shape) == 1):
+        wanted = "sequences of integers, shape (length,)"
+    elif integers and not net.words:
+        wanted, hint = "inputs of floats", f"convert them, as in x / 255, or {hint}"
+    if wanted:
+        given = f"an input of dataset '{dataset}' has {examples.dtype} and the shape {shape}"
+        raise ValueError(f"model '{kind}' needs {wanted}, but {given}: {hint}")
     return net

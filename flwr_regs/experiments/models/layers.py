@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from flwr_regs.experiments.extras import needed
 
+Shape = Sequence[int]
 SMALL = 64  # below this side, the first layers keep the image's size
 
 
@@ -43,23 +44,21 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     `projection` outputs (Li, He, Song 2021, Sec. 4.1: 256). It is the layer ``projection``; its output is
     the input of the output layer, ``classifier``. Without a head the layers have numbers.
     """
-    named = [(str(i), layer) for i, layer in enumerate(body.layers)]
-    features = body.features
-    if projection:
+    layers = OrderedDict((str(i), layer) for i, layer in enumerate(body.layers))
+    if features := projection and body.features:
         to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
-        named.append(("projection", nn.Sequential(to_many, nn.ReLU(), to_few)))
-        named.append(("classifier", nn.Linear(projection, classes)))
-    else:
-        named.append((str(len(named)), nn.Linear(features, classes)))
-    return nn.Sequential(OrderedDict(named))
+        layers["projection"] = nn.Sequential(to_many, nn.ReLU(), to_few)
+    name = "classifier" if projection else str(len(layers))
+    layers[name] = nn.Linear(projection or body.features, classes)
+    return nn.Sequential(layers)
 
 
-def mlp(shape: Sequence[int]) -> Body:
+def mlp(shape: Shape) -> Body:
     """One hidden layer of 64; from 256 inputs on two of 200: the 2NN of McMahan et al. (2017), Sec. 3."""
     return stacked(shape, [], [64] if math.prod(shape) < 256 else [200, 200])
 
 
-def cnn(shape: Sequence[int]) -> Body:
+def cnn(shape: Shape) -> Body:
     """McMahan et al. (2017), Sec. 3: 5 x 5 convolutions of 32 and 64 with pooling, a hidden layer of 512.
 
     1,663,370 parameters on MNIST, as the paper counts. Below 16 x 16 a smaller one: 3 x 3, 16 and 32, 128.
@@ -71,12 +70,7 @@ def cnn(shape: Sequence[int]) -> Body:
 
 
 def stacked(
-    shape: Sequence[int],
-    plan: Sequence[Any],
-    hidden: Sequence[Any],
-    kernel: int = 3,
-    norm: bool = False,
-    bias: bool = True,
+    shape: Shape, plan: Any, hidden: Any, kernel: int = 3, norm: bool = False, bias: bool = True
 ) -> Body:
     """Return convolutions and hidden layers, each with a ReLU, with BatchNorm if `norm`.
 
@@ -98,12 +92,12 @@ def stacked(
             convolution = nn.Conv2d(features, width, size, stride, padding, bias=bias)
             add(convolution, nn.BatchNorm2d(width))
             features = width
-    layers.append(nn.Flatten())
+    body = nn.Sequential(*layers, nn.Flatten())
     with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
-        features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
-    nn.Sequential(*layers).train()
+        features = body.eval()(torch.zeros(1, *shape)).shape[1]
+    layers = [*body.train()]
     if any(isinstance(layer, Block) for layer in layers):
-        for layer in nn.Sequential(*layers).modules():
+        for layer in body.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight)
     for step in hidden:
@@ -138,20 +132,15 @@ class Block(nn.Module):
         return F.relu(out + x)
 
 
-def resnet18_gn(shape: Sequence[int]) -> Body:
+def resnet18_gn(shape: Shape) -> Body:
     """torchvision's ResNet-18 with GroupNorm of 32 groups in place of BatchNorm (Hsieh et al. 2020)."""
-    return _resnet("resnet18", shape, partial(nn.GroupNorm, 32))
+    return resnet50(shape, "resnet18", partial(nn.GroupNorm, 32))
 
 
-def resnet50(shape: Sequence[int]) -> Body:
-    """torchvision's ResNet-50, with BatchNorm."""
-    return _resnet("resnet50", shape, nn.BatchNorm2d)
-
-
-def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
-    net = getattr(needed("torchvision.models", "torchvision", "this model"), name)(
-        num_classes=1, norm_layer=norm
-    )
+def resnet50(shape: Shape, name: str = "resnet50", norm: Any = nn.BatchNorm2d) -> Body:
+    """torchvision's ResNet-50, or another one, with BatchNorm or another norm."""
+    models = needed("torchvision.models", "torchvision", "this model")
+    net = getattr(models, name)(num_classes=1, norm_layer=norm)
     features = net.fc.in_features
     net.fc = nn.Identity()
     if min(shape[1:]) < SMALL:
@@ -163,12 +152,11 @@ def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
     return Body([net], features)
 
 
-def mobilenetv2_gn(shape: Sequence[int]) -> Body:
+def mobilenetv2_gn(shape: Shape) -> Body:
     """torchvision's MobileNetV2 with GroupNorm of 8 groups and no dropout, as in the Field Guide's code."""
+    models = needed("torchvision.models", "torchvision", "this model")
     groups = partial(nn.GroupNorm, 8)
-    net = needed("torchvision.models", "torchvision", "this model").mobilenet_v2(
-        num_classes=1, norm_layer=groups, dropout=0.0
-    )
+    net = models.mobilenet_v2(num_classes=1, norm_layer=groups, dropout=0.0)
     first = net.features[0][0]
     if shape[0] != 3 or min(shape[1:]) < SMALL:
         stride = 1 if min(shape[1:]) < SMALL else 2

@@ -74,8 +74,8 @@ def check(
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir, projection)
-    kind_of_input = f"shape {examples.shape[1:]} ({examples.dtype})"
-    what = f"{len(examples)} examples of {kind_of_input} of dataset '{dataset}'"
+    each = f"shape {examples.shape[1:]} ({examples.dtype}) of dataset '{dataset}'"
+    what = f"{len(examples)} examples of {each}"
     try:
         with user_code.seeded(seed), torch.no_grad():
             output = model.eval()(torch.from_numpy(examples))
@@ -84,28 +84,21 @@ def check(
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
     if len(shape) != 2 or shape[0] != len(examples) or shape[1] < classes:
         outcome = shape or f"a value of type {type(output).__name__}"
-        raise ValueError(
-            f"model '{kind}' turns {what} into {outcome}; expected a tensor of shape "
-            f"{(len(examples), classes)}: an output for each of {classes} classes"
-        )
+        expected = f"{(len(examples), classes)}: an output for each of {classes} classes"
+        made = f"model '{kind}' turns {what} into {outcome}"
+        raise ValueError(f"{made}; expected a tensor of shape {expected}")
     return model.train()
 
 
 def _own(reference: str, folder: str, seed: int) -> nn.Module:
-    named = user_code.load(reference, folder)
-    if isinstance(named, nn.Module):
-        raise ValueError(
-            f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, "
-            "or a function that returns a new module"
-        )
+    if isinstance(user_code.load(reference, folder), nn.Module):
+        drawn = "is a module already, with weights that no seed has drawn"
+        expected = "expected its class, or a function that returns a new module"
+        raise ValueError(f"'{reference}' {drawn}; {expected}")
     model = user_code.call(reference, folder, seed)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"'{reference}' returned a value of type {type(model).__name__}; expected a torch.nn.Module"
-        )
+        raise ValueError(f"'{reference}' returned a {type(model).__name__}, not a torch.nn.Module")
     if lazy := [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise ValueError(
-            f"'{reference}' has the parameter '{lazy[0]}' without a size: give its layer the number of "
-            "inputs"
-        )
+        sized = "without a size: give its layer the number of inputs"
+        raise ValueError(f"'{reference}' has the parameter '{lazy[0]}' {sized}")
     return model

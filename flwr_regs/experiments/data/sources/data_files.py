@@ -6,18 +6,17 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flwr_regs.experiments.extras import needed
 
-if TYPE_CHECKING:
-    import pandas as pd  # pictures of other files need not wait for it
-
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Any]
 """The fields of :class:`flwr_regs.experiments.data.datasets.Data`, by name."""
+Groups = Mapping[Any, Any]
+"""Group -> what its inputs and labels are made of."""
 Users = dict[str, tuple[Any, Any]]
 """User -> (inputs, labels), as a file has them."""
 
@@ -38,11 +37,16 @@ def matching(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list
 
     `folders` are relative to the data-dir; "" is the data-dir itself.
     """
-    for folder in folders:
-        files = [sorted((root(data_dir) / folder).glob(pattern)) for pattern in patterns]
-        if all(files):
-            return files
-    return None
+    places = (root(data_dir) / folder for folder in folders)
+    every = ([sorted(place.glob(pattern)) for pattern in patterns] for place in places)
+    return next(filter(all, every), None)
+
+
+def one_of_each(data_dir: str, folders: Iterable[str], *names: str) -> list[Path]:
+    """Return the files of these names, from the first folder that has them; `Missing` without them."""
+    if not (found := matching(data_dir, folders, *names)):
+        raise Missing
+    return [file for (file,) in found]
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -53,9 +57,7 @@ def inside(folder: Path, name: str) -> Path:
     return folder / path
 
 
-def pictures(
-    sources: Sequence[Path | bytes | Array], mode: str, size: int, centre: float = 1.0
-) -> Array:
+def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) -> Array:
     """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``.
 
     Parameters
@@ -74,11 +76,10 @@ def pictures(
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
     if gone := [of for of in sources if isinstance(of, Path) and not of.is_file()]:
-        raise Missing(
-            f"{len(sources)} pictures, of which {len(gone)} are missing, such as {gone[0]},"
-        )
+        many = f"{len(sources)} pictures, of which {len(gone)} are missing"
+        raise Missing(f"{many}, such as {gone[0]},")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
-    for i, source in enumerate(sources):
+    for pixels, source in zip(out, sources, strict=True):
         if isinstance(source, np.ndarray):
             image = Image.fromarray(source)
         else:
@@ -89,8 +90,7 @@ def pictures(
             plain = image.convert(mode).crop((left, top, width - left, height - top))
             if plain.size != (size, size):
                 plain = plain.resize((size, size), Image.Resampling.BILINEAR)
-            pixels = np.asarray(plain)
-        out[i] = pixels if mode == "L" else pixels.transpose(2, 0, 1)
+            pixels[:] = np.atleast_3d(np.asarray(plain)).transpose(2, 0, 1)
     out /= 255
     return out
 
@@ -101,11 +101,7 @@ def parts_of(train: tuple[Array, Array], test: tuple[Array, Array]) -> Parts:
     return parts | {name: parts[name].astype(np.int64) for name in ("train_y", "test_y")}
 
 
-def by_group(
-    train: Mapping[Any, Any],
-    test: Mapping[Any, Any],
-    convert: Callable[[Any], tuple[Array, Array]] = lambda pair: pair,
-) -> Parts:
+def by_group(train: Groups, test: Groups, convert: Callable[[Any], Any] = lambda of: of) -> Parts:
     """Return groups' examples in order of the groups' names, as one data set.
 
     Parameters
@@ -113,15 +109,17 @@ def by_group(
     train, test : mapping
         Group -> what `convert` makes inputs and labels of. The two may differ in their groups.
     """
-    names, parts = sorted({*train, *test}), []
-    for part, groups in (("train", train), ("test", test)):
+    names = sorted({*train, *test})
+
+    def joined(part: str, groups: Groups) -> tuple[tuple[Array, Array], Array]:
         pairs = {i: convert(groups[name]) for i, name in enumerate(names) if name in groups}
         pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
         if not pairs:
             raise ValueError(f"the {part} data has no examples")
         x, y = map(np.concatenate, zip(*pairs.values(), strict=True))
-        parts.append(((x, y), np.repeat([*pairs], [len(y) for _, y in pairs.values()])))
-    (first, of_first), (last, of_last) = parts
+        return (x, y), np.repeat([*pairs], [len(y) for _, y in pairs.values()])
+
+    (first, of_first), (last, of_last) = joined("train", train), joined("test", test)
     return {**parts_of(first, last), "groups": of_first, "test_groups": of_last}
 
 
@@ -136,9 +134,8 @@ def drawn(names: Iterable[str], count: int) -> list[str]:
     every = sorted(names)
     if count > len(every):
         raise ValueError(f"there are {len(every)} users, but {count} are asked for")
-    if not count:
-        return every
-    return sorted(np.random.default_rng(0).choice(every, count, replace=False).tolist())
+    chosen = np.random.default_rng(0).choice(every, count, replace=False)
+    return sorted(chosen.tolist()) if count else every
 
 
 def leaf(data_dir: str, folders: Iterable[str]) -> list[Users]:
@@ -158,10 +155,9 @@ def _users_of(paths: Iterable[Path]) -> Users:
             for user in data["users"]:
                 users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is not in LEAF's format ({type(error).__name__}: {error}); expected "
-                '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
-            ) from error
+            what = f"{path} is not in LEAF's format ({type(error).__name__}: {error})"
+            layout = '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
+            raise ValueError(f"{what}; expected {layout}") from error
     return users
 
 
@@ -176,18 +172,15 @@ def hdf5(train: Path, test: Path, count: int, *columns: str) -> list[dict[str, t
     parts = []
     for path in (train, test):
         with h5py.File(path, "r") as file:
-            if "examples" not in file:
-                raise ValueError(
-                    f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN"
-                )
-            examples = file["examples"]
+            if (examples := file.get("examples")) is None:
+                raise ValueError(f"{path} has no group 'examples', as TFF's files have")
             users = users or drawn(examples, count)
             there = [user for user in users if user in examples]
             parts.append({u: tuple(examples[u][name][()] for name in columns) for u in there})
     return parts
 
 
-def tables(data_dir: str, folders: Sequence[str], name: str, **splits: str) -> list[pd.DataFrame]:
+def tables(data_dir: str, folders: Sequence[str], name: str, **splits: str) -> list[Any]:
     """Return splits of a data set of the hub: split -> its parquet files; no `folders`: it is downloaded.
 
     Raises `Missing` without files of each split, ImportError without what reads or downloads them.
@@ -197,13 +190,13 @@ def tables(data_dir: str, folders: Sequence[str], name: str, **splits: str) -> l
         return [datasets.load_dataset(name, split=split).to_pandas() for split in splits]
     if not (paths := matching(data_dir, folders, *splits.values())):
         raise Missing
-    import pandas as pd
+    import pandas as pd  # pictures of other files need not wait for it
 
     needed("pyarrow", "pyarrow", "reading parquet files")
     return [pd.concat(map(pd.read_parquet, files), ignore_index=True) for files in paths]
 
 
-def column(table: pd.DataFrame, *names: str) -> list[Any]:
+def column(table: Any, *names: str) -> list[Any]:
     """Return the first of these columns that a table has; pictures as their bytes, still packed.
 
     Raises ValueError, with the columns that there are, if it has none of them.

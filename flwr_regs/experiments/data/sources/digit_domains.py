@@ -16,10 +16,11 @@ from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import pickles
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
+Names = Sequence[str]
 PARTS_OF_DIGITS = 10
 
 
-def digits_five(data_dir: str, domains: Sequence[str], share: float) -> Parts:
+def digits_five(data_dir: str, domains: Names, share: float) -> Parts:
     """Return five sets of real digits, 28 x 28 in colour, in [-1, 1]; groups are the domains.
 
     As FedBN's ``fed_digits.py``: the first `share`, in tenths, of the 7,438 training images that each
@@ -28,10 +29,8 @@ def digits_five(data_dir: str, domains: Sequence[str], share: float) -> Parts:
     tenths = round(share * PARTS_OF_DIGITS)
     if not 1 <= tenths <= PARTS_OF_DIGITS:
         raise ValueError(f"share must be from 0.1 to 1, not {share}")
-    train = {
-        i: [f"{domain}/partitions/train_part{k}.pkl" for k in range(tenths)]
-        for i, domain in enumerate(domains)
-    }
+    parts = [f"partitions/train_part{k}.pkl" for k in range(tenths)]
+    train = {i: [f"{domain}/{part}" for part in parts] for i, domain in enumerate(domains)}
     test = {i: [f"{domain}/test.pkl"] for i, domain in enumerate(domains)}
     needed = [path for paths in (*train.values(), *test.values()) for path in paths]
     folder = _folder(data_dir, ("", "digit_dataset", "data"), needed)
@@ -47,20 +46,13 @@ def _digits(path: Path) -> tuple[Array, Array]:
     """Return the images of a pickle (images, labels) in [-1, 1]."""
     images, labels = _pair(path)
     if images.ndim not in (3, 4) or images.dtype != np.uint8:
-        raise ValueError(
-            f"{path} has images of shape {images.shape} and type {images.dtype}; expected bytes of shape "
-            "(n, height, width) or (n, height, width, 3)"
-        )
+        has = f"{path} has images of shape {images.shape} and type {images.dtype}"
+        raise ValueError(f"{has}; expected bytes of shape (n, height, width[, 3])")
     return files.pictures(images, "RGB", 28) * 2 - 1, labels.reshape(-1)
 
 
 def listed(
-    data_dir: str,
-    within: str,
-    domains: Sequence[str],
-    classes: Sequence[str],
-    share: float,
-    size: int,
+    data_dir: str, within: str, domains: Names, classes: Names, share: float, size: int
 ) -> Parts:
     """Return Office-Caltech10 or ten classes of DomainNet in [0, 1]; groups are the domains.
 
@@ -73,31 +65,27 @@ def listed(
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     needed = [f"{within}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
     folder = _folder(data_dir, ("", "data", ".."), needed)
-    train, test = (
-        {i: _pair(folder / within / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
-        for part in ("train", "test")
-    )
-    fewest = int(min(len(paths) for paths, _ in train.values()) * share)
+    pairs = [_pair(folder / path) for path in needed]
+    fewest = int(min(len(paths) for paths, _ in pairs[::2]) * share)
     if fewest == 0:
         raise ValueError(f"share={share} of the smallest domain's training images is none")
-    train = {i: (paths[:fewest], names[:fewest]) for i, (paths, names) in train.items()}
+    train = [(paths[:fewest], names[:fewest]) for paths, names in pairs[::2]]
 
     def read(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         if unknown := sorted({*map(str, pair[1])} - {*classes}):
-            raise ValueError(
-                f"a list of {within} has the class '{unknown[0]}'; expected {', '.join(classes)}"
-            )
+            expected = f"expected {', '.join(classes)}"
+            raise ValueError(f"a list of {within} has the class '{unknown[0]}'; {expected}")
         where = [files.inside(folder, str(path)) for path in pair[0]]
         labels = np.array([classes.index(str(label)) for label in pair[1]])
         return files.pictures(where, "RGB", size), labels
 
-    return {**files.by_group(train, test, read), "augment": "flip-rotate"}
+    groups = dict(enumerate(train)), dict(enumerate(pairs[1::2]))
+    return {**files.by_group(*groups, read), "augment": "flip-rotate"}
 
 
-def _folder(data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:
+def _folder(data_dir: str, below: Names, needed: Names) -> Path:
     """Return the first of these folders that has all the files that are needed."""
-    for name in below:
-        folder = files.root(data_dir) / name
+    for folder in (files.root(data_dir) / name for name in below):
         if all((folder / path).is_file() for path in needed):
             return folder
     gone = [path for path in needed if not (files.root(data_dir) / path).is_file()]

@@ -20,10 +20,8 @@ def read(path: Path) -> Any:
             return _Arrays(file, encoding="latin1").load()
     except Exception as error:  # a broken pickle may raise anything
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(
-            f"{path} is not a pickle of plain arrays ({why}): if you trust it, load it yourself and write "
-            "it again as tuples or dicts of numpy arrays with pickle.dump"
-        ) from error
+        hint = "if you trust it, load it and write it as tuples or dicts of arrays with pickle.dump"
+        raise ValueError(f"{path} is not a pickle of plain arrays ({why}): {hint}") from error
 
 
 class _Arrays(pickle.Unpickler):
@@ -31,9 +29,9 @@ class _Arrays(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("numpy._core", "numpy.core")
-        if (module, name) in _LEGAL:
-            return _LEGAL[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if (module, name) not in _LEGAL:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return _LEGAL[module, name]
 
 
 def _bytes(text: str, encoding: str = "latin1") -> bytes:

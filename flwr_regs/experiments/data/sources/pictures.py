@@ -26,9 +26,8 @@ CENTRE = 0.875
 
 def digits(data_dir: str) -> Parts:
     """Return scikit-learn's 1,797 digits in [0, 1], one fifth of them for testing."""
-    x, y = needed("sklearn.datasets", "scikit-learn", "the digits data").load_digits(
-        return_X_y=True
-    )
+    datasets = needed("sklearn.datasets", "scikit-learn", "the digits data")
+    x, y = datasets.load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     order = np.random.default_rng(0).permutation(len(x))  # the split is part of the data set
     test, train = order[:360], order[360:]
@@ -42,16 +41,11 @@ def idx(data_dir: str, kind: str, mean: float, std: float, **split: str) -> Part
     """
     first = 1 if "letters" in split.values() else 0  # of its labels
     turned = (0, 2, 1) if split else (0, 1, 2)
-    train, test = (
-        ((_grey(part.data.numpy().transpose(turned)) - mean) / std, part.targets.numpy() - first)
-        for part in _torchvision(kind, data_dir, **split)
-    )
-    return files.parts_of(train, test)
-
-
-def _grey(x: Array) -> Array:
-    """Return images of bytes, ``(n, height, width)``, in [0, 1], ``(n, 1, height, width)``."""
-    return x[:, None].astype(np.float32) / 255
+    parts = []
+    for part in _torchvision(kind, data_dir, **split):
+        grey = part.data.numpy().transpose(turned)[:, None].astype(np.float32) / 255
+        parts.append(((grey - mean) / std, part.targets.numpy() - first))
+    return files.parts_of(*parts)
 
 
 def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
@@ -93,13 +87,7 @@ def _of_table(table: Any, writers: int) -> list[Users]:
 
 
 def cifar(
-    data_dir: str,
-    classes: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    augment: str,
-    hub: bool,
-    superclasses: Sequence[int] = (),
+    data_dir: str, classes: int, mean: Any, std: Any, augment: str, hub: bool, superclasses: Any
 ) -> Parts:
     """Return CIFAR from parquet files, torchvision's raw files, or the hub (`hub`).
 
@@ -141,10 +129,7 @@ def landmarks(data_dir: str, tables: Sequence[str], size: int, most: int) -> Par
     The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
     or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
     """
-    paths = files.matching(data_dir, LANDMARKS, *tables)
-    if paths is None:
-        raise files.Missing
-    (train_table,), (test_table,) = paths
+    train_table, test_table = files.one_of_each(data_dir, LANDMARKS, *tables)
     train = _listed(train_table, "user_id", "image_id", "class")
     test = _listed(test_table, "image_id", "class")
     users = train.groupby("user_id").ngroup()  # in order of their names
@@ -162,10 +147,8 @@ def _listed(path: Path, *columns: str) -> Any:
 
     rows = pd.read_csv(path, dtype=str)
     if rows.empty or not {*columns} <= {*rows}:
-        raise ValueError(
-            f"{path} has the columns {', '.join(rows) if len(rows) else 'of no row'}; expected "
-            f"{', '.join(columns)}"
-        )
+        there = ", ".join(rows) if len(rows) else "of no row"
+        raise ValueError(f"{path} has the columns {there}; expected {', '.join(columns)}")
     return rows
 
 
@@ -216,16 +199,16 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root, prefix=f"{kind}-") as fresh:
+            raw = Path(fresh, kind, "raw")
+            raw.mkdir(parents=True)
             for packed in root.glob(f"{kind}/raw/*.gz"):
-                (Path(fresh) / kind / "raw").mkdir(parents=True, exist_ok=True)
-                shutil.copy(packed, Path(fresh) / kind / "raw")
+                shutil.copy(packed, raw)
             parts = [make(fresh, train=t, download=True, **settings) for t in (True, False)]
             shutil.copytree(fresh, root, dirs_exist_ok=True)
         return parts
     except Exception as error:  # of torchvision, urllib, zipfile or the disk
         why = next(iter(str(error).splitlines()), "").rstrip(": ") or type(error).__name__
         also = ", or train*.parquet and test*.parquet of the hub" if kind[:5] == "CIFAR" else ""
-        raise OSError(
-            f"dataset '{kind}' is not in {root}, and the download failed ({why}): put torchvision's raw "
-            f"files of {kind} there{also}, set data-dir to a folder that has them, or try again"
-        ) from error
+        put = f"put torchvision's raw files of {kind} there{also}, set data-dir to their folder"
+        absent = f"dataset '{kind}' is not in {root}, and the download failed ({why})"
+        raise OSError(f"{absent}: {put}, or try again") from error

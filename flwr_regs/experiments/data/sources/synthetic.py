@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources.data_files import Array, Parts
+from flwr_regs.experiments.data.sources.data_files import Parts
 
 INPUTS, CLASSES = 60, 10
 TRAINED = 0.9
 
 
-def synthetic(
-    data_dir: str, alpha: float, beta: float, clients: int, seed: int, iid: bool
-) -> Parts:
+def synthetic(_: str, alpha: float, beta: float, clients: int, seed: int, iid: bool) -> Parts:
     """Return Synthetic(alpha, beta) of FedProx (Li et al. 2020, Sec. 5.1 and App. C.1); groups are clients.
 
     Client k has a linear model y = argmax(softmax(W x + b)), of 60 inputs and 10 classes. W and b have
@@ -25,17 +23,15 @@ def synthetic(
     model, with entries from N(0, 1), and inputs with mean 0.
     """
     if clients < 1 or min(alpha, beta) < 0:
-        raise ValueError(
-            f"synthetic needs clients >= 1, alpha >= 0 and beta >= 0, not {clients}, {alpha}, {beta}"
-        )
+        given = f"{clients}, {alpha}, {beta}"
+        raise ValueError(f"synthetic needs clients >= 1, alpha >= 0 and beta >= 0, not {given}")
     rng = np.random.default_rng(seed)
     sizes = rng.lognormal(4, 2, clients).astype(int) + 50
     shift, centre = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
     spread = np.sqrt(np.arange(1, INPUTS + 1) ** -1.2)
     if iid:
         model = rng.normal(0, 1, (INPUTS, CLASSES)), rng.normal(0, 1, CLASSES)
-    train: dict[int, tuple[Array, Array]] = {}
-    test: dict[int, tuple[Array, Array]] = {}
+    train, test = {}, {}
     for k in range(clients):
         mean = np.zeros(INPUTS) if iid else rng.normal(centre[k], 1, INPUTS)
         if not iid:

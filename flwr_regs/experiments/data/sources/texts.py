@@ -54,28 +54,22 @@ def shakespeare(data_dir: str, least: int) -> Parts:
     spoken = speeches(texts[0])
     enough = {name: lines for name, lines in spoken.items() if len(lines) >= max(least, 2)}
     if not enough:
-        raise ValueError(
-            f"{texts[0]} has no speaker with {least} lines; expected a line 'NAME:' after an empty "
-            "line, and then what is said"
-        )
-    first, last = (
-        {name: "\n".join(files.cut(lines, TRAINED)[part]) for name, lines in enough.items()}
-        for part in (0, 1)
-    )
-    return files.by_group(first, last, windows)
+        expected = "expected a line 'NAME:' after an empty line, and then what is said"
+        raise ValueError(f"{texts[0]} has no speaker with {least} lines; {expected}")
+    first, last = ({n: files.cut(of, TRAINED)[k] for n, of in enough.items()} for k in (0, 1))
+    return files.by_group(first, last, lambda lines: windows("\n".join(lines)))
 
 
 def speeches(path: Path) -> dict[str, list[str]]:
     """Return speaker -> their lines, in order; the same name is the same speaker."""
     said: dict[str, list[str]] = {}
-    speaker, before = "", ""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        plain = line.strip()
-        if plain.endswith(":") and not before and len(plain) > 1:
-            speaker = plain[:-1]
-        elif plain and speaker:
-            said.setdefault(speaker, []).append(plain)
-        before = plain
+    speaker = ""
+    for part in re.split(r"\n\s*\n", path.read_text(encoding="utf-8", errors="replace")):
+        lines = [line.strip() for line in part.strip().splitlines()]
+        if lines and re.fullmatch(".+:", lines[0]):
+            speaker = lines.pop(0)[:-1]
+        if speaker:
+            said.setdefault(speaker, []).extend(lines)
     return said
 
 
@@ -101,10 +95,8 @@ _PLACE = {c: i for i, c in enumerate(LETTERS)}
 def _windows_of(pair: tuple[Sequence[str], Sequence[str]]) -> tuple[Array, Array]:
     """Return what LEAF's texts of 80 characters, and single ones, are."""
     x, y = pair
-    if wrong := [t for t in x if len(t) != WINDOW]:
-        raise ValueError(
-            f"LEAF's Shakespeare has texts of {WINDOW} characters, not {len(wrong[0])}"
-        )
+    if wrong := [len(text) for text in x if len(text) != WINDOW]:
+        raise ValueError(f"LEAF's Shakespeare has texts of {WINDOW} characters, not {wrong[0]}")
     return encoded("".join(x)).reshape(-1, WINDOW), encoded("".join(y))
 
 
@@ -171,10 +163,8 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
         name = "stanfordnlp/sentiment140"
         (tweets,) = files.tables(data_dir, folders, name, train="train*.parquet")
     columns = {name: files.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
-    tweets = pd.DataFrame(columns).assign(
-        time=_times(columns["date"]),
-        label=lambda rows: (rows["sentiment"].astype(int) == 4).astype(int),
-    )
+    tweets = pd.DataFrame({**columns, "time": _times(columns["date"])})
+    tweets["label"] = (tweets["sentiment"].astype(int) == 4).astype(int)
     tweets = tweets.sort_values(["time", "text", "label"])
     of_user = tweets.groupby("user")
     size, rank = of_user["text"].transform("size"), of_user.cumcount()
@@ -196,9 +186,8 @@ def read_csv(path: Path) -> pd.DataFrame:
     except ValueError as error:
         raise ValueError(f"{path} is no table of tweets: {error}") from error
     if rows.shape[1] != len(CSV_FIELDS):
-        raise ValueError(
-            f"{path} has lines of {rows.shape[1]} fields; expected polarity, id, date, query, user, text"
-        )
+        expected = ", ".join(CSV_FIELDS)
+        raise ValueError(f"{path} has lines of {rows.shape[1]} fields; expected {expected}")
     return rows.set_axis(CSV_FIELDS, axis=1)
 
 
@@ -208,26 +197,24 @@ def _times(dates: Sequence[str]) -> pd.Series:
         plain = pd.Series(dates).str.replace(r" [A-Z]+ (?=\d+$)", " ", regex=True)
         return pd.to_datetime(plain, format="%a %b %d %H:%M:%S %Y")
     except ValueError as error:
-        raise ValueError(
-            f"a tweet has no date such as 'Mon Apr 06 22:19:45 PDT 2009': {error}"
-        ) from error
+        such = "'Mon Apr 06 22:19:45 PDT 2009'"
+        raise ValueError(f"a tweet has no date such as {such}: {error}") from error
 
 
 def _vectors(path: Path, place: dict[str, int], tokens: int) -> Array:
     """Return the vectors of the vocabulary, float32 ``(tokens, dimension)``."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file {path} with a word and its vector in a line, such as glove.6B.300d.txt"
-        )
-    out: Array | None = None
+        such = "with a word and its vector in a line, such as glove.6B.300d.txt"
+        raise FileNotFoundError(f"there is no file {path} {such}")
+    out = np.zeros((tokens, 0), np.float32)
     with path.open(encoding="utf-8") as file:
         for line in file:
             word, *numbers = line.rstrip("\n").split(" ")
-            if out is None:
+            if not out.size:
                 out = np.zeros((tokens, len(numbers)), np.float32)
             if word in place:
                 out[place[word]] = np.array(numbers, np.float32)
-    if out is None:
+    if not out.size:
         raise ValueError(f"{path} is empty")
     return out
 
@@ -249,10 +236,7 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
     Tests are on what the same users wrote later, ``stackoverflow_test.h5``.
     """
     names = "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
-    paths = files.matching(data_dir, ("", "stackoverflow"), *names)
-    if paths is None:
-        raise files.Missing
-    (train,), (test,), (counts,) = paths
+    train, test, counts = files.one_of_each(data_dir, ("", "stackoverflow"), *names)
     place = _vocabulary(counts, words)
     other, begin, end = words + 1, words + 2, words + 3
 
@@ -273,13 +257,8 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
 
 def _vocabulary(path: Path, words: int) -> dict[str, int]:
     """Return word -> token, from 1 on."""
-    place: dict[str, int] = {}
     with path.open(encoding="utf-8") as file:
-        for line in islice(file, words):
-            word, _, count = line.strip().rpartition(" ")
-            if not word or not count.isdigit():
-                raise ValueError(
-                    f"{path} has the line {line.strip()!r}; expected a word and its count"
-                )
-            place[word] = len(place) + 1
-    return place
+        lines = [line.strip() for line in islice(file, words)]
+    if wrong := [line for line in lines if not re.fullmatch(r".+ \d+", line)]:
+        raise ValueError(f"{path}: {wrong[0]!r} is not a word and its count")
+    return {line.rpartition(" ")[0]: token for token, line in enumerate(lines, 1)}

@@ -212,7 +212,7 @@ def tweets(line: str) -> Any:
         ("femnist", not_leafs, r"other.json is not in LEAF's format .*expected \{\"users"),
         ("shakespeare", lambda f: f.shakespeare_leaf(5), "texts of 80 characters, not 5"),
         ("sentiment140(vectors='x')", Files.sentiment140, "no file .*x with a word and its"),
-        ("sentiment140", tweets(f'"4","1","{DATES[0]}","q","ann"'), "of 5 fields; expected polar"),
+        ("sentiment140", tweets(f'"4","1","{DATES[0]}","q","ann"'), "of 5 fields; expected senti"),
         ("sentiment140", tweets('"4","1","yesterday","q","a","x"'), "no date such as .*yesterday"),
         ("sentiment140", tweets('"4","1","","q","a","x"\n1,2,3,4,5,6,7'), "no table .*line 2"),
         ("digits-five(share=0.3)", Files.digits_five, "20 files such as MNIST/partitions/train_p"),
