@@ -45,12 +45,8 @@ def check_method(
     *,
     settings: Mapping[str, Any] | None = None,
     neutral: Mapping[str, Any] | RegStrategy | None = None,
-    neutral_is_exact: bool = False,
-    oracle_settings: Mapping[str, Any] | None = None,
-    tolerance: float = 1e-10,
-    fixed_point: Callable[..., float] | None = None,
-    settling: Mapping[str, Any] | None = None,
     exempt: Mapping[str, str | Exempt] | None = None,
+    **more: Any,
 ) -> Report:
     """Check the laws of a federated method; raise LawBroken at the first that is broken.
 
@@ -85,9 +81,13 @@ def check_method(
     settings : mapping, optional
         Hyper-parameters of the strategy with which it differs from FedAvg.
     neutral : mapping or RegStrategy, optional
-        Hyper-parameters, in place of `settings`, with which it is FedAvg; `neutral_is_exact`: to the bit.
+        Hyper-parameters, in place of `settings`, with which it is FedAvg.
+    neutral_is_exact : bool
+        Whether the neutral method is FedAvg to the bit.
+    oracle_settings : mapping, optional
+        The oracle's further arguments.
     tolerance : float
-        The largest difference from the oracle.
+        The largest difference from the oracle; 1e-10 by default.
     fixed_point : callable, optional
         ``fixed_point(curvatures, centres, weights, lr, steps) -> v``: where two clients with losses
         ``a/2 (v − c)²`` settle, such as :func:`flwr_regs.testing.problem.settled`; `settling` are further
@@ -129,23 +129,14 @@ def check_method(
             "callable, or give the neutral strategy's instance"
         )
     built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
-    terms = built.term.terms if terms is None else terms
-    method = Method(
-        strategy,
-        client_class(built) if client in (None, RegClient) else client,
-        chain(terms).terms,
-        oracle,
-        settings=settings or {},
-        neutral=neutral,
-        neutral_is_exact=neutral_is_exact,
-        oracle_settings=oracle_settings or {},
-        tolerance=tolerance,
-        fixed_point=fixed_point,
-        settling=settling or {},
-        exempt=given,
-    )
-    if method.build().term.terms != method.terms:
-        raise ValueError(f"the strategy runs {method.build().term.terms}, not terms={method.terms}")
+    runs = built.term.terms
+    terms = runs if terms is None else chain(terms).terms
+    if client in (None, RegClient):
+        client = client_class(built)
+    more |= {"settings": settings or {}, "neutral": neutral, "exempt": given}
+    method = Method(strategy, client, terms, oracle, **more)
+    if runs != terms:
+        raise ValueError(f"the strategy runs {runs}, not terms={terms}")
     report = Report()
     for number, law in enumerate(LAWS.values(), start=1):
         LOG.info("law %d of %d: %s", number, len(LAWS), law.name)

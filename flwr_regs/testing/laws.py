@@ -26,8 +26,6 @@ from flwr_regs.testing import problem, spies
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round, law
 from flwr_regs.testing.problem import make_clients, make_model, train
 
-EPOCHS, STEPS = {"local-epochs": 2}, {"local-steps": 7}
-
 
 @cache
 def fedavg_run(weighting: str) -> list[problem.NDArrays]:
@@ -57,66 +55,41 @@ def moves(method: Method) -> None:
     plain, actual = fedavg_run(method.build().weighting)[-1], usual_run(method)[-1]
     apart = np.concatenate([np.ravel(actual[n] - plain[n]) for n in plain])
     if not (apart.max() > 1e-3 and apart.min() < -1e-3):
-        raise LawBroken(
-            "expected differences from FedAvg's model above 1e-3 and below -1e-3, found "
-            f"{apart.min():.3g} to {apart.max():.3g}"
-        )
+        found = f"{apart.min():.3g} to {apart.max():.3g}"
+        raise LawBroken(f"expected differences from FedAvg beyond ±1e-3, found {found}")
 
 
-@law(
-    "a whole run equals the oracle",
-    {
-        "num-examples, epochs": {"weighting": "num-examples", "length": EPOCHS},
-        "uniform, steps": {"weighting": "uniform", "length": STEPS},
-        "some clients": {"length": EPOCHS, "share": 0.6},
-    },
-)
-def oracle(
-    method: Method,
-    length: Mapping[str, int],
-    weighting: str | None = None,
-    share: float = 1.0,
-) -> None:
+@law("a whole run equals the oracle", "num-examples, epochs", "uniform, steps", "some clients")
+def oracle(method: Method, variant: str) -> None:
     """Clients of unequal size and a learning rate that falls, in float64; after every round.
 
-    With the `weighting`s, both ways to say how long a client trains, and a `share` of the clients.
+    With both weightings, and both ways to say how long a client trains; and with some of the clients.
     """
     if method.oracle is None:
         raise Skipped("no oracle is given")
-    clients = make_clients(4 if share == 1.0 else 5)
+    some, steps = variant == "some clients", variant == "uniform, steps"
 
     def falling(t: int) -> float:
         return float(0.8 ** (t - 1))
 
-    options = {} if weighting is None else {"weighting": weighting}
-    strategy = method.build(
-        **options, seed=11, lr_schedule=falling, fraction_train=share, min_train_nodes=1
-    )
+    options: dict[str, Any] = {"seed": 11, "lr_schedule": falling, "min_train_nodes": 1}
+    options |= {"fraction_train": 0.6} if some else {"weighting": variant.partition(",")[0]}
+    strategy, clients = method.build(**options), make_clients(5 if some else 4)
+    length = {"local-steps": 7} if steps else {"local-epochs": 2}
     actual = train(strategy, method.make_client, rounds=5, clients=clients, length=length)
-    cohorts = [entry["cohort"] for entry in strategy.history]
-    arguments = {
-        "epochs": length.get("local-epochs", 1),
-        "local_steps": length.get("local-steps"),
-        "weighting": strategy.weighting,
-        "cohorts": None if share == 1.0 else cohorts,
-        "gradient": problem.gradient,
-    }
+    asked: dict[str, Any] = {"local_steps": 7} if steps else {"epochs": 2}
+    if some:
+        asked["cohorts"] = [entry["cohort"] for entry in strategy.history]
+    usual = {"epochs": 1, "local_steps": None, "cohorts": None, "weighting": strategy.weighting}
+    offered = {**usual, "gradient": problem.gradient, **asked}
     known = inspect.signature(method.oracle).parameters
     variadic = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    taken = {n: v for n, v in arguments.items() if n in known or variadic}
-    asked = {"epochs" if "local-epochs" in length else "local_steps"} | (
-        {"cohorts"} if share < 1 else set()
-    )
-    if missing := sorted(asked - taken.keys()):
+    taken = {n: v for n, v in offered.items() if n in known or variadic}
+    if missing := sorted(asked.keys() - taken):
         raise Skipped(f"the oracle takes no {', '.join(missing)}")
-    expected = method.oracle(
-        problem.start_weights(),
-        problem.to_numpy(clients),
-        5,
-        lambda t: 0.2 * falling(t),
-        **taken,
-        **method.oracle_settings,
-    )
+    start, data = problem.start_weights(), problem.to_numpy(clients)
+    more = {**taken, **method.oracle_settings}
+    expected = method.oracle(start, data, 5, lambda t: 0.2 * falling(t), **more)
     by_round(actual, expected, method.tolerance)
 
 
@@ -151,10 +124,7 @@ def downlinks(method: Method) -> None:
     by_round(actual, expected, 0.0)
 
 
-@law(
-    "neither the order of the replies nor which client is which matters",
-    {"replies": {"what": "replies"}, "clients": {"what": "clients"}},
-)
+@law("neither the order of the replies nor which client is which matters", "replies", "clients")
 def order(method: Method, what: str) -> None:
     """Replies that arrive last first change no bit; clients in the reverse order change 1e-12 at most."""
     if what == "replies":
@@ -184,13 +154,10 @@ class Nothing(Term):
         return server, delta
 
 
-@law(
-    "chaining a term that does nothing changes no bit",
-    {"first": {"first": True}, "last": {"first": False}},
-)
-def identity(method: Method, first: bool) -> None:
+@law("chaining a term that does nothing changes no bit", "first", "last")
+def identity(method: Method, place: str) -> None:
     """First, or last (but ahead of a term that compresses)."""
-    actual = train(*method.beside(Nothing(), first=first, seed=3))
+    actual = train(*method.beside(Nothing(), first=place == "first", seed=3))
     by_round(actual, usual_run(method), 0.0)
 
 
@@ -203,16 +170,9 @@ def fixed_point(method: Method) -> None:
     strategy = method.build(**{**method.settling, "seed": 3, "fraction_evaluate": 0.0})
     weights = (1 / 2, 1 / 2) if strategy.weighting == "uniform" else (1 / 3, 2 / 3)
     expected = method.fixed_point(curvatures, centres, weights, lr, steps)
-    actual = train(
-        strategy,
-        method.make_client,
-        rounds=120,
-        clients=problem.quadratic_clients(curvatures, centres),
-        model=problem.Point,
-        lr=lr,
-        length={"local-steps": steps},
-        loss_fn=problem.half_squared_error,
-    )
+    task: dict[str, Any] = {"model": problem.Point, "loss_fn": problem.half_squared_error}
+    task |= {"clients": problem.quadratic_clients(curvatures, centres), "rounds": 120, "lr": lr}
+    actual = train(strategy, method.make_client, length={"local-steps": steps}, **task)
     agree(actual[-1], {"v": np.array([expected])}, 1e-6, "after 120 rounds")
     if signs := [e["divergence"] for e in strategy.history if "divergence" in e]:
         raise LawBroken(signs[0])
@@ -223,12 +183,8 @@ def pure(method: Method) -> None:
     """Every call of every hook in a run with partial participation and step budgets."""
     faults: list[str] = []
     with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(faults)):
-        train(
-            method.build(seed=3, fraction_train=0.75),
-            method.make_client,
-            rounds=3,
-            step_budget=6,
-        )
+        strategy = method.build(seed=3, fraction_train=0.75)
+        train(strategy, method.make_client, rounds=3, step_budget=6)
     if faults:
         raise LawBroken("; ".join(dict.fromkeys(faults)))
 
@@ -264,11 +220,11 @@ def flat(slots: Slot) -> dict[str, Any]:
 
 @law(
     "every runner gives the same: the plain loop and a user's own loop as the NumPyClient",
-    {"plain loop": {"loop": "plain"}, "own loop": {"loop": "own"}},
+    *("plain loop", "own loop"),
 )
 def runners(method: Method, loop: str) -> None:
     """To the bit. The plain loop runs the recorded rounds last first, so that nothing can be left over."""
-    if loop == "plain":
+    if loop == "plain loop":
         for call in reversed(looped(method, rounds=3)[0]):
             same_result(again(call), call.result, f"client {call.client} in the plain loop")
         return
@@ -294,9 +250,8 @@ def own_loop(method: Method) -> ClientApp:
         for inputs, targets in loop.batches():
             optimizer.zero_grad()
             output = model(inputs)
-            torch.autograd.backward(
-                loop.loss(cross_entropy(output, targets), inputs, targets, output)
-            )
+            loss = loop.loss(cross_entropy(output, targets), inputs, targets, output)
+            torch.autograd.backward(loss)
             loop.correct()
             optimizer.step()
         return loop.reply()
@@ -324,10 +279,7 @@ def stacked(method: Method) -> None:
         by_round(actual, expected, 1e-6 if half else 1e-12)
 
 
-@law(
-    "a reply that is not used leaves no trace",
-    {"model": {"what": "model"}, "slots": {"what": "slots"}},
-)
+@law("a reply that is not used leaves no trace", "model", "slots")
 def unused(method: Method, what: str) -> None:
     """A client that is dropped as incomplete in a round goes on as if it had taken no step.
 

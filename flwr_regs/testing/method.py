@@ -90,9 +90,8 @@ class Method:
 
         A term that compresses stays behind it.
         """
-        last = [t for t in self.terms if isinstance(t, Compresses)]
-        rest = [t for t in self.terms if not isinstance(t, Compresses)]
-        terms = [other, *rest, *last] if first else [*rest, other, *last]
+        terms = [other, *self.terms] if first else [*self.terms, other]
+        terms.sort(key=lambda term: isinstance(term, Compresses))
         chosen = self.build().options
         kept = {name: getattr(chosen, name) for name in Options.names()}
         return RegStrategy(terms, **{**kept, **options}), _composed(terms)
@@ -122,14 +121,12 @@ def agree(
         a, b = (np.asarray(x[name], dtype=np.float64) for x in (actual, expected))
         if a.shape != b.shape:
             raise LawBroken(f"{where}: '{name}' has shape {a.shape}, expected {b.shape}")
-        off = np.where(a == b, 0.0, np.abs(a - b))
-        if not np.all(off <= tolerance):  # NaN is not
-            i = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, off)), off.shape)
+        off = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)), nan=np.inf, posinf=np.inf)
+        if off.max(initial=0.0) > tolerance:
+            i = np.unravel_index(off.argmax(), off.shape)
             entry = "".join(f"[{n}]" for n in i)
-            raise LawBroken(
-                f"{where}: '{name}'{entry} is {a[i]:.12g}, expected {b[i]:.12g} "
-                f"(tolerance {tolerance:g})"
-            )
+            found = f"{a[i]:.12g}, expected {b[i]:.12g} (tolerance {tolerance:g})"
+            raise LawBroken(f"{where}: '{name}'{entry} is {found}")
 
 
 def by_round(
@@ -146,52 +143,45 @@ def by_round(
 class Law:
     """A law: its name, its sentence, its check, and the variants in which it is checked.
 
-    ``check(method, **arguments)`` raises where the law is broken; `variants` maps a variant's name to the
-    arguments.
+    ``check(method)``, or ``check(method, variant)``, raises where the law is broken. A law without variants
+    has the variant "".
     """
 
     name: str
     sentence: str
     check: Callable[..., None]
-    variants: Mapping[str, Mapping[str, Any]]
+    variants: Sequence[str]
 
     def judge(self, method: Method, variant: str = "") -> str:
         """Return ``"passed"``, ``"skipped: <why>"`` or ``"exempt: <why>"``; raise LawBroken otherwise."""
         at = f"law '{self.name}{f'/{variant}' if variant else ''}' ({self.sentence})"
         broken: Exception | None = None
         try:
-            self.check(method, **self.variants[variant])
+            self.check(method, *filter(None, [variant]))
         except Skipped as why:
             return f"skipped: {why}"
         except Exception as error:  # a refusal, or whatever the method raises
             broken = error
         exempt = method.exempt.get(self.name) or method.exempt.get(f"{self.name}/{variant}")
-        if exempt is None and broken is None:
-            return "passed"
-        raised = f"{type(broken).__name__}: {broken}"
+        found = isinstance(broken, LawBroken)
+        raised = str(broken) if found else f"{type(broken).__name__}: {broken}"
         if exempt is None:
-            if not isinstance(broken, LawBroken):
-                at += ": it could not be checked, because the method failed"
-                broken = LawBroken(raised)
-            raise LawBroken(f"{at}: {broken}") from broken
-        stated = f"the method is exempt from it (“{exempt.why}”), but"
+            if broken is None:
+                return "passed"
+            what = "" if found else "it could not be checked, because the method failed: "
+            raise LawBroken(f"{at}: {what}{raised}") from broken
         if broken is None:
-            raise LawBroken(f"{at}: {stated} meets it: leave out the exemption")
-        if exempt.refusal is None and not isinstance(broken, LawBroken):
-            raise LawBroken(
-                f"{at}: {stated} does not run; name the `refusal`: {raised}"
-            ) from broken
-        if exempt.refusal is not None and (
-            isinstance(broken, LawBroken) or not re.search(exempt.refusal, str(broken))
-        ):
-            raise LawBroken(f"{at}: {stated} not refused with '{exempt.refusal}': {raised}")
-        return f"exempt: {exempt.why}"
+            but = "meets it: leave out the exemption"
+        elif exempt.refusal is None and not found:
+            but = f"does not run; name the `refusal`: {raised}"
+        elif exempt.refusal and (found or not re.search(exempt.refusal, str(broken))):
+            but = f"not refused with '{exempt.refusal}': {raised}"
+        else:
+            return f"exempt: {exempt.why}"
+        at += f": the method is exempt from it (“{exempt.why}”), but"
+        raise LawBroken(f"{at} {but}") from broken
 
 
-def law(
-    sentence: str, variants: Mapping[str, Mapping[str, Any]] | None = None
-) -> Callable[[Callable[..., None]], Law]:
+def law(sentence: str, *variants: str) -> Callable[[Callable[..., None]], Law]:
     """Return what makes a check a law, which is named as the check is."""
-    return lambda check: Law(
-        check.__name__.replace("_", "-"), sentence, check, variants or {"": {}}
-    )
+    return lambda check: Law(check.__name__.replace("_", "-"), sentence, check, variants or ("",))

@@ -26,12 +26,10 @@ CHECKED = (
 )
 """The hooks, and methods of abilities, that must be pure."""
 ARGUMENTS = {  # hook -> its arguments, as Term and the abilities have them
-    hook: [
-        *signature(
-            getattr(next(k for k in (Term, *ABILITIES) if hasattr(k, hook)), hook)
-        ).parameters
-    ][1:]
+    hook: [*signature(getattr(kind, hook)).parameters][1:]
+    for kind in (*ABILITIES, Term)
     for hook in CHECKED
+    if hasattr(kind, hook)
 }
 HANDED_ON = {  # the arguments that a hook may return, or return parts of, without a copy
     "start": ("params", "ctx.start"),
@@ -63,9 +61,8 @@ def spied(terms: Sequence[Term], hooks: Iterable[str], spy: Spy) -> Iterator[Non
             for hook in hooks:
                 original = getattr(kind, hook, None)
                 if original is not None and original is not getattr(Term, hook, None):
-                    stack.enter_context(
-                        mock.patch.object(kind, hook, _as_hook(hook, original, spy))
-                    )
+                    spying = _as_hook(hook, original, spy)
+                    stack.enter_context(mock.patch.object(kind, hook, spying))
         yield
 
 
