@@ -64,10 +64,8 @@ class AccountedBudget:
         if counted[: len(then)] == then:  # the same accountant, which lived on
             return
         if then[: len(counted)] != counted:
-            raise ValueError(
-                f"the privacy accountant has counted {len(counted)} releases that are not the checkpoint's "
-                f"{len(then)}: pass a new accountant, which then counts the checkpoint's"
-            )
+            others = f"{len(counted)} releases that are not the checkpoint's {len(then)}"
+            raise ValueError(f"the privacy accountant has counted {others}: pass a new accountant")
         self._accountant.load_state_dict(dict(spent))
 
     def _event(self, cohort: int) -> Any:

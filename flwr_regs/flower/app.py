@@ -73,9 +73,8 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = Tr
     """
     if not callable(client_fn):
         raise TypeError(
-            f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
+            f"client_app needs a function of a context, not a {type(client_fn).__name__}"
         )
-
     return NumPyClientApp(client_fn, mods, once)
 
 
@@ -98,9 +97,8 @@ class NumPyClientApp(ClientApp):
         client = self.client_fn(of_message)
         context.state = of_message.state
         if not isinstance(client, NumPyClient | Client):
-            raise TypeError(
-                f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
-            )
+            given = type(client).__name__
+            raise TypeError(f"client_fn must return a NumPyClient or Client, not {given}")
         inner: Any = getattr(client, "numpy_client", None)  # that a Client was made of
         return inner if hasattr(inner, "respond") else client
 
@@ -123,10 +121,8 @@ class NumPyClientApp(ClientApp):
         parcel = parcel_of(content)
         entries = parcel.config.items()
         if lists := [k for k, v in entries if isinstance(v, list) and not k.startswith("regs.")]:
-            raise ProtocolError(
-                f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
-                "json.dumps(...)"
-            )
+            why = "which Flower gives no NumPyClient: send text, such as json.dumps(...)"
+            raise ProtocolError(f"the config holds lists in {lists}, {why}")
         client: Any = self.made(context, message_type, parcel.config)
         if not hasattr(client, "respond") or client.overrides(METHODS[kind]):
             return _called(client, kind, message, context, parcel, memory)
@@ -176,9 +172,7 @@ def _called(
     if fits and not parcel.config.get(keys.PROBE_KEY):  # to a probe, no model goes back
         fitted = res.parameters.tensors
         if len(fitted) != len(given):
-            raise ProtocolError(
-                f"fit returned {len(fitted)} arrays, but {len(given)} names for them: {list(given)}"
-            )
+            raise ProtocolError(f"fit returned {len(fitted)} arrays, expected {list(given)}")
         made = (Array("", (), "numpy.ndarray", data) for data in fitted)
         sent = {n: np.asarray(view_of(n, a), order="C") for n, a in zip(given, made, strict=True)}
         if ours and keys.STEPS_KEY in texts:  # beside a coded update, only buffers that changed
@@ -237,17 +231,14 @@ class RegClientApp(ClientApp):
             reply: Any = super().__call__(message, context)
         except ValueError as error:
             if str(error).startswith("No evaluate function"):
-                raise ValueError(
-                    f"{error}: give the app one with @app.evaluate(), or the strategy fraction_evaluate=0"
-                ) from error
+                remedy = "give the app @app.evaluate(), or the strategy fraction_evaluate=0"
+                raise ValueError(f"{error}: {remedy}") from error
             raise
         finally:
             message.metadata.message_type = message_type
         if not isinstance(reply, Message):
-            raise TypeError(
-                f"the app's {message_type} function returned {reply!r}, expected a Message such as "
-                "ClientRound.reply()"
-            )
+            expected = "expected a Message such as ClientRound.reply()"
+            raise TypeError(f"the app's {message_type} function returned {reply!r}, {expected}")
         reply.metadata.message_type = message_type
         return reply
 

@@ -136,10 +136,8 @@ class Checkpoints:
                 "settings, or begin a new training with its model as initial_arrays"
             )
         if resumed.round > num_rounds:
-            raise CheckpointError(
-                f"{resumed.path} is of round {resumed.round}, beyond num_rounds={num_rounds}; this is the "
-                "total"
-            )
+            total = f"beyond num_rounds={num_rounds}; this is the total"
+            raise CheckpointError(f"{resumed.path} is of round {resumed.round}, {total}")
         if resumed.versions != versions():
             written = "%s was written with %s, this is %s"
             log(WARNING, written, resumed.path, resumed.versions, versions())
@@ -183,18 +181,15 @@ class Checkpoints:
         """
         if self._folder is None or self._training is None:
             return
+        phases = {phase: getattr(self._result, phase) for phase in _PHASES}
         result: dict[str, Any] = {
-            phase: {t: dict(m) for t, m in getattr(self._result, phase).items()}
-            for phase in _PHASES
+            p: {t: dict(m) for t, m in of.items()} for p, of in phases.items()
         }
         best, kept = self._result.best, getattr(self._grid, "snapshot", None)
         result["best"] = best and [best.round, best.value, _parts(best.arrays)]
-        state = {
-            "fingerprint": self._same,
-            "training": self._training.snapshot(),
-            "result": result,
-            "clients": None if kept is None else _plain(kept()),
-        }
+        clients = None if kept is None else {n: _plain(state) for n, state in kept().items()}
+        state = {"fingerprint": self._same, "result": result, "clients": clients}
+        state["training"] = self._training.snapshot()
         self._unsaved = number, state, list(self._training.history)
         if isinstance(self._every, timedelta):
             due = time.monotonic() - self._saved >= self._every.total_seconds()
@@ -245,10 +240,8 @@ class Checkpoints:
         """Return what was spent up to a checkpoint and since; raise CheckpointError if it is not known."""
         home = checkpoint.path.parent
         if self._folder is None or self._folder.path.resolve() != home.resolve():
-            raise CheckpointError(
-                f"a run with a privacy accountant goes on only with checkpoint_dir={str(home)!r}: that "
-                "folder counts all that was released"
-            )
+            only = f"checkpoint_dir={str(home)!r}: that folder counts all that was released"
+            raise CheckpointError(f"a run with a privacy accountant goes on only with {only}")
         try:
             ledger = json.loads((home / LEDGER).read_text())
             if ledger["start"] != checkpoint.state["training"]["start"]:
@@ -257,10 +250,8 @@ class Checkpoints:
             if since[: len(then)] != then:
                 raise ValueError("it lacks releases of the checkpoint")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{home / LEDGER} cannot be used ({error}): it is not known what was released after "
-                f"{checkpoint.path.name}"
-            ) from error
+            unknown = f"it is not known what was released after {checkpoint.path.name}"
+            raise CheckpointError(f"{home / LEDGER} cannot be used ({error}): {unknown}") from error
         if more := len(since) - len(then):
             log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.path.name)
         return ledger["spent"]  # type: ignore[no-any-return]
@@ -284,14 +275,11 @@ def _terminable(wanted: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
-    """Return clients' records as plain values; the bytes of arrays are not copied."""
+def _plain(state: RecordDict) -> dict[str, list[Any]]:
+    """Return one client's records as plain values; the bytes of arrays are not copied."""
     return {
-        node: {
-            key: [type(r).__name__, _parts(r) if isinstance(r, ArrayRecord) else dict(r)]
-            for key, r in state.items()
-        }
-        for node, state in states.items()
+        key: [type(r).__name__, _parts(r) if isinstance(r, ArrayRecord) else dict(r)]
+        for key, r in state.items()
     }
 
 

@@ -139,25 +139,16 @@ class RegClient(Spelled, NumPyClient):
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
         check_factory(who, optimizer)
         # needs may be a property, which the settings decide
-        declared: list[Any] = [
-            t.needs for t in self.composition if not isinstance(t.needs, property)
-        ]
-        if classifier is not None or any("features" in needs for needs in declared):
+        needs: list[Any] = [t.needs for t in self.composition if not isinstance(t.needs, property)]
+        if classifier is not None or any("features" in of_term for of_term in needs):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
         pinned(private, uncompiled(model))  # raises here, before any round
-        self.model = model
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.task = Task(loss_fn, target_key, output_fn)
-        self.optimizer = optimizer
-        self.keep_optimizer = keep_optimizer
-        self.device = device
-        self.classifier = classifier
+        self.model, self.train_data, self.eval_data = model, train_data, eval_data
+        self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
+        self.optimizer, self.keep_optimizer, self.device = optimizer, keep_optimizer, device
         self.share_label_counts = share_label_counts
-        self.step_budget = step_budget
-        self.time_budget = time_budget
-        self.private = private
-        self.save_private = save_private
+        self.step_budget, self.time_budget = step_budget, time_budget
+        self.private, self.save_private = private, save_private
 
     def to_client(self) -> Client:
         """Return the client as Flower calls it; on another strategy's message its reply ends the run."""
@@ -229,23 +220,19 @@ class RegClient(Spelled, NumPyClient):
 
     def overrides(self, *names: str) -> list[str]:
         """Return which of these methods of RegClient are this client's own."""
-        kind = type(self)
-        return [
-            n for n in names if n in vars(self) or getattr(kind, n) is not getattr(RegClient, n)
-        ]
+        its, base = type(self), RegClient
+        return [n for n in names if n in vars(self) or getattr(its, n) is not getattr(base, n)]
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
         if not config.get(keys.LABELS_KEY):
             return {}
         if not self.share_label_counts:
-            raise PermissionError(
-                f"{type(self).__name__} does not share its label counts; build it with "
-                "share_label_counts=True, or the strategy with cohorts='uniform'"
-            )
-        return {
-            keys.LABELS_KEY: json.dumps(label_counts(self.task.pairs(self.train_data)).tolist())
-        }
+            remedy = "share_label_counts=True, or the strategy with cohorts='uniform'"
+            who = type(self).__name__
+            raise PermissionError(f"{who} does not share its label counts; build it with {remedy}")
+        counts = label_counts(self.task.pairs(self.train_data))
+        return {keys.LABELS_KEY: json.dumps(counts.tolist())}
 
     @property
     def identity(self) -> Identity:
@@ -275,10 +262,8 @@ def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel
     held = values.pop(keys.MEMORY, {})
     if keys.NAMES_KEY not in values:
         if keys.METHOD_KEY in values:
-            raise ProtocolError(
-                "the config does not name the arrays: build the ClientApp with "
-                "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
-            )
+            remedy = "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
+            raise ProtocolError(f"the config names no arrays: build the ClientApp with {remedy}")
         return Parcel({}, values), held
     names = names_in(values.pop(keys.NAMES_KEY))
     packed = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]

@@ -103,9 +103,7 @@ class ClientRound(LocalTraining):
         name, terms, who = _described(method)
         self._message = message
         if (kind := message.metadata.message_type).split(".")[0] != "train":
-            raise ProtocolError(
-                f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
-            )
+            raise ProtocolError(f"ClientRound trains; for '{kind}' messages, use load_model")
         identity = Identity(name, terms, who, private, save_private, keep_optimizer)
         self._member = member = begin(*_content(message), uncompiled(model), identity)
         if member.probing:
@@ -201,10 +199,8 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
     if isinstance(method, type) or not all(
         isinstance(t, type) and issubclass(t, Term) for t in method
     ):
-        raise TypeError(
-            "method must be a named client such as FedFORClient, or a list of Term classes, "
-            f"not {method!r}"
-        )
+        expected = "a named client such as FedFORClient, or a list of Term classes"
+        raise TypeError(f"method must be {expected}, not {method!r}")
     return name_of(method), method, "a loop of terms"
 
 
@@ -212,12 +208,8 @@ def _content(message: Message) -> tuple[Parcel, Memory]:
     """Return (a message's plain values, what the node remembers)."""
     content = message.content
     if keys.ARRAYS not in content or keys.CONFIG not in content:
-        raise ForeignStrategy(
-            f"the message holds {sorted(content)}, expected '{keys.ARRAYS}' and '{keys.CONFIG}' of a "
-            "strategy of flwr_regs"
-        )
+        expected = f"'{keys.ARRAYS}' and '{keys.CONFIG}' of a strategy of flwr_regs"
+        raise ForeignStrategy(f"the message holds {sorted(content)}, expected {expected}")
     if keys.MEMORY not in content:
-        raise ProtocolError(
-            "the message does not come through a RegClientApp: build the app with it"
-        )
+        raise ProtocolError("the message comes through no RegClientApp: build the app with it")
     return parcel_of(content), dict(content.config_records[keys.MEMORY])  # type: ignore[arg-type]

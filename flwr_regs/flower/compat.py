@@ -66,8 +66,7 @@ def privacy_accounting() -> Any:
     """
     if not hasattr(flwr.serverapp, "PrivacyConfig"):
         raise ImportError(
-            f"Flower {FLOWER} has no privacy accountant: flwr.serverapp.RdpAccountant came with Flower "
-            "1.35. An older one can clip and add noise, but not count epsilon: "
-            "CentralDP(clip_norm, noise_multiplier)"
+            f"Flower {FLOWER} has no privacy accountant, which came with 1.35; without one, "
+            "CentralDP(clip_norm, noise_multiplier) clips and adds noise, but does not count epsilon"
         )
     return flwr.serverapp

@@ -11,8 +11,9 @@ from itertools import count
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
+from flwr.serverapp import Grid
 
 from flwr_regs.flower.checkpoints import Best, Checkpoints, TrainingResult
 from flwr_regs.server.failures import name_failures
@@ -24,10 +25,6 @@ from flwr_regs.server.training import Training
 from flwr_regs.wire.records import to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-RunRound = Callable[[int, ArrayRecord], tuple[ArrayRecord | None, MetricRecord | None]]
-"""Runs a round from a model: (its number, the model) -> (the new model, the clients' mean metrics)."""
-
-
 SHOWN = {
     "train_metrics": "",
     "evaluate_metrics": "clients: ",
@@ -45,29 +42,33 @@ class Loop:
 
     Attributes
     ----------
-    run_round, run_evaluation : callable
-        Train on clients, and evaluate on them: the mean metrics of their evaluation.
+    strategy : RegStrategy
+        Runs rounds and evaluations on clients. It has a training once the first round has begun.
+    grid : Grid
+    train, evaluate : ConfigRecord
+        The configs of rounds and evaluations.
     evaluate_fn : callable
         ``evaluate_fn(round, arrays) -> MetricRecord or None``, on the server; round 0 is the initial model.
-    training : callable
-        Returns the current training; there is one once the first round has begun.
     num_rounds : int
-    lr : float or None
-        The train config's.
     result : TrainingResult
         Filled in round by round.
     saved : Checkpoints
         Where the training begins, and where finished rounds are saved.
     """
 
-    run_round: RunRound
-    run_evaluation: EvaluateFn
+    strategy: Any
+    grid: Grid
+    train: ConfigRecord
+    evaluate: ConfigRecord
     evaluate_fn: EvaluateFn
-    training: Callable[[], Training]
     num_rounds: int
-    lr: Any
     result: TrainingResult
     saved: Checkpoints
+
+    @property
+    def training(self) -> Training:
+        """The current training."""
+        return self.strategy.training  # type: ignore[no-any-return]
 
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
@@ -77,7 +78,7 @@ class Loop:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
-            if self._stopped(self.training().history[-1]):
+            if self._stopped(self.training.history[-1]):
                 return self.result
         for number in range(first, self.num_rounds + 1):
             arrays = self._trained(number, arrays)
@@ -88,7 +89,7 @@ class Loop:
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
         # an entry of an evaluation alone names no one who trained
-        rounds = [entry for entry in self.training().history if "cohort" in entry]
+        rounds = [entry for entry in self.training.history if "cohort" in entry]
         used = {pid for entry in rounds for pid in entry["replies"]}
         never = {pid: why for e in rounds for pid, why in e["failures"].items() if pid not in used}
         if never:
@@ -99,16 +100,16 @@ class Loop:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
             try:
-                new, metrics = self.run_round(number, arrays)
+                new, metrics = self.strategy.run_round(number, arrays, self.train, self.grid)
                 break
             except TooFewReplies as error:
-                options = self.training().options
-                if attempt > options.retries and isinstance(error, NoMajority):
+                options = self.training.options
+                if attempt > options.retries:
+                    if not isinstance(error, NoMajority):
+                        raise
                     log(WARNING, "%s; the model stays as it is, and the run goes on", error)
                     new, metrics = arrays, None
                     break
-                if attempt > options.retries:
-                    raise
                 pause = options.retry_pause
                 log(WARNING, "%s", error)
                 log(WARNING, "attempt %d of %d in %g s", attempt + 1, options.retries + 1, pause)
@@ -121,7 +122,8 @@ class Loop:
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        metrics, history = self.run_evaluation(number, arrays), self.training().history
+        metrics = self.strategy.run_evaluation(number, arrays, self.evaluate, self.grid)
+        history = self.training.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
@@ -129,7 +131,7 @@ class Loop:
         if (metrics := self._tested(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            averaged = self.training().model.averaged
+            averaged = self.training.model.averaged
             if averaged and (metrics := self._tested(number, to_record(averaged))):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
@@ -139,13 +141,12 @@ class Loop:
         metrics = self.evaluate_fn(number, arrays)
         if metrics is None or isinstance(metrics, Mapping):
             return metrics
-        raise TypeError(
-            f"evaluate_fn must return a MetricRecord or None, not a {type(metrics).__name__}"
-        )
+        given = type(metrics).__name__
+        raise TypeError(f"evaluate_fn must return a MetricRecord or None, not a {given}")
 
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""
-        training, number, best = self.training(), entry["round"], self.result.best
+        training, number, best = self.training, entry["round"], self.result.best
         wanted = training.options.keep_best
         if isinstance(wanted, str):
             known = dict(values(training.history, wanted))
@@ -163,7 +164,7 @@ class Loop:
         self._stopped(entry)
         self.saved.after(number)
         saved = dict(entry)
-        for callback in as_many(self.training().options.on_round):
+        for callback in as_many(self.training.options.on_round):
             if _called("on_round", callback, copy.deepcopy(entry), number) is True:
                 entry.setdefault("stopped", f"{callback!r} returned True")
         if entry != saved:
@@ -177,17 +178,16 @@ class Loop:
 
         Note why.
         """
-        stopped, training = False, self.training()
+        stopped, training = False, self.training
         for condition in as_many(training.options.stop_when):
             why = _called("stop_when", condition, training.history, entry["round"])
             stopped |= bool(why)
-            if why and "stopped" not in entry:
-                entry["stopped"] = (
-                    why if isinstance(why, str) else f"{condition!r} returned {why!r}"
-                )
+            if why:
+                text = why if isinstance(why, str) else f"{condition!r} returned {why!r}"
+                entry.setdefault("stopped", text)
         if entry["round"] < self.num_rounds:
             try:
-                training.learning_rate(entry["round"] + 1, self.lr)
+                training.learning_rate(entry["round"] + 1, self.train.get("lr"))
             except NoLearningRate as error:
                 stopped = True
                 entry.setdefault("stopped", str(error))
@@ -200,14 +200,10 @@ def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
     if "cohort" in entry:
         parts.append(f"{len(entry.get('replies', ()))} of {len(entry['cohort'])} clients")
     for key, where in SHOWN.items():
-        single = {
-            name: value
-            for name, value in entry.get(key, {}).items()
-            if isinstance(value, int | float) and name not in COUNTS
-        }
-        parts.append(where + ", ".join(f"{name} {value:.4g}" for name, value in single.items()))
-    parts.append(f"{sum(entry['seconds'].values()):.2g} s")
-    return "   ".join(part for part in parts if part not in SHOWN.values())
+        metrics = {n: value for n, value in entry.get(key, {}).items() if n not in COUNTS}
+        single = [f"{n} {v:.4g}" for n, v in metrics.items() if isinstance(v, int | float)]
+        parts += [where + ", ".join(single)] if single else []
+    return "   ".join([*parts, f"{sum(entry['seconds'].values()):.2g} s"])
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

@@ -119,14 +119,12 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
-        raise ProtocolError(
-            f"'{keys.START_KEY}' must be some hexadecimal digits, not {start!r:.80}"
-        )
+        raise ProtocolError(f"'{keys.START_KEY}' must be hexadecimal digits, not {start!r:.80}")
     served = context.node_config.get("partition-id")
-    if keys.CLIENT_KEY in config and served is not None and config[keys.CLIENT_KEY] != int(served):
-        raise ProtocolError(
-            f"the message is for partition {config[keys.CLIENT_KEY]!r:.80}, but this node serves {served!r}"
-        )
+    meant = config.get(keys.CLIENT_KEY)
+    if keys.CLIENT_KEY in config and served is not None and meant != int(served):
+        but = f"this node serves {served!r}"
+        raise ProtocolError(f"the message is for partition {meant!r:.80}, but {but}")
 
 
 def failure(message: Message, error: Exception) -> Message:
@@ -152,14 +150,10 @@ def _refusal(why: str, message: Message) -> RecordDict:
     array = ArrayRecord({"refused": Array("float32", (0,), "numpy.ndarray", unreadable(why))})
     if not of_older_server(message):
         return RecordDict({keys.ARRAYS: array, keys.METRICS: MetricRecord({"num-examples": 1})})
-    return RecordDict(
-        {
-            "fitres.parameters": array,
-            "fitres.num_examples": MetricRecord({"num_examples": 1}),
-            "fitres.metrics": ConfigRecord(),
-            "fitres.status": ConfigRecord({"code": 0, "message": ""}),
-        }
-    )
+    content: RecordDict = RecordDict({"fitres.parameters": array, "fitres.metrics": ConfigRecord()})
+    content["fitres.num_examples"] = MetricRecord({"num_examples": 1})
+    content["fitres.status"] = ConfigRecord({"code": 0, "message": ""})
+    return content
 
 
 def of_older_server(message: Message) -> bool:
@@ -282,14 +276,11 @@ def _guard(mod: Mod) -> Mod:
         content = message.content
         config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
         if beside := config.get(keys.BESIDE_KEY):
-            return refuse(
-                f"'{beside}', which needs more of a client than its update: that stays unprotected"
-            )
+            why = "which needs more of a client than its update: that stays unprotected"
+            return refuse(f"'{beside}', {why}")
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
-            return refuse(
-                f"BatchNorm's statistics {running}, which noise would ruin: use GroupNorm, or FedBN, "
-                "which keeps them here"
-            )
+            why = "which noise would ruin: use GroupNorm, or FedBN, which keeps them here"
+            return refuse(f"BatchNorm's statistics {running}, {why}")
 
         def checked(message: Message, context: Context) -> Message:
             reply = call_next(message, context)

@@ -59,9 +59,8 @@ class Clients(ClientSets):
         for a class that is none of a client, such as a strategy.
         """
         if isinstance(client_class, type) and not issubclass(client_class, RegClient):
-            raise TypeError(
-                f"app takes a client class, such as FedFORClient, not {named(client_class)}"
-            )
+            given = named(client_class)
+            raise TypeError(f"app takes a client class, such as FedFORClient, not {given}")
         return client_app(partial(_client_of, self, client_class), mods)
 
     def app_of(self, who: Identity) -> ClientApp:
@@ -75,18 +74,11 @@ def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClien
     pid = int(context.node_config["partition-id"])
     if not 0 <= pid < len(clients):
         raise ValueError(f"there is no client {pid}: the clients are 0 to {len(clients) - 1}")
-    train, test = clients.sets_of(pid)
-    client: RegClient = make(
-        clients.fresh_model(),
-        train,
-        test,
-        **vars(clients.task),
-        optimizer=clients.optimizer,
-        device=clients.device,
-        classifier=clients.classifier,
-        step_budget=clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0))),
-        share_label_counts=True,  # simulated data has no secrets
-    )
+    shared = {n: getattr(clients, n) for n in ("optimizer", "device", "classifier")}
+    shared |= {**vars(clients.task), "share_label_counts": True}  # simulated data has no secrets
+    budget = clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0)))
+    data = clients.sets_of(pid)
+    client: RegClient = make(clients.fresh_model(), *data, step_budget=budget, **shared)
     clients.begin(client.model, client.identity.terms)
     return client
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from logging import INFO, WARNING
 from os import PathLike
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -19,7 +19,7 @@ from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, check_instances, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, TrainingResult
-from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
+from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import EvaluateFn, Loop
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
@@ -35,12 +35,10 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_arguments, check_evaluate_config
 from flwr_regs.wire.records import record_of_state, to_record, views_of
 
-T = TypeVar("T")
 WRAPPED = (
-    "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
-    "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
-    "steps); use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper of "
-    "your own calls the strategy's prepare(...) first"
+    "another strategy is wrapped around this one. Flower's DifferentialPrivacy... do not know all that a "
+    "method sends: use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper "
+    "of your own calls the strategy's prepare(...) first"
 )
 
 
@@ -88,8 +86,8 @@ class RegStrategy(Strategy):
         self._timeout: float | None = 3600.0
         self._wrapped = False
         # begun by configure_*, ended by aggregate_*
-        self._trained: Paused[Round] | None = None
-        self._evaluated: Paused[Mapping[str, Any] | None] | None = None
+        self._trained: Paused[Round] = Paused()
+        self._evaluated: Paused[Mapping[str, Any] | None] = Paused()
         self._released: ArrayRecord | None = None  # the last aggregate_train's result
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -150,18 +148,15 @@ class RegStrategy(Strategy):
         """Log the method, its hyper-parameters, the seed, and how many clients take part."""
         self._wrapped = True  # `prepare` denies it; another strategy's start calls this alone
         o = self.options
-        settings = f"weighting {o.weighting}, downlink {o.downlink}"
-        settings += f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
-
-        def share(verb: str, part: float, least: int) -> str:
-            many = f"{part:.0%} of the clients {verb} (at least {least})"
-            return many if part else f"no client {verb}s"
-
-        train = share("train", o.fraction_train, o.min_train_nodes)
-        evaluate = share("evaluate", o.fraction_evaluate, o.min_evaluate_nodes)
+        half = f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
+        log(INFO, "%r, weighting %s, downlink %s%s", self, o.weighting, o.downlink, half)
+        in_round = []
+        for verb in ("train", "evaluate"):
+            part, least = getattr(o, f"fraction_{verb}"), getattr(o, f"min_{verb}_nodes")
+            some = f"{part:.0%} of the clients {verb} (at least {least})"
+            in_round.append(some if part else f"no client {verb}s")
         begins = f"training begins with {o.min_available_nodes} clients or more"
-        log(INFO, "%r, %s", self, settings)
-        log(INFO, "in each round %s and %s; %s", train, evaluate, begins)
+        log(INFO, "in each round %s and %s; %s", *in_round, begins)
 
     def start(
         self,
@@ -199,10 +194,8 @@ class RegStrategy(Strategy):
         """
         COUNT.check("start", "num_rounds", num_rounds)
         if not isinstance(grid, Grid):
-            raise TypeError(
-                "grid must be one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients), not "
-                f"{type(grid).__name__}"
-            )
+            grids = "one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients)"
+            raise TypeError(f"grid must be {grids}, not {type(grid).__name__}")
         initial_arrays = record_of_state(initial_arrays)
         self.check_model(initial_arrays)
         if isinstance(grid, InProcessGrid):
@@ -224,12 +217,8 @@ class RegStrategy(Strategy):
                     self._begin(arrays, train)
                     saved.restore(self.training)
                     arrays = self._released = self.arrays
-                loop = Loop(
-                    partial(self.run_round, config=train, grid=grid),
-                    partial(self.run_evaluation, config=evaluate, grid=grid),
-                    evaluate_fn or (lambda number, arrays: None),
-                    *(lambda: self.training, num_rounds, train.get("lr"), result, saved),
-                )
+                test = evaluate_fn or (lambda number, arrays: None)
+                loop = Loop(self, grid, train, evaluate, test, num_rounds, result, saved)
                 return loop.run(arrays)
             finally:
                 self._saved = None
@@ -259,19 +248,15 @@ class RegStrategy(Strategy):
         check_evaluate_config(evaluate)
         personalising = self.term.personalising
         if personalising and "personalise" in evaluate:
-            raise ValueError(
-                f"evaluate_config asks for a personalised model, but {personalising} gives each client one "
-                "of its own: leave 'personalise' out"
-            )
+            why = f"{personalising} gives each client a model of its own"
+            raise ValueError(f"leave 'personalise' out of the evaluate_config: {why}")
         self._num_rounds, self._timeout, self._wrapped = num_rounds, timeout, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
     def initialize_parameters(self, client_manager: Any) -> None:
         """Refuse Flower's older server, which calls this first."""
-        raise TypeError(
-            f"{type(self).__name__} is a strategy of the Message API, not for ServerAppComponents: use "
-            "ServerApp with @app.main and strategy.start (docs/migration.md)"
-        )
+        who = f"{type(self).__name__} is a strategy of the Message API, not for ServerAppComponents"
+        raise TypeError(f"{who}: use @app.main and strategy.start (docs/migration.md)")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -282,12 +267,12 @@ class RegStrategy(Strategy):
         """
         self._serve(grid)
         self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
-        return [] if self._trained is None else self._trained.messages
+        return self._trained.messages
 
     def _round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
-    ) -> Paused[Round] | None:
-        """Begin a round on a network; None if nobody trains."""
+    ) -> Paused[Round]:
+        """Begin a round on a network, if anybody trains."""
         again = self._saved is not None and self._num_rounds is None  # `start` has begun already
         if self._training is None or (server_round == 1 and not again):
             self._begin(arrays, config)
@@ -296,10 +281,10 @@ class RegStrategy(Strategy):
             if changed and self.training.num_rounds is None:  # nobody called `prepare`
                 raise ValueError(WRAPPED)
         if self.options.fraction_train == 0.0:
-            return None
-        if self._trained is not None:
+            return Paused()
+        if self._trained:
             log(WARNING, "the round before round %d was never aggregated", server_round)
-            self._trained = None  # it leaves the training as it was, before the next one begins
+            self._trained = Paused()  # it leaves the training as it was, before the next one begins
         return Paused(self.training.round(server_round, config, network))
 
     def aggregate_train(
@@ -312,8 +297,8 @@ class RegStrategy(Strategy):
         RoundFailed
             Fewer than `min_replies` usable replies. Model and server state stay as they were.
         """
-        paused, self._trained = self._trained, None
-        return self._ended(_answered(paused, replies))
+        paused, self._trained = self._trained, Paused()
+        return self._ended(paused.answered(replies))
 
     def _ended(self, this_round: Round | None) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return (the new global model, the clients' mean metrics); None if nobody trained."""
@@ -330,7 +315,7 @@ class RegStrategy(Strategy):
             messages = self.configure_train(server_round, arrays, config, grid)
             return self.aggregate_train(server_round, self._exchanged(grid, messages))
         paused = self._round(server_round, arrays, config, network)
-        return self._ended(self._over(network, paused))
+        return self._ended(paused.over(network, self.options.deadline))
 
     def run_evaluation(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -340,13 +325,7 @@ class RegStrategy(Strategy):
             messages = self.configure_evaluate(server_round, arrays, config, grid)
             return self.aggregate_evaluate(server_round, self._exchanged(grid, messages))
         paused = self._evaluation(server_round, arrays, config, network)
-        return _as_record(self._over(network, paused))
-
-    def _over(self, network: Network, paused: Paused[T] | None) -> T | None:
-        """Run a course, if there is one, to its end on a network without messages."""
-        if paused is None:
-            return None
-        return paused.end([network.ask(r, self.options.deadline) for r in paused.requests])
+        return _as_record(paused.over(network, self.options.deadline))
 
     def _exchanged(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
         network = GridNetwork(grid, self._timeout)
@@ -356,10 +335,8 @@ class RegStrategy(Strategy):
         """Return a network without messages; None where a grid or this strategy needs messages."""
         self._serve(grid)
         hooks = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
-        ours = all(
-            getattr(type(self), hook) is getattr(RegStrategy, hook) and hook not in vars(self)
-            for hook in hooks
-        )
+        used = {hook: getattr(getattr(self, hook), "__func__", None) for hook in hooks}
+        ours = all(function is getattr(RegStrategy, hook) for hook, function in used.items())
         return grid.network() if ours and isinstance(grid, InProcessGrid) else None
 
     def _serve(self, grid: Grid) -> None:
@@ -374,14 +351,14 @@ class RegStrategy(Strategy):
         self._serve(grid)
         network = GridNetwork(grid, self._timeout)
         self._evaluated = self._evaluation(server_round, arrays, config, network)
-        return [] if self._evaluated is None else self._evaluated.messages
+        return self._evaluated.messages
 
     def _evaluation(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
-    ) -> Paused[Mapping[str, Any] | None] | None:
-        """Begin an evaluation on a network; None if nobody evaluates."""
+    ) -> Paused[Mapping[str, Any] | None]:
+        """Begin an evaluation on a network, if anybody evaluates."""
         if self.options.fraction_evaluate == 0.0:
-            return None
+            return Paused()
         model = self.training.model.model if arrays is self._released else views_of(arrays)
         return Paused(evaluation(self.training, server_round, model, config, network))
 
@@ -396,8 +373,8 @@ class RegStrategy(Strategy):
             No usable reply, and none in any round before: an evaluation that never works is a mistake.
             A later failure is logged and kept in the history, and training goes on.
         """
-        paused, self._evaluated = self._evaluated, None
-        return _as_record(_answered(paused, replies))
+        paused, self._evaluated = self._evaluated, Paused()
+        return _as_record(paused.answered(replies))
 
     def _check_train(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a train config that is wrong, or whose optimiser the method cannot adapt."""
@@ -423,7 +400,7 @@ class RegStrategy(Strategy):
             self._saved.watch(self._training)
         self._num_rounds = None
         self.history = self._training.history
-        self._trained = self._evaluated = self._released = None
+        self._trained, self._evaluated, self._released = Paused(), Paused(), None
         if private := len(arrays) - len(self._training.model.model):
             log(INFO, "%d of %d arrays stay with the clients", private, len(arrays))
 
@@ -436,21 +413,9 @@ class RegStrategy(Strategy):
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
         averaged = mean(records, self.options.weighted_by_key)
         if not isinstance(averaged, Mapping):
-            raise TypeError(
-                f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {type(averaged).__name__}"
-            )
+            given = type(averaged).__name__
+            raise TypeError(f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {given}")
         return averaged
-
-
-def _answered(paused: Paused[T] | None, replies: Iterable[Message]) -> T | None:
-    """Run a course to its end with the replies to its messages; RuntimeError if there is none."""
-    if paused is not None:
-        return paused.end(replies_to(paused.requests, paused.messages, replies))
-    if list(replies):
-        raise RuntimeError(
-            "replies came, but there was no configure_train or configure_evaluate before them"
-        )
-    return None
 
 
 def _as_record(metrics: Mapping[str, Any] | None) -> MetricRecord | None:

@@ -17,14 +17,12 @@ from flwr_regs.testing import laws
 from flwr_regs.testing.method import Exempt, Method, Oracle
 
 LOG = logging.getLogger("flwr")
-LAWS = {
-    law.name: law
-    for law in (
-        *(laws.pure, laws.neutral, laws.moves, laws.oracle, laws.runners, laws.stacked, laws.state),
-        *(laws.repeated, laws.downlinks, laws.unused, laws.order, laws.identity),
-        *(laws.fixed_point, laws.incomplete),
-    )
-}
+IN_ORDER = [
+    *(laws.pure, laws.neutral, laws.moves, laws.oracle, laws.runners, laws.stacked, laws.state),
+    *(laws.repeated, laws.downlinks, laws.unused, laws.order, laws.identity, laws.fixed_point),
+    laws.incomplete,
+]
+LAWS = {law.name: law for law in IN_ORDER}
 """In the order in which they are checked."""
 
 
@@ -108,10 +106,8 @@ def check_method(
     ValueError
         `terms` are not those of the strategy; an exemption from an unknown law, or without a reason.
     """
-    given = {
-        law: reason if isinstance(reason, Exempt) else Exempt(reason)
-        for law, reason in (exempt or {}).items()
-    }
+    reasons = (exempt or {}).items()
+    given = {law: why if isinstance(why, Exempt) else Exempt(why) for law, why in reasons}
     known = {f"{law.name}/{variant}" for law in LAWS.values() for variant in law.variants}
     if unknown := sorted(given.keys() - LAWS.keys() - known):
         raise ValueError(f"exempt from {unknown}, but the laws are {sorted(LAWS)}")
@@ -119,15 +115,11 @@ def check_method(
     if isinstance(terms, type):
         raise TypeError(f"terms are instances, such as {terms.__name__}(...), not the class")
     if isinstance(strategy, Term) or not (isinstance(strategy, RegStrategy) or callable(strategy)):
-        raise TypeError(
-            f"the strategy must be a RegStrategy, or a callable that returns one, not {strategy!r}; for a "
-            "term: RegStrategy([term])"
-        )
+        must = "the strategy must be a RegStrategy, or a callable that returns one"
+        raise TypeError(f"{must}, not {strategy!r}; for a term: RegStrategy([term])")
     if isinstance(strategy, RegStrategy) and (settings or isinstance(neutral, Mapping)):
-        raise TypeError(
-            "a strategy's instance has its settings: give `settings` and `neutral` with a class or a "
-            "callable, or give the neutral strategy's instance"
-        )
+        remedy = "give `settings` and `neutral` with a class or callable, or a neutral instance"
+        raise TypeError(f"a strategy's instance has its settings: {remedy}")
     built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
     runs = built.term.terms
     terms = runs if terms is None else chain(terms).terms

@@ -117,10 +117,8 @@ def downlinks(method: Method) -> None:
     """What clients recover from the last step gives the bits of what is sent."""
     if not any(isinstance(t, Recovers) for t in method.terms):
         raise Skipped("no term recovers its broadcast from the last step")
-    actual, expected = (
-        train(method.build(seed=3, downlink=kind), method.make_client)
-        for kind in ("delta", "model")
-    )
+    strategies = (method.build(seed=3, downlink=kind) for kind in ("delta", "model"))
+    actual, expected = (train(strategy, method.make_client) for strategy in strategies)
     by_round(actual, expected, 0.0)
 
 

@@ -122,9 +122,8 @@ def settled(
     There ``Σ p_k D_k = 0``, with ``D_k = pull(a_k, η, K) (c_k − w)`` what K local steps move. It is also
     the fixed point of a method that follows the last global step, which is gone there.
     """
-    parts = [
-        (p * pull(a, lr, steps), c) for a, c, p in zip(curvatures, centres, weights, strict=True)
-    ]
+    each = zip(curvatures, centres, weights, strict=True)
+    parts = [(p * pull(a, lr, steps), c) for a, c, p in each]
     return sum(part * c for part, c in parts) / sum(part for part, _ in parts)
 
 
@@ -177,13 +176,10 @@ def train(
             models.append({name: array.numpy() for name, array in arrays.items()})
         on_round(number)
 
-    strategy.start(
-        grid=grid or InProcessGrid(app_of(client, data, model, **client_settings), len(data)),
-        initial_arrays=ArrayRecord(model().state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": lr, **(length or {"local-epochs": 2})}),
-        evaluate_fn=keep,
-    )
+    grid = grid or InProcessGrid(app_of(client, data, model, **client_settings), len(data))
+    start = ArrayRecord(model().state_dict())
+    config = ConfigRecord({"lr": lr, **(length or {"local-epochs": 2})})
+    strategy.start(grid, start, rounds, train_config=config, evaluate_fn=keep)
     return models
 
 

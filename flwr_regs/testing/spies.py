@@ -99,9 +99,8 @@ def impurities(faults: list[str]) -> Spy:
             other = [p for p in results if p not in second or not _equal(results[p], second[p])]
             if other or second.keys() != results.keys():
                 faults.append(
-                    f"{who} gives another result the second time that it gets the same arguments "
-                    f"({', '.join(other) or 'other entries'}): it keeps something outside its slots, or "
-                    "draws random numbers"
+                    f"{who} gives another result the second time ({', '.join(other) or 'other entries'}):"
+                    " it keeps something outside its slots, or draws random numbers"
                 )
         return out
 

@@ -61,9 +61,8 @@ def matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
     for pattern in patterns:
         matched = {n for n in names if fnmatchcase(n, pattern)}
         if not matched:
-            raise ValueError(
-                f"the pattern '{pattern}' matches none of the model's arrays {sorted(names)}"
-            )
+            arrays = f"the model's arrays {sorted(names)}"
+            raise ValueError(f"the pattern '{pattern}' matches none of {arrays}")
         matches |= matched
     return matches
 
@@ -107,11 +106,9 @@ def pieces(size: int, width: int = PIECE) -> Iterator[slice]:
 
 def square_sum(array: np.ndarray) -> float:
     """Return the sum of an array's squares, added up in float64."""
-    vector, total = array.reshape(-1), 0.0
-    for part in pieces(vector.size):
-        wide = vector[part].astype(np.float64)
-        total += float(np.dot(wide, wide))
-    return total
+    vector = array.reshape(-1)
+    wide = (vector[part].astype(np.float64) for part in pieces(vector.size))
+    return sum((float(np.dot(part, part)) for part in wide), 0.0)
 
 
 def digest(model: Mapping[str, np.ndarray]) -> str:
@@ -162,26 +159,22 @@ def not_trained(
     """
     if value is None:
         return untrainable(model), {}
-    entries: list[Any] = [None]
-    if isinstance(value, list) and len(value) <= len(model):
-        entries = value
+    listing = isinstance(value, list) and len(value) <= len(model)
+    entries: list[Any] = value if listing else [None]
     tied: dict[str, str] = {}
     for entry in entries:
         if isinstance(entry, str) and entry not in model:
             other, _, tied[other] = entry.partition("=")
     buffers = frozenset(tied) | {e for e in entries if e in model}
-    good = len(buffers) == len(entries) and all(
-        other in model
-        and first in model
-        and first not in buffers
-        and (model[other].shape, model[other].dtype) == (model[first].shape, model[first].dtype)
+    twice = {name: model[name] for pair in tied.items() for name in pair if name in model}
+    kinds = {name: (array.shape, array.dtype) for name, array in twice.items()}
+    alike = all(
+        other in kinds and first not in buffers and kinds[other] == kinds.get(first)
         for other, first in tied.items()
     )
-    if not good:
-        raise ProtocolError(
-            f"'{NOT_TRAINED_KEY}' must list arrays of the model, tied ones as 'other=trained' of the same "
-            f"shape, but is {quoted(value)}"
-        )
+    if len(buffers) != len(entries) or not alike:
+        must = "list arrays of the model, tied ones as 'other=trained' of the same shape"
+        raise ProtocolError(f"'{NOT_TRAINED_KEY}' must {must}, but is {quoted(value)}")
     return buffers, tied
 
 
@@ -196,20 +189,15 @@ def check_arrays(
     if isinstance(arrays, Row) and largest and arrays.is_usable(expected, largest):
         return
     if arrays.keys() != expected.keys():
-        raise ProtocolError(
-            f"{what}: arrays do not match the model by name: missing "
-            f"{named(expected.keys() - arrays.keys())}, unexpected {named(arrays.keys() - expected.keys())}"
-        )
+        lacks = named(expected.keys() - arrays.keys())
+        differ = f"missing {lacks}, unexpected {named(arrays.keys() - expected.keys())}"
+        raise ProtocolError(f"{what}: arrays do not match the model by name: {differ}")
     for name, want in expected.items():
         got = arrays[name]
-        if tuple(got.shape) != tuple(want.shape):
-            raise ProtocolError(
-                f"{what}: array '{name}' has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-            )
-        if got.dtype != want.dtype:
-            raise ProtocolError(
-                f"{what}: array '{name}' has dtype {got.dtype}, expected {want.dtype}"
-            )
+        shapes = tuple(got.shape), tuple(want.shape)
+        for kind, is_, must in (("shape", *shapes), ("dtype", got.dtype, want.dtype)):
+            if is_ != must:
+                raise ProtocolError(f"{what}: array '{name}' has {kind} {is_}, expected {must}")
         if largest is not None:
             check_finite({name: got}, what, {name: want}, largest)
 
@@ -232,12 +220,10 @@ def check_finite(
                 continue
             hint = "; try a smaller learning rate" * (largest < np.inf)
             constant = a == base[name] if base and name in base else np.False_
-            if not (constant | np.isfinite(a)).all():
-                raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity{hint}")
-            if not (constant | (np.abs(a.astype(np.float64)) <= largest)).all():
-                raise ProtocolError(
-                    f"{what}: array '{name}' holds values beyond ±{largest:g}{hint}"
-                )
+            finite = (constant | np.isfinite(a)).all()
+            if not finite or not (constant | (np.abs(a.astype(np.float64)) <= largest)).all():
+                wrong = f"values beyond ±{largest:g}" if finite else "NaN or infinity"
+                raise ProtocolError(f"{what}: array '{name}' holds {wrong}{hint}")
 
 
 def all_finite(a: np.ndarray) -> bool:

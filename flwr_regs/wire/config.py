@@ -22,8 +22,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad"), ("weight-decay",)),
     **dict.fromkeys(("Adadelta", "Adafactor", "ASGD"), ("weight-decay",)),
     "RMSprop": ("momentum", "weight-decay"),
-    "Rprop": (),
-    "LBFGS": (),
+    **dict.fromkeys(("Rprop", "LBFGS"), ()),
 }
 PERSONALISE = ("plain", "proximal", "distil", "both")
 PARTS = ("head", "body", "all")
@@ -38,12 +37,10 @@ PERSONAL = {
 }
 EVALUATE_KEYS = ("personalise", "personal-part", *PERSONAL)
 NUMBERS = {
-    "lr": POSITIVE,
-    "local-epochs": WHOLE,
-    "local-steps": WHOLE,
+    **dict.fromkeys(("lr", "clip-norm"), POSITIVE),
+    **dict.fromkeys(("local-epochs", "local-steps"), WHOLE),
     "momentum": DECAY,
     "weight-decay": NOT_NEGATIVE,
-    "clip-norm": POSITIVE,
     **{key: good for key, (good, _) in PERSONAL.items()},
 }
 
@@ -160,10 +157,8 @@ def check_train_config(
     _check_numbers(config, where, "lr")
     given = [k for k in ("local-epochs", "local-steps") if k in config]
     if len(given) > 1 or (not given and needs["duration"]):
-        raise ValueError(
-            f"{where} must set either 'local-epochs' or 'local-steps', "
-            + ("not both" if given else f"{needs['duration']}; neither is set")
-        )
+        but = "not both" if given else f"{needs['duration']}; neither is set"
+        raise ValueError(f"{where} must set either 'local-epochs' or 'local-steps', {but}")
     _check_numbers(config, where, *given)
     check_optimizer(config, where)
 

@@ -75,9 +75,8 @@ def read_header(data: Any) -> Header:
     header = _parsed(data[:end])
     came, needed = len(data) - header.start, _size(header)
     if came != needed:
-        raise Unreadable(
-            f"its shape {header.shape} of {header.dtype} needs {needed} bytes, but {came} came"
-        )
+        what = f"its shape {header.shape} of {header.dtype}"
+        raise Unreadable(f"{what} needs {needed} bytes, but {came} came")
     return header
 
 
@@ -91,25 +90,19 @@ def _parsed(head: bytes) -> Header:
     except Exception as error:  # whatever a text makes numpy's reader raise
         raise Unreadable(f"its header cannot be read: {quoted(str(error))}") from error
     if dtype not in PLAIN:
-        raise Unreadable(
-            f"its dtype is '{dtype.str}', expected booleans, integers or floats of at most 64 bits, little "
-            "endian"
-        )
+        expected = "booleans, integers or floats of at most 64 bits, little endian"
+        raise Unreadable(f"its dtype is '{dtype.str}', expected {expected}")
     return Header(dtype, shape, fortran, file.tell())
 
 
 def _size(header: Header) -> int:
     """Return the bytes of an array; raise Unreadable for more than numpy counts."""
-    if len(header.shape) > MOST_DIMENSIONS:
-        raise Unreadable(
-            f"it has {len(header.shape)} dimensions, expected at most {MOST_DIMENSIONS}"
-        )
+    if (axes := len(header.shape)) > MOST_DIMENSIONS:
+        raise Unreadable(f"it has {axes} dimensions, expected at most {MOST_DIMENSIONS}")
     needed, span = math.prod(header.shape), math.prod(max(n, 1) for n in header.shape)
     width = header.dtype.itemsize
     if span * width > sys.maxsize or min(header.shape, default=0) < 0:
-        raise Unreadable(
-            f"its shape {header.shape} of {header.dtype} is beyond what an array can have"
-        )
+        raise Unreadable(f"no array can have its shape {header.shape} of {header.dtype}")
     return needed * width
 
 
@@ -119,9 +112,8 @@ def write_array(array: np.ndarray) -> bytes:
         return data
     turned = array.flags.f_contiguous and not array.flags.c_contiguous
     body = np.asarray(array.T if turned else array, order="C")
-    return b"".join(
-        (_header(body.dtype, array.shape, turned), body.reshape(-1).view(np.uint8).data)
-    )
+    head = _header(body.dtype, array.shape, turned)
+    return b"".join((head, body.reshape(-1).view(np.uint8).data))
 
 
 class Blank:
@@ -176,10 +168,7 @@ def _seen_through(array: np.ndarray) -> bytes | None:
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> bytes:
     """Return the header of a ``.npy``, the bytes before its numbers."""
     head = BytesIO()
-    fields = {
-        "descr": np.lib.format.dtype_to_descr(dtype),
-        "fortran_order": fortran,
-        "shape": shape,
-    }
+    descr = np.lib.format.dtype_to_descr(dtype)
+    fields = {"descr": descr, "fortran_order": fortran, "shape": shape}
     np.lib.format.write_array_header_1_0(head, fields)
     return head.getvalue()

@@ -83,10 +83,8 @@ class Row(Mapping[str, np.ndarray]):
         """Whether names, shapes and dtypes are as expected, and all numbers are small enough."""
         stack = self.stack
         if stack.expected is not expected:
-            alike = stack.keys() == expected.keys() and all(
-                stack[n].shape[1:] == a.shape and stack[n].dtype == a.dtype
-                for n, a in expected.items()
-            )
+            kinds = {n: (a.shape[1:], a.dtype) for n, a in stack.items()}
+            alike = kinds == {n: (a.shape, a.dtype) for n, a in expected.items()}
             stack.expected = expected if alike else None
         return stack.expected is expected and bool(stack.small(largest)[self.at])
 
@@ -123,10 +121,8 @@ class Parcel:
         """
         if self.size is not None:
             return self.size
-        arrays = sum(
-            r.nbytes if isinstance(r, Record | Row) else Record(r).nbytes
-            for r in self.records.values()
-        )
+        counted = (r if isinstance(r, Record | Row) else Record(r) for r in self.records.values())
+        arrays = sum(record.nbytes for record in counted)
         return arrays + scalar_bytes(self.config) + scalar_bytes(self.metrics or {})
 
     @property
@@ -143,12 +139,6 @@ class Parcel:
 
 def scalar_bytes(scalars: Mapping[str, Any]) -> int:
     """Return the bytes of names and values: 8 for a number, its length for a text."""
-    total = sum(map(len, scalars))
-    for value in scalars.values():
-        if isinstance(value, (str, bytes)):
-            total += len(value)
-        elif isinstance(value, list):
-            total += sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in value)
-        else:
-            total += 8
-    return total
+    lists = (value if isinstance(value, list) else [value] for value in scalars.values())
+    sizes = (len(v) if isinstance(v, (str, bytes)) else 8 for values in lists for v in values)
+    return sum(map(len, scalars)) + sum(sizes)

@@ -17,6 +17,7 @@ import numpy as np
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
 
+Widener = Callable[[np.ndarray], np.ndarray]
 DTYPES = ("bfloat16", "float16")
 LARGEST = {"bfloat16": "3.39e38", "float16": "65504"}
 BITS = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
@@ -37,10 +38,8 @@ def narrow(arrays: NDArrays, dtype: str | None) -> NDArrays:
             with np.errstate(over="ignore"):
                 coded = _to_bfloat16(a) if dtype == "bfloat16" else np.asarray(a, np.float16)
             if not np.array_equal(np.isinf(WIDENERS[dtype](coded)), np.isinf(a)):
-                raise ProtocolError(
-                    f"array '{name}' holds values beyond ±{LARGEST[dtype]}, the largest number of {dtype} "
-                    "(wire_dtype)"
-                )
+                largest = f"±{LARGEST[dtype]}, the largest number of {dtype} (wire_dtype)"
+                raise ProtocolError(f"array '{name}' holds values beyond {largest}")
             a = coded
         out[name] = a
     return out
@@ -57,7 +56,7 @@ class Widened(Mapping[str, np.ndarray]):
     def __init__(self, arrays: Mapping[str, np.ndarray], dtype: str) -> None:
         self._arrays, self._dtype = arrays, dtype
 
-    def raw(self, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    def raw(self, name: str) -> tuple[np.ndarray, Widener]:
         """Return an array as it travelled, and what widens it, or a part of it."""
         raw = self._arrays[name]
         if raw.dtype != BITS[self._dtype]:
@@ -88,7 +87,5 @@ def _from_bfloat16(coded: np.ndarray) -> np.ndarray:
     return bits.view(np.float32)
 
 
-WIDENERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "bfloat16": _from_bfloat16,
-    "float16": partial(np.asarray, dtype=np.float32),
-}
+_FROM_FLOAT16 = partial(np.asarray, dtype=np.float32)
+WIDENERS: dict[str, Widener] = {"bfloat16": _from_bfloat16, "float16": _FROM_FLOAT16}

@@ -59,10 +59,8 @@ def views_of(record: Mapping[str, Array]) -> NDArrays:
     for key, array in record.items():
         name = plain_name(key)
         if name in arrays:
-            raise ProtocolError(
-                f"array '{shown(name, LONGEST_NAME)}' cannot be read: it came twice, with and without what "
-                "torch.compile adds to names"
-            )
+            twice = "it came twice, with and without what torch.compile adds to names"
+            raise ProtocolError(f"array '{shown(name, LONGEST_NAME)}' cannot be read: {twice}")
         arrays[name] = view_of(name, array)
     return arrays
 
@@ -76,14 +74,12 @@ def view_of(name: str, array: Array) -> np.ndarray:
         if array.dtype not in ("", _label(head.dtype)):
             raise Unreadable(f"it is {head.dtype}, but is labelled {quoted(array.dtype, 40)}")
         if tuple(array.shape) not in ((), head.shape):
-            raise Unreadable(
-                f"it has shape {head.shape}, but is labelled {quoted(array.shape, 80)}"
-            )
+            label = quoted(array.shape, 80)
+            raise Unreadable(f"it has shape {head.shape}, but is labelled {label}")
         return head.view(array.data)
     except (Unreadable, TypeError) as error:
-        raise ProtocolError(
-            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
-        ) from error
+        who = f"array '{shown(name, LONGEST_NAME)}'"
+        raise ProtocolError(f"{who} cannot be read: {error}") from error
 
 
 @cache
@@ -100,10 +96,9 @@ def record_of_state(state: Any) -> ArrayRecord:
     if isinstance(state, ArrayRecord):
         return state
     if not isinstance(state, Mapping):
-        hint = "; give model.state_dict()" if hasattr(state, "state_dict") else ""
-        raise TypeError(
-            f"initial_arrays must be an ArrayRecord or a state_dict, not a {type(state).__name__}{hint}"
-        )
+        hint = "; give model.state_dict()" * hasattr(state, "state_dict")
+        given = f"not a {type(state).__name__}{hint}"
+        raise TypeError(f"initial_arrays must be an ArrayRecord or a state_dict, {given}")
     if half := [n for n, v in state.items() if str(getattr(v, "dtype", "")) == "torch.bfloat16"]:
         raise TypeError(
             f"initial_arrays: {named(half)} are bfloat16, which Flower's messages cannot hold: give "
@@ -174,11 +169,9 @@ def parcel_of(content: RecordDict) -> Parcel:
 
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a node says of itself to the IDENTIFY query: its partition and its Flower."""
-    entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__}
-    for key in ("partition-id", "num-partitions"):
-        if key in node_config:
-            entries[key] = int(node_config[key])
-    return entries
+    keys = [key for key in ("partition-id", "num-partitions") if key in node_config]
+    numbers = {key: int(node_config[key]) for key in keys}
+    return {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__, **numbers}
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
@@ -189,6 +182,5 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     """
     halves = ("torch.bfloat16", "torch.float16")
     state = {plain_name(n): v.detach().cpu() for n, v in model.state_dict().items()}
-    return ArrayRecord(
-        {n: Array((v.float() if str(v.dtype) in halves else v).numpy()) for n, v in state.items()}
-    )
+    wide = {n: v.float() if str(v.dtype) in halves else v for n, v in state.items()}
+    return ArrayRecord({n: Array(v.numpy()) for n, v in wide.items()})

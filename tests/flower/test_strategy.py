@@ -491,7 +491,7 @@ def test_another_model_without_a_word_and_replies_without_a_round_are_refused() 
     new, _ = strategy.aggregate_train(1, replies)
     assert new is not None
     for again in (strategy.aggregate_train, strategy.aggregate_evaluate):
-        with pytest.raises(RuntimeError, match="there was no configure_train or"):
+        with pytest.raises(RuntimeError, match="without a configure_train or"):
             again(1, replies)
     assert strategy.aggregate_evaluate(1, []) is None
     list(strategy.configure_train(2, ArrayRecord({**new}), CONFIG, grid))  # in other hands

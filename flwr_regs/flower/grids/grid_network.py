@@ -6,7 +6,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import zip_longest
 from logging import WARNING
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +17,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from flwr_regs.flower.compat import FLOWER, ErrorCode
-from flwr_regs.server.exchange.network import Course, Replies, Request
+from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -71,8 +73,7 @@ class GridNetwork:
         """
         if not messages:
             return []
-        limit = min((t for t in (self._timeout, timeout) if t is not None), default=None)
-        began = time.monotonic()
+        began, limit = time.monotonic(), self._limit(timeout)
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
         pushed = zip(self._grid.push_messages(messages), messages, strict=False)
         waiting = {i: message for i, message in pushed if i}
@@ -83,26 +84,23 @@ class GridNetwork:
                 waiting.pop(reply.metadata.reply_to_message_id, None)
             replies += came
             spent = time.monotonic() - began
-            left = math.inf if limit is None else limit - spent
-            if len(replies) >= expected or left <= 0 or self.at_once:
+            if len(replies) >= expected or spent >= limit or self.at_once:
                 return replies
-            time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
+            time.sleep(min(max(0.01, 0.1 * spent), 1.0, limit - spent))
 
     def send(self, request: Request) -> None:
         """Push a request, and do not wait: `receive` returns the replies."""
         if not (messages := messages_of([request])):
             return
         ids = list(self._grid.push_messages(messages))
-        for place, (pid, message) in enumerate(zip(request.parcels, messages, strict=True)):
+        for pid, message, sent in zip_longest(request.parcels, messages, ids):
             one = Request(request.kind, {pid: request.parcels[pid]}, {pid: request.nodes[pid]})
-            sent = ids[place] if place < len(ids) else None
             began = time.monotonic() if sent else -math.inf  # not sent: nobody will reply
             self._waiting[sent or f"unsent-{pid}"] = message, one, began
 
     def receive(self, timeout: float | None = None) -> Replies:
         """Wait for the next replies to what was sent; name clients that are silent for `timeout` s."""
-        limit = min((t for t in (self._timeout, timeout) if t is not None), default=math.inf)
-        began = time.monotonic()
+        began, limit = time.monotonic(), self._limit(timeout)
         while True:
             by_id = {i: message for i, (message, _, since) in self._waiting.items() if since > 0}
             came = {r.metadata.reply_to_message_id: r for r in self._pull(by_id)}
@@ -120,21 +118,21 @@ class GridNetwork:
             replies = Replies(came_now, failures, silent)
         return replies
 
+    def _limit(self, timeout: float | None) -> float:
+        return min((t for t in (self._timeout, timeout) if t is not None), default=math.inf)
+
     def _known(self, request: Request) -> Replies | None:
         """Return what nodes would say of their partitions, where the grid knows it; None elsewhere.
 
         100,000 messages take some ten seconds.
         """
         grid: Any = self._grid
-        if not ours_alone(grid):
-            return None
-        try:
-            said = grid.identities(request.nodes.values())
-        except Exception:  # such as a partition id that is no number: asked, its node says so
-            said = None
-        if said is None:
-            return None
-        return Replies({pid: Parcel(config=said[node]) for pid, node in request.nodes.items()})
+        nodes = request.nodes
+        # a partition id that is no number, say, raises: asked, its node says so
+        with suppress(Exception):
+            if ours_alone(grid) and (said := grid.identities(nodes.values())) is not None:
+                return Replies({pid: Parcel(config=said[node]) for pid, node in nodes.items()})
+        return None
 
     def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
         """Return the replies that have come; one that Flower cannot read becomes an error of its client.
@@ -145,37 +143,50 @@ class GridNetwork:
         try:
             return list(self._grid.pull_messages(list(waiting)))
         except Exception as error:
-            replies, raised = list[Message](), 0
+            replies, unread = list[Message](), list[Message]()
             for key, message in waiting.items():
                 try:
                     replies += self._grid.pull_messages([key])
                 except Exception as its_own:
-                    raised += 1
                     why = f"its reply cannot be read: {described(its_own)}"
-                    unread = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
-                    replies.append(Message(unread, reply_to=message))
-            if raised == len(waiting):
+                    wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                    unread.append(Message(wrong, reply_to=message))
+            if len(unread) == len(waiting):
                 try:
                     self.nodes()
                 except Exception:
                     raise error from None
-            return replies
+            return replies + unread
 
 
 class Paused(Generic[T]):
-    """A course that waits for the replies to its `requests`."""
+    """A course that waits for the replies to its `requests`; none, which then ends with None."""
 
-    def __init__(self, course: Course[T]) -> None:
+    def __init__(self, course: Course[T] | None = None) -> None:
         self._course = course
-        self.requests = next(course)
+        self.requests = () if course is None else next(course)
+
+    def __bool__(self) -> bool:
+        return self._course is not None
 
     @cached_property
     def messages(self) -> list[Message]:
         """The requests as messages."""
         return messages_of(self.requests)
 
-    def end(self, replies: Sequence[Replies]) -> T:
-        """Run the course to its end with the replies to each of its requests."""
+    def over(self, network: Network, timeout: float | None) -> T | None:
+        """Run the course to its end on a network."""
+        return self._ended([network.ask(request, timeout) for request in self.requests])
+
+    def answered(self, replies: Iterable[Message]) -> T | None:
+        """Run the course to its end with the replies to its messages; RuntimeError without a course."""
+        if self._course is None and list(replies):
+            raise RuntimeError("replies came without a configure_train or configure_evaluate")
+        return self._ended(replies_to(self.requests, self.messages, replies))
+
+    def _ended(self, replies: Sequence[Replies]) -> T | None:
+        if self._course is None:
+            return None
         try:
             self._course.send(replies)
         except StopIteration as done:
@@ -186,12 +197,11 @@ class Paused(Generic[T]):
 def messages_of(requests: Iterable[Request]) -> list[Message]:
     """Return the messages of requests; a record that goes to many clients is serialised once."""
     writer = Writer()
-    messages = []
-    for request in requests:
-        for pid, parcel in request.parcels.items():
-            content = writer.content_of(parcel)
-            messages.append(Message(content, request.nodes[pid], request.kind))
-    return messages
+    return [
+        Message(writer.content_of(parcel), request.nodes[pid], request.kind)
+        for request in requests
+        for pid, parcel in request.parcels.items()
+    ]
 
 
 def _name_other_versions(replies: Replies) -> None:
@@ -226,8 +236,8 @@ def replies_to(
                 continue
             pid = client_of.get(reply.metadata.src_node_id)
             if reply.has_error():
-                code, why = reply.error.code, one_line(str(reply.error.reason))
-                if code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                why = one_line(str(reply.error.reason))
+                if (code := reply.error.code) != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     why = f"error code {code}: {why}"
                 if pid is None:
                     stray.append(why)

@@ -90,9 +90,7 @@ class InProcessGrid(Grid):
         workers: int = 1,
     ) -> None:
         if not isinstance(client_app, Clients) and not callable(client_app):
-            raise TypeError(
-                f"expected Clients or a ClientApp, such as client_app(client_fn), not {client_app!r:.80}"
-            )
+            raise TypeError(f"expected Clients or client_app(client_fn), not {client_app!r:.80}")
         if isinstance(client_app, Clients):
             if num_clients not in (None, len(client_app)):
                 raise ValueError(f"there are {len(client_app)} clients, not {num_clients}")

@@ -94,9 +94,8 @@ class Contexts(dict[int, Context]):
         if ends != (min(self.nodes), max(self.nodes)) or not {*self.nodes}.issuperset(states):
             first, last = ends
             count = 0 if first is None or last is None else last - first + 1
-            raise ValueError(
-                f"the checkpoint holds the state of {count} clients, but this grid has {len(self.nodes)}"
-            )
+            has = f"this grid has {len(self.nodes)}"
+            raise ValueError(f"the checkpoint holds the state of {count} clients, but {has}")
         for node in {*self, *(node for node, state in states.items() if state)}:
             self[node].state = copied(states.get(node, RecordDict()))
 
@@ -240,11 +239,8 @@ class LocalNetwork:
         came, failures = {**came, **more.came}, {**failures, **more.failures}
         if stacks and not failures:
             stacks.tell()
-        return Replies(
-            {p: came[p] for p in parcels if p in came},
-            {p: failures[p] for p in parcels if p in failures},
-            more.silent,
-        )
+        came = {p: came[p] for p in parcels if p in came}
+        return Replies(came, {p: failures[p] for p in parcels if p in failures}, more.silent)
 
     def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, member.Answer]:
         """Return what came of the clients that train in stacks, in this process or in others."""

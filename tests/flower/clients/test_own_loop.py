@@ -291,7 +291,7 @@ def test_flowers_own_client_app_is_refused_with_what_to_do() -> None:
     ("kind", "why"),
     [
         ("train", "expected 'arrays' and 'config' of a strategy"),
-        ("evaluate", "for train messages, not 'evaluate'; to evaluate, use load"),
+        ("evaluate", "trains; for 'evaluate' messages, use load_model"),
     ],
 )
 def test_a_message_of_another_strategy_or_kind_is_refused(kind: str, why: str) -> None:

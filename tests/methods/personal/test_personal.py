@@ -214,7 +214,7 @@ def test_what_calibration_does_not_go_with() -> None:
     with pytest.raises(fr.RoundFailed, match="nothing there has requires_grad=True"):
         evaluated(fr.FedAvg(seed=2), fr.FedAvgClient, PLAIN, model=still)
     for strategy in (fr.Ditto(seed=1), fr.FedBABU(seed=1)):
-        with pytest.raises(ValueError, match="each client one of its own: leave 'personalise'"):
+        with pytest.raises(ValueError, match="each client a model of its own"):
             strategy.prepare(1, None, {"lr": 0.1, "local-steps": 1}, PLAIN)
 
 
