@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isfunction, signature
-from typing import Any, ClassVar, cast
+from statistics import mode
+from typing import Any, ClassVar
 
-from flwr_regs.abilities import (
-    ABILITIES,
-    Addresses,
-    Agrees,
-    Carries,
-    Checks,
-    Compresses,
-    Evolves,
-    FineTunes,
-    Folds,
-    Freezes,
-    Personalises,
-    Perturbs,
-    Probes,
-    Recovers,
-    Restricts,
-    Steers,
-    Steps,
-    Weighs,
-    Withholds,
-)
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed
+import flwr_regs.abilities as abilities
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed, overrides
 
 LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
-ONLY_ONE: tuple[tuple[tuple[type, ...], str], ...] = (
-    ((Steps,), "own the server's step"),
-    ((Weighs,), "weigh the clients' updates"),
-    ((Personalises, FineTunes), "give the clients models of their own"),
-)
+ONLY_ONE: dict[tuple[type, ...], str] = {
+    (abilities.Steps,): "own the server's step",
+    (abilities.Weighs,): "weigh the clients' updates",
+    (abilities.Personalises, abilities.FineTunes): "give the clients models of their own",
+}
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
+_HOMES: dict[str, type] = dict.fromkeys(HOOKS, Term)
+_HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
+"""The class that has each hook, and each method of an ability."""
 
 
 @dataclass(frozen=True)
-class Chain(
-    Term,
-    Folds,
-    Probes,
-    Recovers,
-    Addresses,
-    Withholds,
-    Freezes,
-    Personalises,
-    Checks,
-    Agrees,
-    Steers,
-    Carries,
-    Evolves,
-    Perturbs,
-    Restricts,
-):
+class Chain(Term, composes=True):
     """Several terms as one; each slot maps a term's name to that term's slot.
 
     Losses, corrections, `finish`, `release` and personal models run left to right, server updates right to
@@ -76,16 +43,23 @@ class Chain(
     def config(self) -> dict[str, Any]:
         return {key: value for t in self.terms for key, value in t.config().items()}
 
-    def able(self, *abilities: type) -> list[Any]:
+    def able(self, *kinds: type) -> list[Any]:
         """Return the terms that have one of these abilities."""
-        return [t for t in self.terms if isinstance(t, abilities)]
+        return [t for t in self.terms if isinstance(t, kinds)]
+
+    def overriding(self, hook: str) -> list[Any]:
+        """Return the terms whose class has its own hook, or ability's method: the others cost nothing."""
+        return [t for t in self.terms if overrides(type(t), hook)]
+
+    def _in_turn(self, hook: str, params: Arrays, ctx: ClientContext) -> Arrays:
+        for t in self.overriding(hook):
+            params = getattr(t, hook)(params, own_context(ctx, t))
+        return params
 
     # on a client
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.overriding("start"):
-            params = t.start(params, own_context(ctx, t))
-        return params
+        return self._in_turn("start", params, ctx)
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         for t in self.overriding("loss"):
@@ -101,29 +75,15 @@ class Chain(
         left: tuple[Term, ...] = ()
         for t in self.overriding("correct"):
             more = {"gradient_at": gradient_after(left, ctx)} if left else {}
-            made: Any = t.correct(grads, params, own_context(ctx, t, **more))
-            if not isinstance(made, Mapping) or not grads.keys() <= made.keys():
-                wrong = f"returned a value of type {type(made).__name__}"
-                if isinstance(made, Mapping):
-                    wrong = f"lacks {sorted(grads.keys() - made.keys())}"
-                raise TypeError(
-                    f"{type(t).__name__}.correct must return a gradient for every parameter; it {wrong}"
-                )
-            for name, grad in grads.items():
-                shape, whole = tuple(getattr(made[name], "shape", (None,))), tuple(grad.shape)
-                if shape not in (whole, whole[1:]):  # the latter in a stack: without its clients
-                    raise ValueError(
-                        f"{type(t).__name__}.correct must return a gradient of '{name}' of the shape "
-                        f"{tuple(grad.shape)}, not {shape}"
-                    )
-            grads = cast(Arrays, made)
-            left = (*left, t)
+            made = t.correct(grads, params, own_context(ctx, t, **more))
+            _check_like(made, grads, t, "correct", "gradient")
+            grads, left = made, (*left, t)
         return grads
 
     def evolve(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Slot:
         slots: Slot = {}
         for i, t in enumerate(self.terms):
-            if isinstance(t, Evolves):
+            if isinstance(t, abilities.Evolves):
                 given = Chain(self.terms[:i]).correct(grads, params, ctx)
                 slots[t.name] = t.evolve(given, params, own_context(ctx, t))
         return slots
@@ -132,37 +92,32 @@ class Chain(
         upload: Slot = {}
         client: Slot = {}
         for i, t in enumerate(self.terms):
-            right = self.terms[i + 1 :]
-            last = not any(r.acts("finish") and not r.keeps_update for r in right)
-            context = own_context(ctx, t, delta_is_sent=last)
-            made = t.finish(delta, context)
-            delta, upload[t.name], client[t.name] = _several(
-                made, t, "finish", ("delta", "upload", "client slot")
-            )
+            later = any(r.acts("finish") and not r.keeps_update for r in self.terms[i + 1 :])
+            made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
+            names = ("delta", "upload", "client slot")
+            delta, upload[t.name], client[t.name] = _several(made, t, "finish", names)
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
-        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.able(Probes)}
+        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.overriding("probe")}
         return {n: u for n, (u, _) in pairs.items()}, {n: c for n, (_, c) in pairs.items()}
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.able(Personalises):
-            params = t.personal(params, own_context(ctx, t))
-        return params
+        return self._in_turn("personal", params, ctx)
 
     @property
-    def tuner(self) -> FineTunes | None:
+    def tuner(self) -> abilities.FineTunes | None:
         """The term that trains the global model further where it is evaluated, if any."""
-        return next(iter(self.able(FineTunes)), None)
+        return next(iter(self.able(abilities.FineTunes)), None)
 
     @property
     def personalising(self) -> list[str]:
         """The terms that give each client a model of its own."""
-        return [t.name for t in self.able(Personalises, FineTunes)]
+        return [t.name for t in self.able(abilities.Personalises, abilities.FineTunes)]
 
     def client_optimizer(self, make: Any) -> Any:
-        checked: list[Steers] = []
-        for t in self.able(Steers):
+        checked: list[abilities.Steers] = []
+        for t in self.overriding("client_optimizer"):
             before, make = make, t.client_optimizer(make)
             checked += [t] if make is before else []
         for look in checked:  # a term that changed nothing sees what those on its right made
@@ -171,36 +126,34 @@ class Chain(
 
     def optimizer_start(self, ctx: ClientContext) -> Arrays:
         state: Arrays = {}
-        for t in self.able(Carries):
+        for t in self.overriding("optimizer_start"):
             state |= t.optimizer_start(own_context(ctx, t))
         return state
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.able(Perturbs):
-            params = t.point(params, own_context(ctx, t))
-        return params
+        return self._in_turn("point", params, ctx)
 
     def restrict(self, config: Mapping[str, Any]) -> None:
-        for t in self.able(Restricts):
+        for t in self.overriding("restrict"):
             t.restrict(config)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
-        return {t.name: t.recover(step, lr) for t in self.able(Recovers)}
+        return {t.name: t.recover(step, lr) for t in self.overriding("recover")}
 
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
-        return {n for t in self.able(Withholds) for n in t.private(names)}
+        return {n for t in self.overriding("private") for n in t.private(names)}
 
     def frozen(self, names: Collection[str]) -> set[str]:
-        frozen = {n for t in self.able(Freezes) for n in t.frozen(names)}
+        frozen = {n for t in self.overriding("frozen") for n in t.frozen(names)}
         if unknown := sorted(frozen - set(names)):
             raise ValueError(f"frozen: the model has no {unknown}, only {sorted(names)}")
         return frozen
 
-    def coder(self, hook: str) -> Compresses | None:
+    def coder(self, hook: str) -> abilities.Compresses | None:
         """Return the term in whose code the update of `hook` ("finish" or "release") travels."""
-        return next((t for t in self.able(Compresses) if t.acts(hook)), None)
+        return next((t for t in self.able(abilities.Compresses) if t.acts(hook)), None)
 
     @property
     def uploading(self) -> list[str]:
@@ -208,9 +161,9 @@ class Chain(
         return [
             t.name
             for t in self.terms
-            if isinstance(t, Probes)
-            or (isinstance(t, Checks) and t.acts("finish"))
-            or (isinstance(t, Folds) and t.acts("fold"))
+            if isinstance(t, abilities.Probes)
+            or (isinstance(t, abilities.Checks) and t.acts("finish"))
+            or t.acts("fold")
         ]
 
     @property
@@ -222,9 +175,8 @@ class Chain(
     @staticmethod
     def aggregates(term: Term) -> bool:
         """Whether all that the server makes of a term's uploads goes through the aggregator."""
-        if isinstance(term, Folds) and not isinstance(term, Probes):
-            return term.robust or type(term).adds is not Folds.adds
-        return term.robust
+        adds = isinstance(term, abilities.Folds) and type(term).adds is not abilities.Folds.adds
+        return term.robust or (adds and not isinstance(term, abilities.Probes))
 
     # on the server
 
@@ -235,26 +187,25 @@ class Chain(
         return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in self.able(Addresses)}
+        return {
+            t.name: t.broadcast_to(pid, server[t.name], ctx)
+            for t in self.overriding("broadcast_to")
+        }
 
-    def answer(
-        self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
-    ) -> dict[int, Slot]:
+    def answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
-        for t in self.able(Probes):
-            sent = _uploads_of(t, probes)
-            answers = t.answer(sent) if ctx is None else t.answer_in(sent, ctx)
-            for pid, slot in answers.items():
+        for t in self.overriding("answer"):
+            for pid, slot in t.answer_in(_uploads_of(t, probes), ctx).items():
                 out[pid][t.name] = slot
         return out
 
     def check(self, upload: Slot, params: Arrays, server: Slot, probing: bool = False) -> None:
         """Check the uploads of one client's probe or (not `probing`) reply; errors name the term."""
-        sending = {t.name: t for t in self.terms if self._sends(t, probing)}
+        sending = {t.name: t for t in self._sending(probing)}
         if unknown := sorted(set(upload) - set(sending)):
             raise ValueError(f"uploads of {unknown}, expected {sorted(sending)} at most")
         for name, t in sending.items():
-            if isinstance(t, Checks):
+            if isinstance(t, abilities.Checks):
                 try:
                     t.check(upload.get(name, {}), params, server.get(name, {}))
                 except Exception as error:  # whatever an upload makes a term raise
@@ -264,20 +215,19 @@ class Chain(
     def agree(self, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
         """Return why, by partition id, for probes or replies whose uploads do not fit the others'."""
         wrong: dict[int, str] = {}
-        for t in self.terms:
-            if not self._sends(t, probing):
-                continue
-            sent = _uploads_of(t, uploads)
-            reasons = t.agree(sent) if isinstance(t, Agrees) else {}
-            if not isinstance(t, Agrees | Checks):
-                reasons = _unlike_most(sent)
-            wrong |= {p: f"upload of '{t.name}': {y}" for p, y in reasons.items() if p in uploads}
+        for t in self._sending(probing):
+            agrees = isinstance(t, abilities.Agrees)
+            if agrees or not isinstance(t, abilities.Checks):
+                sent = _uploads_of(t, uploads)
+                reasons = t.agree(sent) if agrees else _unlike_most(sent)
+                wrong |= {
+                    p: f"upload of '{t.name}': {y}" for p, y in reasons.items() if p in uploads
+                }
         return wrong
 
-    @staticmethod
-    def _sends(term: Term, probing: bool) -> bool:
-        """Whether a term has uploads in this exchange: its probe's, or else those of `finish`."""
-        return isinstance(term, Probes) if probing else term.acts("finish")
+    def _sending(self, probing: bool) -> list[Any]:
+        """Return the terms with uploads in this exchange: of their probes, or else of `finish`."""
+        return self.overriding("probe") if probing else [t for t in self.terms if t.acts("finish")]
 
     @property
     def plain(self) -> bool:
@@ -285,14 +235,14 @@ class Chain(
         return all(t.server_only for t in self.terms)
 
     @property
-    def weigher(self) -> Weighs | None:
+    def weigher(self) -> abilities.Weighs | None:
         """The term that sets the weights, if any."""
-        return next(iter(self.able(Weighs)), None)
+        return next(iter(self.able(abilities.Weighs)), None)
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        for t in self.able(Folds):
+        for t in self.overriding("fold"):
             sent = dict(upload.get(t.name, {}))  # read here, one client's at a time
             acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
         return acc
@@ -307,9 +257,8 @@ class Chain(
     ) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in reversed(self.terms):
-            sent = _uploads_of(t, uploads)
-            if isinstance(t, Folds):
-                sent = (folded or {}).get(t.name, {})
+            folds = isinstance(t, abilities.Folds)
+            sent = (folded or {}).get(t.name, {}) if folds else _uploads_of(t, uploads)
             context = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
             made = t.update(server[t.name], delta, sent, context)
             new[t.name], delta = _step(made, t, "update", delta)
@@ -321,10 +270,6 @@ class Chain(
             made = t.release(server[t.name], step, ctx)
             new[t.name], step = _step(made, t, "release", step)
         return new, step
-
-    def overriding(self, hook: str) -> list[Term]:
-        """Return the terms whose class overrides a hook of every step: the others cost nothing."""
-        return [t for t in self.terms if getattr(type(t), hook) is not getattr(Term, hook)]
 
 
 def _several(made: Any, term: Term, hook: str, names: Sequence[str]) -> Any:
@@ -339,13 +284,21 @@ def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
     """Return (server slot, step) that a hook made of the `given` step; TypeError, ValueError else."""
     what = "delta" if hook == "update" else "step"
     slot, step = _several(made, term, hook, ("server slot", what))
-    must = f"{type(term).__name__}.{hook} must return a {what} with"
-    if not isinstance(step, Mapping) or not given.keys() <= step.keys():
-        raise TypeError(f"{must} an array for each of {list(given)}, not {step!r:.80}")
-    for name, array in given.items():
-        if (shape := getattr(step[name], "shape", None)) != array.shape:
-            raise ValueError(f"{must} '{name}' of shape {array.shape}, not {shape}")
+    _check_like(step, given, term, hook, what)
     return slot, step
+
+
+def _check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:
+    """Raise TypeError or ValueError unless `made` has an array in the shape of each that was `given`."""
+    must = f"{type(term).__name__}.{hook} must return a {what} with"
+    if not isinstance(made, Mapping) or not given.keys() <= made.keys():
+        names = [*made] if isinstance(made, Mapping) else made
+        raise TypeError(f"{must} an array for each of {[*given]}, not {names!r:.80}")
+    for name, array in given.items():
+        shape, whole = getattr(made[name], "shape", None), array.shape
+        in_stack = hook == "correct" and shape == whole[1:]  # a stack's array without its clients
+        if shape != whole and not in_stack:
+            raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {shape}")
 
 
 def name_of(terms: Iterable[Term | type[Term]]) -> str:
@@ -370,29 +323,24 @@ def _check_hooks(term: Term) -> None:
     kind = type(term)
     if kind in _CHECKED:
         return
-    owners: list[Any] = [Term, *(a for a in ABILITIES if isinstance(term, a))]
-    for of in owners:
-        for hook in HOOKS if of is Term else of.__abstractmethods__:
-            _, *names = signature(getattr(of, hook)).parameters
-            takes = signature(getattr(term, hook))
-            try:
-                takes.bind(*names)
-            except TypeError:
-                raise TypeError(
-                    f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes "
-                    f"({', '.join(takes.parameters)})"
-                ) from None
-    known = {name for of in (Term, *ABILITIES) for name in dir(of)}
-    hooks = [*HOOKS, *(name for ability in ABILITIES for name in ability.__abstractmethods__)]
+    own_hooks = [hook for hook in _HOMES if overrides(kind, hook)]
+    for hook in own_hooks:
+        _, *names = signature(getattr(_HOMES[hook], hook)).parameters
+        takes = signature(getattr(term, hook))
+        try:
+            takes.bind(*names)
+        except TypeError:
+            raise TypeError(
+                f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes "
+                f"({', '.join(takes.parameters)})"
+            ) from None
+    known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
-    near = {n: difflib.get_close_matches(n, hooks, 1, 0.75) for n in public if n not in known}
+    near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
     meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
-    acts = issubclass(kind, ABILITIES) or any(
-        getattr(kind, hook) is not getattr(Term, hook) for hook in HOOKS
-    )
-    nothing = f"the term {kind.__name__} has no hook and no ability, so it changes nothing{meant}"
-    if meant and not acts:
-        raise TypeError(nothing)
+    what = f"the term {kind.__name__} has no hook and no ability, so it changes nothing{meant}"
+    if meant and not own_hooks:
+        raise TypeError(what)
     _CHECKED.add(kind)
     if meant:
         LOG.warning(
@@ -400,8 +348,8 @@ def _check_hooks(term: Term) -> None:
             kind.__name__,
             meant,
         )
-    elif not acts and kind is not Term:
-        LOG.warning("%s", nothing)
+    elif not own_hooks and kind is not Term:
+        LOG.warning("%s", what)
 
 
 def own_context(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
@@ -421,10 +369,8 @@ def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:
         pid: {key: (tuple(a.shape), str(a.dtype)) for key, a in upload.items()}
         for pid, upload in sorted(uploads.items())
     }
-    counts: dict[str, Counter[Any]] = {}
-    for key, kind in (pair for of_one in kinds.values() for pair in of_one.items()):
-        counts.setdefault(key, Counter())[kind] += 1
-    usual = {key: count.most_common(1)[0][0] for key, count in counts.items()}
+    keys = {key for of_one in kinds.values() for key in of_one}
+    usual = {key: mode(k[key] for k in kinds.values() if key in k) for key in keys}
     return {
         pid: f"'{key}' is {kind}, but most clients' {usual[key]}"
         for pid, of_one in kinds.items()
@@ -448,17 +394,15 @@ def chain(terms: Sequence[Term]) -> Chain:
     """
     terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
     names = [t.name for t in terms]
-    if odd := [n for n in names if not n or n == "regs" or set(n) & set(",+.")]:
+    if odd := [n for n in names if n in ("", "regs") or set(n) & set(",+.")]:
         raise ValueError(
             f"a term's name is part of keys: it must not be {odd[0]!r} (empty, 'regs', or with one of ,+.)"
         )
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(
-            f"each term may appear once, but {_listed(twice)} appears more often: keep one"
-        )
+        raise ValueError(f"each term may appear once, but {_listed(twice)} appears more often")
     for t in terms:
-        needs = {n for n in t.needs if not n.startswith(OUTPUT_OF)}
-        if strange := sorted(needs - set(NEEDS)):
+        needs = [n for n in t.needs if not n.startswith(OUTPUT_OF)]
+        if strange := sorted({*needs} - {*NEEDS}):
             possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]
             raise ValueError(f"'{t.name}' needs {strange}, but a term can need {possible}")
         if "_checked" not in vars(t):
@@ -476,26 +420,24 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"{_listed([t.name, *others])} are versions of one term and together would count twice: "
                 "keep one"
             )
-    for abilities, what in ONLY_ONE:
-        if len(several := [t.name for t in terms if isinstance(t, abilities)]) > 1:
+    for kinds, what in ONLY_ONE.items():
+        if len(several := [t.name for t in terms if isinstance(t, kinds)]) > 1:
             raise ValueError(f"only one term can {what}, but {_listed(several)} do: keep one")
-    owners = [t.name for t in terms if isinstance(t, Steps)]
+    owners = [t.name for t in terms if isinstance(t, abilities.Steps)]
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:
         raise ValueError(
             f"updates run right to left, so {_listed(late)} would alter the step after '{owners[0]}' has "
             f"made it: put them behind '{owners[0]}', or set keeps_delta if they return delta unchanged"
         )
-    if early := [t.name for t in terms[:-1] if isinstance(t, Compresses)]:
-        raise ValueError(
-            f"a term that compresses the update comes last: move {_listed(early)} to the end"
-        )
-    shifts = [i for i, t in enumerate(terms) if t.acts("start")]
-    ahead = [t for t in terms[: max(shifts, default=0)] if not t.acts("start")]
+    if early := [t.name for t in terms[:-1] if isinstance(t, abilities.Compresses)]:
+        raise ValueError(f"a term that compresses comes last: move {_listed(early)} to the end")
+    last = max((i for i, t in enumerate(terms) if t.acts("start")), default=0)
+    ahead = [t for t in terms[:last] if not t.acts("start")]
     if early := [t.name for t in ahead if t.acts("finish")]:
         raise ValueError(
-            f"{_listed(early)} would see a client's update before '{terms[max(shifts)].name}' has undone "
-            f"its shift of the starting point: put them behind '{terms[max(shifts)].name}'"
+            f"{_listed(early)} would see a client's update before '{names[last]}' has undone its shift of "
+            f"the starting point: put them behind '{names[last]}'"
         )
     return Chain(tuple(terms))
 
@@ -507,32 +449,29 @@ def _listed(names: Sequence[str]) -> str:
 
 def check_instances(terms: Any, who: str) -> Sequence[Term]:
     """Return the terms of a strategy of class `who`; TypeError unless they are a list of instances."""
-    _check_list(terms, who, f"terms, such as {who}([Proximal(0.1)])")
-    for term in terms:
-        if isinstance(term, Term):
-            continue
-        hint = " (a client's are classes)" if _is_term_class(term) else ""
-        if inner_terms := getattr(getattr(term, "term", None), "terms", ()):
-            hint = f"; give its terms, {list(inner_terms)}"
-        raise TypeError(
-            f"{who}'s terms are instances, such as Proximal(0.1), not {named(term)}{hint}"
-        )
+    for term in _list(terms, who, f"terms, such as {who}([Proximal(0.1)])"):
+        if not isinstance(term, Term):
+            hint = " (a client's are classes)" if _is_term_class(term) else ""
+            if inner_terms := getattr(getattr(term, "term", None), "terms", ()):
+                hint = f"; give its terms, {list(inner_terms)}"
+            given = f"{named(term)}{hint}"
+            raise TypeError(f"{who}'s terms are instances, such as Proximal(0.1), not {given}")
     return list(terms)
 
 
 def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     """Return the terms of a client of class `who`; TypeError unless they are a list of classes."""
-    _check_list(terms, who, "classes of terms, such as terms=[Proximal]")
-    for term in terms:
+    for term in _list(terms, who, "classes of terms, such as terms=[Proximal]"):
         if not _is_term_class(term):
             hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
             raise TypeError(f"{who}'s terms are classes, such as Proximal, not {named(term)}{hint}")
     return tuple(terms)
 
 
-def _check_list(terms: Any, who: str, expected: str) -> None:
+def _list(terms: Any, who: str, expected: str) -> Sequence[Any]:
     if not isinstance(terms, Sequence) or isinstance(terms, str):
         raise TypeError(f"{who} takes a list of {expected}, not {named(terms)}")
+    return terms
 
 
 def _is_term_class(term: Any) -> bool:

@@ -108,6 +108,11 @@ def check_ranges(owner: Any) -> None:
 CLIENT_HOOKS = ("start", "loss", "correct", "finish")
 
 
+def overrides(kind: type, hook: str) -> bool:
+    """Whether a class of terms has its own hook; or the method of an ability, which `Term` has not."""
+    return getattr(kind, hook, None) is not getattr(Term, hook, None)
+
+
 @dataclass(frozen=True)
 class Term:
     """One ingredient of a method: a frozen dataclass. Every hook is the identity by default.
@@ -154,7 +159,8 @@ class Term:
     ranges: ClassVar[Ranges] = {}
     server_only: ClassVar[bool] = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, composes: bool = False, **kwargs: Any) -> None:
+        """Check a class of terms; one that `composes` terms has the methods of their abilities."""
         super().__init_subclass__(**kwargs)
         if cls.name == Term.name:
             cls.name = cls.__name__
@@ -166,13 +172,13 @@ class Term:
                 )
         for ability in ABILITIES:
             names = sorted(n for n in ability.__abstractmethods__ if hasattr(cls, n))
-            if names and ability not in cls.__mro__:
+            if names and ability not in cls.__mro__ and not composes:
                 raise TypeError(
                     f"{cls.__name__} defines {names[0]}(), but does not inherit {ability.__name__}: "
                     f"write class {cls.__name__}(Term, {ability.__name__})"
                 )
         if "server_only" not in vars(cls):
-            acts = any(getattr(cls, hook) is not getattr(Term, hook) for hook in CLIENT_HOOKS)
+            acts = any(overrides(cls, hook) for hook in CLIENT_HOOKS)
             cls.server_only = not (acts or any(ability in cls.__mro__ for ability in ON_CLIENTS))
 
     def __post_init__(self) -> None:
@@ -210,7 +216,7 @@ class Term:
 
         A term whose settings switch a hook off may say so here.
         """
-        return hasattr(self, hook) and getattr(type(self), hook) is not getattr(Term, hook, None)
+        return overrides(type(self), hook)
 
     def config(self) -> dict[str, Any]:
         """Return ``"<name>.<field>" -> value``, without the fields that are None."""

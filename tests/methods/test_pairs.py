@@ -48,7 +48,7 @@ REFUSED: list[tuple[set[Any], set[Any], str]] = [
     (OWNERS, OWNERS, r"only one term can own the server's step, but '.*' and '.*' do: keep"),
     (FEATURES, FEATURES, "'rfedavg' and .*'rfedavg-plus'.* would count twice: keep one"),
     (FISHER, FISHER, "'fedcurv' and .*'elastic'.* would count twice: keep one"),
-    ({fr.SparseTernary}, set(KINDS), "compresses the update comes last: move 'ternary'"),
+    ({fr.SparseTernary}, set(KINDS), "compresses comes last: move 'ternary'"),
     # they look at v_k, and only FedADC's `finish` makes v_k of where its shifted steps ended
     ({*FISHER, fr.FeatureTable}, {fr.EmbeddedMomentum}, "update before 'fedadc'.*put them behind"),
 ]
