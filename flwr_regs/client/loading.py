@@ -12,12 +12,7 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.memory import to_numpy
-from flwr_regs.client.train.trainable import (
-    Every,
-    every_parameter,
-    first_names,
-    trained_parameters,
-)
+from flwr_regs.client.train.trainable import Every, every_parameter, first_names, trained_parameters
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     OTHER_FROZEN,

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,16 +21,10 @@ from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
-from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, Tap
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.optimizer import (
-    ClientOptimizer,
-    OptimizerFn,
-    clip,
-    momentum_of,
-)
+from flwr_regs.client.train.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
@@ -157,22 +152,25 @@ class LocalTraining:
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
             both = f"epochs={epochs} and steps={steps}"
             raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
-        check_optimizer(config or {}, "config")
+        config = config or {}
+        check_optimizer(config, "config")
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
         self.lr, self.device = lr, data.resolve_device(device)
         self._task = Task(loss_fn, target_key, output_fn)
         self._data = pairs = self._task.pairs(train_data)
-        self._term, self._kept = term, client or {}
-        terms = term.terms if isinstance(term, Chain) else (term,)
-        self._whole = whole = Chain(terms)
-        whole.restrict(config or {})
+        slots = [broadcast or {}, client or {}]
+        self._alone = None if isinstance(term, Chain) else term.name
+        if not isinstance(term, Chain):
+            term, slots = Chain((term,)), [{term.name: slot} for slot in slots]
+        self._term, self._kept = term, slots[1]
+        term.restrict(config)
         model.to(self.device)
         model.train(train_mode)
-        private = private_entries(model, whole)
+        private = private_entries(model, term)
         every = every_parameter(model)
-        self._trained = trained_parameters(model, whole, every)
+        self._trained = trained_parameters(model, term, every)
         trained_ids = {id(p) for p in self._trained.values()}
         self._held = [p for _, p in every if p.requires_grad and id(p) not in trained_ids]
         self._params = {name: p for name, p in self._trained.items() if name not in private}
@@ -181,54 +179,49 @@ class LocalTraining:
                 f"{type(model).__name__} shares no parameter with requires_grad=True"
                 + (" that the method does not hold still" if self._held else "")
             )
-        planned = steps or (epochs or 0) * data.count_batches(pairs)
-        self.planned_steps = planned
+        self.planned_steps = planned = steps or (epochs or 0) * data.count_batches(pairs)
         self.num_steps = planned if max_steps is None else min(planned, max_steps)
         self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
-        needs = {need for t in terms for need in t.needs}
+        needs = {need for t in term.terms for need in t.needs}
         self._teaches = "start_output" in needs
-        self._tap = FeatureTap(model, classifier) if "features" in needs else None
-        self._layers = {name: OutputTap(model, name) for name in layers_of(terms)}
-        # in the order in which they are made
-        self._taps: list[Tap] = [*filter(None, [self._tap]), *self._layers.values()]
+        self._taps = taps = ExitStack()
+        features = "features" in needs
+        self._tap = taps.enter_context(FeatureTap(model, classifier)) if features else None
+        self._layers = {n: taps.enter_context(OutputTap(model, n)) for n in layers_of(term.terms)}
         counts = data.label_counts(pairs) if "label_counts" in needs else None
-        self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
-        whole_gradients = any(t.acts("correct") and not t.elementwise for t in terms)
+        self._measures = Measures(model, pairs, self._task, self.device, classifier)
+        whole_gradients = any(t.acts("correct") and not t.elementwise for t in term.terms)
         self._replay = data.Replay(
             pairs,
             self.device,
-            batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
+            batches=whole_gradients or any(t.acts("finish") for t in term.terms),  # for `train`
             forwards=whole_gradients,  # for `gradient_at`
         )
         me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
-        self._ctx = measures.context(
+        self._ctx = self._measures.context(
             {name: v.clone() for name, v in self._values.items()},
             lr,
-            read=bool(terms),
+            read=bool(term.terms),
             num_steps=self.num_steps,
             planned_steps=planned,
-            budget_steps=self.num_steps,
-            broadcast=data.to_device(broadcast or {}, self.device),
-            client=data.to_device(self._kept, self.device),
+            broadcast=data.to_device(slots[0], self.device),
+            client=data.to_device(slots[1], self.device),
             gradient_at=partial(type(self)._gradient_at, me),
             train=partial(type(self)._train, me),
             label_counts=data.to_device(counts, self.device),
             client_id=client_id,
-            config=config or {},
+            config=config,
         )
-        self._evolves = any(isinstance(t, Evolves) for t in terms)
-        self._corrects = self._evolves or bool(whole.overriding("correct"))
-        self._adds_loss = bool(whole.overriding("loss"))
-        self._reads_steps = self._adds_loss or self._corrects
-        self._in_step = self._in_loss = False
+        self._evolves = bool(term.overriding("evolve"))
+        self._corrects = self._evolves or bool(term.overriding("correct"))
+        self._adds_loss = bool(term.overriding("loss"))
+        self._perturbs = bool(term.overriding("point"))
+        self._in_step = self._went_back = False
         self._step_ctx = self._ctx
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
-        self._taken = self._processed = 0
-        self._clip_norm: float | None = self._ctx.config.get("clip-norm")
-        self._optimizer = ClientOptimizer(whole, self._trained, self._ctx)
-        self._went_back = False
-        self._perturbs = any(isinstance(t, Perturbs) for t in terms)
+        self._taken = 0
+        self._optimizer = ClientOptimizer(term, self._trained, self._ctx)
         self._before: Arrays | None = None  # the parameters, while the model is perturbed
         self._begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
         self._would_move = False  # whether plain SGD's first step moves the model
@@ -241,8 +234,6 @@ class LocalTraining:
 
     def _tapped(self) -> dict[str, Any]:
         """Return what the taps saw in the last forward pass, as fields of a context."""
-        if not self._taps:
-            return {}
         layers = {name: tap.value for name, tap in self._layers.items()}
         return {"features": None if self._tap is None else self._tap.value, "layers": layers}
 
@@ -282,7 +273,7 @@ class LocalTraining:
             return
         values = self._values
         with torch.no_grad():
-            there = cast(Perturbs, self._term).point(values, self._ctx)
+            there = self._term.point(values, self._ctx)
         self._before = {n: v.clone() for n, v in values.items()}
         if there is not values:
             _write(values, there)
@@ -299,7 +290,7 @@ class LocalTraining:
         `output` is what the model returned. Raises TypeError if it holds no logits, and ValueError for a
         method that reads features if the model was given compiled.
         """
-        if self._taps and self._called is not self.model:
+        if (self._tap or self._layers) and self._called is not self.model:
             raise ValueError(
                 "the method reads features, which a compiled model does not show: give and call the model "
                 "without torch.compile"
@@ -317,66 +308,52 @@ class LocalTraining:
         did.
         """
         self._perturb()  # again, if an optimiser calls its closure more than once
-        model = self.model if self._taps else self._called  # compiled, it does not run hooks
-        output = None
+        # a compiled model does not run hooks
+        model = self.model if self._tap or self._layers else self._called
+        output, loss_fn = None, self._task.loss_fn
+        first = not self._sizes and remedies.is_cross_entropy(loss_fn)
         try:
             output = self._task.output(model, inputs, targets)
-            if not self._processed and self.device.type != "cpu":
-                self._check_labels(output, targets)  # a GPU's own error says nothing, and stays
+            on_gpu = self.device.type != "cpu" and isinstance(targets, Tensor)
+            if on_gpu and first and (wrong := remedies.wrong_label(output, targets, loss_fn)):
+                raise ValueError(wrong)  # a GPU's own error says nothing, and stays
             base = self._task.loss(output, targets)
-            if (
-                not self._processed
-                and remedies.is_cross_entropy(self._task.loss_fn)
-                and remedies.are_probabilities(output)
-            ):
+            if first and remedies.are_probabilities(output):
                 warnings.warn(SOFTMAX, stacklevel=2)
         except Exception as error:
-            loss_fn = self._task.loss_fn
             help_ = remedies.remedy(error, inputs, output, targets, model, loss_fn)
             if help_ and help_ != str(error):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
         return self._objective(base, inputs, targets, output, watched)
 
-    def _check_labels(self, output: Any, targets: Any) -> None:
-        loss_fn = self._task.loss_fn
-        by_class = remedies.is_cross_entropy(loss_fn) and isinstance(targets, Tensor)
-        if by_class and (wrong := remedies.wrong_label(output, targets, loss_fn)):
-            raise ValueError(wrong)
-
     def _objective(
         self, base: Tensor, inputs: Any, targets: Any, output: Any, watched: bool = True
     ) -> Tensor:
         """Return the step's loss; `correct` then demands that backward goes through it."""
         size = data.batch_size(targets)
-        if not self._processed and not remedies.are_finite(data.tensors([inputs, targets])):
-            raise ValueError(remedies.not_finite(self._data))
-        self._losses.append(base.detach())
-        self._sizes.append(size)
-        self._processed += size
-        if not self._ctx.batch_size:
+        if not self._sizes:
+            if not remedies.are_finite(data.tensors([inputs, targets])):
+                raise ValueError(remedies.not_finite(self._data))
             if self._tap is not None:
                 self._tap.check(output)
             self._ctx = changed(self._with_every_class(output), batch_size=size)
-        self._step_ctx = self._of_step(inputs, targets, output)
-        self._in_step = True
-        loss = base
-        if self._adds_loss:
-            self._in_loss = True
-            loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
-            self._in_loss = False
+        self._losses.append(base.detach())
+        self._sizes.append(size)
+        self._step_ctx, self._in_step = self._of_step(inputs, targets, output), False
+        loss = self._term.loss(base, self._params, self._step_ctx) if self._adds_loss else base
         if not loss.requires_grad:
             raise RuntimeError(
                 "the loss depends on no parameter that is trained: nothing can be learnt"
             )
-        self._went_back = not watched
+        self._in_step, self._went_back = True, not watched
         if watched:
-            loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda _: setattr(self, "_went_back", True))
         return loss
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
-        if not self._reads_steps:
+        if not self._adds_loss and not self._corrects:
             return self._ctx
         tapped, start = self._tapped(), None  # before another forward pass
         if self._teaches:
@@ -421,7 +398,7 @@ class LocalTraining:
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
             if self._evolves:
-                slots = cast(Evolves, self._term).evolve(grads, self._values, self._step_ctx)
+                slots = self._term.evolve(grads, self._values, self._step_ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             given = [*grads.values(), *self._values.values()]
             before = [a._version for a in given]
@@ -429,7 +406,7 @@ class LocalTraining:
             if (after := [a._version for a in given]) != before:
                 places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
                 touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
-                names = [type(t).__name__ for t in cast(Chain, self._term).overriding("correct")]
+                names = [type(t).__name__ for t in self._term.overriding("correct")]
                 raise TypeError(
                     f"{', '.join(names)}.correct must return new gradients, but it changes {touched} in "
                     "place"
@@ -439,8 +416,8 @@ class LocalTraining:
                     p.grad = corrected[n].to(p.dtype)
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
-        if self._clip_norm is not None:
-            clip(self._trained.values(), self._clip_norm)
+        if (norm := self._ctx.config.get("clip-norm")) is not None:
+            clip(self._trained.values(), norm)
         if not self._taken:
             with torch.no_grad():
                 self._would_move = any(
@@ -462,7 +439,7 @@ class LocalTraining:
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         ctx = self._step_ctx
-        if not self._in_step or self._in_loss or not self._replay.forwards:
+        if not self._in_step or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
@@ -478,8 +455,7 @@ class LocalTraining:
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
-        for tap in reversed(self._taps):
-            tap.close()
+        self._taps.close()
 
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
@@ -501,6 +477,8 @@ class LocalTraining:
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        if self._alone is not None:
+            upload, kept = upload.get(self._alone, {}), kept[self._alone]
         if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():
@@ -508,7 +486,7 @@ class LocalTraining:
         self.close()
         losses = torch.stack(self._losses or [torch.zeros(())]).reshape(-1).cpu().double()
         sizes = torch.tensor(self._sizes or [0], dtype=torch.float64)
-        loss = float(losses @ sizes) / max(self._processed, 1)
+        loss = float(losses @ sizes) / max(sum(self._sizes), 1)
         if not math.isfinite(loss):
             if lost := remedies.not_finite(self._data):
                 raise ValueError(lost)
@@ -526,7 +504,7 @@ class LocalTraining:
             num_examples=data.count_examples(self._data),
             num_steps=taken,
             planned_steps=self.planned_steps,
-            examples_processed=self._processed,
+            examples_processed=sum(self._sizes),
             loss=loss,
             rose=has_risen(loss, float(losses[0])),
             output_layer=None if self._tap is None else self._tap.layer,

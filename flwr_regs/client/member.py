@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import flwr_regs.client.train.batches as batches
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory, personal
@@ -22,29 +23,13 @@ from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
-from flwr_regs.client.train.batches import (
-    Batches,
-    batch_size,
-    count_batches,
-    count_examples,
-    resolve_device,
-    seeded,
-    to_device,
-)
-from flwr_regs.client.train.batches import label_counts as count_labels
 from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term
+from flwr_regs.wire import arrays as wired
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import (
-    ForeignStrategy,
-    NDArrays,
-    ProtocolError,
-    in_code_order,
-    listed,
-    untrainable,
-)
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, in_code_order
 from flwr_regs.wire.config import check_evaluate_config, check_train_config, plain
 from flwr_regs.wire.delta import decoded_model
 from flwr_regs.wire.parcel import Parcel
@@ -83,8 +68,8 @@ class Client(Protocol):
 
     model: torch.nn.Module
     task: Task
-    train_data: Batches
-    eval_data: Batches | None
+    train_data: batches.Batches
+    eval_data: batches.Batches | None
     optimizer: OptimizerFn | None
     device: str | torch.device
     classifier: str | None
@@ -118,8 +103,8 @@ class Member:
     layout : Layout
     broadcast : Slot
         By term name.
-    memory, begun : Memory, Begun
-        What the client remembers, and what of it the round begins with.
+    memory, begun, folder : Memory, Begun, Folder
+        What the client remembers, and what of it the round begins with; where it saves that, if it does.
     """
 
     who: Identity
@@ -130,6 +115,7 @@ class Member:
     broadcast: Slot
     memory: Memory
     begun: Begun
+    folder: Folder | None
 
     @property
     def probing(self) -> bool:
@@ -160,26 +146,25 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
 
     `held` is what the client remembers. Raises what :func:`begin` and the training raise.
     """
-    device, data, task = resolve_device(client.device), client.train_data, client.task
-    model = uncompiled(client.model)
-    member = begin(message, held, model, client.identity)
-    with seeded(member.config[keys.SEED_KEY], device):
+    over_data = measures(client)
+    member = begin(message, held, over_data.model, client.identity)
+    with batches.seeded(member.config[keys.SEED_KEY], over_data.device):
         if member.probing:
-            reply, held = probe(member, measures(client))
+            reply, held = probe(member, over_data)
         else:
             result = local_round(
                 client.model,
                 member.term,
-                data,
+                client.train_data,
                 optimizer=client.optimizer,
-                device=device,
+                device=over_data.device,
                 classifier=client.classifier,
                 max_steps=client.step_budget,
                 max_seconds=client.time_budget,
-                **vars(task),
+                **vars(client.task),
                 **member.duration,
             )
-            reply, held = end(member, result, measures(client))
+            reply, held = end(member, result, over_data)
     return Answer(reply, held, member.rebuilt)
 
 
@@ -193,19 +178,20 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
             f"{client.identity.who} was built without eval_data; "
             "pass it, or set fraction_evaluate=0 on the strategy"
         )
-    term, slots, config = evaluated(message, held, uncompiled(client.model), client.identity)
+    over_data = measures(client)
+    term, slots, config = evaluated(message, held, over_data.model, client.identity)
     how = {"optimizer": client.optimizer, "folder": client.save_private}
     loss, count, metrics = personal.evaluate(
-        measures(client), term, client.eval_data, message.config, slots, **how
+        over_data, term, client.eval_data, message.config, slots, **how
     )
     if "personalise" in message.config and message.config.get("personal-part") != "all":
-        config[keys.LAYER_KEY] = find_classifier(uncompiled(client.model), client.classifier)
+        config[keys.LAYER_KEY] = find_classifier(over_data.model, client.classifier)
     return Answer(Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held)
 
 
 def measures(client: Client) -> Measures:
     """Return the functions over a client's data."""
-    model, device = uncompiled(client.model), resolve_device(client.device)
+    model, device = uncompiled(client.model), batches.resolve_device(client.device)
     return Measures(model, client.train_data, client.task, device, client.classifier)
 
 
@@ -228,12 +214,13 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
     term = method_of(who, config)
     check_custody(who.private, model, term)
     arrays, step = model_of(message, model, term)
-    if who.folder is not None:
-        held = Folder(who.folder, config).completed(held, config)
+    folder = None if who.folder is None else Folder(who.folder, config)
+    if folder is not None:
+        held = folder.completed(held, config)
     begun = memory.begin(held, term, config, bool(private_entries(model, term)))
     layout = load(model, term, arrays, config, begun.private)
     broadcast = broadcast_of(term, message.records, step, layout.trained, config)
-    return Member(who, term, config, arrays, layout, broadcast, held, begun)
+    return Member(who, term, config, arrays, layout, broadcast, held, begun, folder)
 
 
 def model_of(
@@ -264,9 +251,9 @@ def broadcast_of(
     steps = {n: torch.from_numpy(np.array(a)) for n, a in (step or {}).items() if n in trained}
     slots = {} if step is None else term.recover(steps, config[keys.PREVIOUS_LR_KEY])
     for t in term.terms:
-        record = records.get(f"{t.name}.broadcast", {})
-        came = {k: torch.from_numpy(np.array(a)) for k, a in record.items()}
-        if came:  # beside what is recovered, such as what came for this client alone
+        if record := records.get(f"{t.name}.broadcast"):
+            came = {k: torch.from_numpy(np.array(a)) for k, a in record.items()}
+            # beside what is recovered, such as what came for this client alone
             slots[t.name] = {**slots.get(t.name, {}), **came}
     return slots
 
@@ -297,11 +284,10 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
         private = {n: result.state[n] for n in layout.private}
         held = memory.end(held, member.config, result.client, private, member.who.method)
         words += [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
-    if member.who.folder is not None:
+    if member.folder is not None:
         how = {"lr": member.config["lr"], "config": plain(member.config)}
         own_arrays = personal.trained_model(term, measures, result, **how)
-        folder = Folder(member.who.folder, member.config)
-        if own_arrays and not folder.write_personal(own_arrays):
+        if own_arrays and not member.folder.write_personal(own_arrays):
             words.append(keys.NOT_SAVED)
     config |= _ended(member, held, words)
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
@@ -318,7 +304,7 @@ def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
         config=plain(member.config),
     )
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
-    metrics = {"num-examples": count_examples(measures.data)}
+    metrics = {"num-examples": batches.count_examples(measures.data)}
     return Parcel(_uploads(upload), _ended(member, held), metrics), held
 
 
@@ -328,8 +314,7 @@ def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str,
     `words` are what it says, beside what it has lost.
     """
     said = [*(f"lost {what}" for what in member.begun.lost), *words]
-    folder = None if member.who.folder is None else Folder(member.who.folder, member.config)
-    if folder and held is not member.memory and not folder.write(held, member.config):
+    if member.folder and held is not member.memory and not member.folder.write(held, member.config):
         said.append(keys.NOT_SAVED)
     return {keys.METHOD_KEY: member.who.method, **reply_entries(member.config, said)}
 
@@ -340,8 +325,8 @@ def model_entries(
     """Return a reply's entries about the model; `config` and `arrays` are those of its message."""
     buffers = frozenset(n for n in arrays if n not in layout.trained)
     entries: dict[str, Any] = {}
-    if layout.tied or buffers != untrainable(arrays):
-        entries[keys.NOT_TRAINED_KEY] = listed(buffers, layout.tied)
+    if layout.tied or buffers != wired.untrainable(arrays):
+        entries[keys.NOT_TRAINED_KEY] = wired.listed(buffers, layout.tied)
     if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in config:
         entries[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
     if output_layer is not None:
@@ -392,7 +377,7 @@ def first_exchange(
     The model of `measures` holds ``w_t``; `told` are `lr`, `client_id` and `config` of a context.
     """
     model, pairs, device = measures.model, measures.data, measures.device
-    count_batches(pairs)  # raises if there is no data
+    batches.count_batches(pairs)  # raises if there is no data
     model.to(device)
     private = private_entries(model, term)
     with torch.random.fork_rng(devices=[]):
@@ -401,32 +386,31 @@ def first_exchange(
     ctx = measures.context(
         {n: p.detach() for n, p in trained_parameters(model, term).items() if n not in private},
         num_steps=0,
-        client=to_device(client, device),
-        label_counts=count_labels(pairs).to(device) if counts else None,
-        batch_size=batch_size(targets),
+        client=batches.to_device(client, device),
+        label_counts=batches.label_counts(pairs).to(device) if counts else None,
+        batch_size=batches.batch_size(targets),
         **told,
     )
     upload, kept = term.probe(ctx)
-    return to_device(upload, "cpu"), to_device(kept, "cpu")
+    return batches.to_device(upload, "cpu"), batches.to_device(kept, "cpu")
 
 
 def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     me = f"this client is {who.who} ({who.method})"
     if keys.METHOD_KEY not in config:
+        name = who.method.partition("+")[0]
         raise ForeignStrategy(
-            f"{me}, but the strategy named no method; use flwr_regs.{who.method.partition('+')[0]} or "
-            "RegStrategy"
+            f"{me}, but the strategy named no method; use flwr_regs.{name} or RegStrategy"
         )
-    if config[keys.METHOD_KEY] != who.method:
+    if (named := config[keys.METHOD_KEY]) != who.method:
         raise ProtocolError(
-            f"{me}, but the strategy runs '{config[keys.METHOD_KEY]}'; "
-            "the strategy and the client must be of the same method"
+            f"{me}, but the strategy runs '{named}'; both must be of the same method"
         )
-    if config.get(keys.PROTOCOL_KEY) != keys.PROTOCOL:
+    if (spoken := config.get(keys.PROTOCOL_KEY)) != keys.PROTOCOL:
         raise ProtocolError(
-            f"{me} and speaks protocol {keys.PROTOCOL}, but the strategy speaks "
-            f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
+            f"{me} and speaks protocol {keys.PROTOCOL}, but the strategy speaks {spoken}; install the same "
+            "flwr-regs version on both sides"
         )
     term = chain(_built(who, config))
     check_train_config(_own(config), also=list(term.config()))
