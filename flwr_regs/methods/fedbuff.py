@@ -216,7 +216,8 @@ class BufferedTraining(Training):
             for pid in drawn:
                 sent, again = request.parcels[pid], began.count(pid)
                 if again:  # other batches than from the same model before
-                    seed = np.random.SeedSequence((*key, pid, again)).generate_state(1)
+                    key = options.seed, number, pid, again
+                    seed = np.random.SeedSequence(key).generate_state(1)
                     sent = replace(sent, config={**sent.config, keys.SEED_KEY: int(seed[0])})
                 took = 0.0 if elsewhere else plan.duration(options.seed, pid, self._turns)
                 self._at_work[pid] = self._turns, self._clock + took, sent
