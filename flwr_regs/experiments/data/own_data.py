@@ -147,11 +147,13 @@ def _inputs(name: str, value: Any) -> Array:
         raise ValueError(f"{name} has entries of type {x.dtype}; expected floats or integers")
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"{name} has no examples: its shape is {x.shape}")
+    wide = np.int64 if x.dtype.kind == "u" and x.dtype.itemsize > 1 else x.dtype.newbyteorder("=")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+        x = np.ascontiguousarray(x, dtype=np.float32 if x.dtype.kind == "f" else wide)
     if len(wrong := np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))):
         many = f"{len(wrong)} of {len(x)} examples"
         raise ValueError(f"{name} has NaN or infinity in {many}, the first in {name}[{wrong[0]}]")
-    wide = np.int64 if x.dtype.kind == "u" and x.dtype.itemsize > 1 else x.dtype.newbyteorder("=")
-    return np.ascontiguousarray(x, dtype=np.float32 if x.dtype.kind == "f" else wide)
+    return x
 
 
 def _whole_numbers(name: str, value: Any, count: int) -> Array:
