@@ -26,10 +26,10 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
             for metric in card.metrics:
                 *ours, n = (None if x != x else x for x in means.loc[label, metric])
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
-                reported = panel.reports.get(metric, {}).get(row.name)
+                reported = panel.reports.get(metric, {}).get(row.name, [])
                 theirs = reported if isinstance(reported, list) else [reported]
-                scaled = [None if value is None else scale * value for value in theirs]
-                cells = (panel.name, row.name, metric, *ours, int(n or 0), *scaled, None)
+                scaled = (scale * value for value in theirs)
+                cells = (panel.name, row.name, metric, *ours, int(n or 0), *scaled, None, None)
                 rows.append(dict(zip(names, cells, strict=False)))
     return rows
 
