@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.data.catalogue import DATASETS, parsed
 from flwr_regs.experiments.extras import table_beside
 from flwr_regs.experiments.models.architectures import MODELS
@@ -78,7 +79,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
                 given[ours] = value
         for name in given:
             if name not in DEFAULTS:
-                hint = f"{nearest(name, [*DEFAULTS, *FIELD_KEYS])} (`flwr-regs list settings` shows all)"
+                hint = f"{_hint(name)} (`flwr-regs list settings` shows all)"
                 raise ValueError(f"unknown setting '{name}'{hint}")
         return cls(**{field_name(name): _checked(SETTINGS[name], of) for name, of in given.items()})
 
@@ -139,6 +140,16 @@ def split_in_words(settings: Mapping[str, Any]) -> str:
     partition = str(settings["partition"])
     own = [f"{settings[name]:g}" for name, kinds in OF_PARTITIONS.items() if partition in kinds]
     return partition + f"({', '.join(own)})" * bool(own)
+
+
+def _hint(name: str) -> str:
+    """Name the setting that is nearest to one that does not exist, or say how a parameter is given."""
+    methods = {method.lower(): method for method in catalogue()}
+    method, _, parameter = key(name).partition("-")
+    if parameter and method in methods:
+        call = f"{methods[method]}({field_name(parameter)}=...)"
+        return f"; a method's parameters stand in its call, such as methods='{call}'"
+    return nearest(name, [*DEFAULTS, *FIELD_KEYS])
 
 
 def read(name: str, text: str) -> Any:

@@ -49,7 +49,7 @@ class Space:
             raise ValueError(f"--tune must look like lr=0.02..2 or FedFOR.alpha=1,2, not '{text}'")
         key = FIELD_KEYS.get(key, key)
         if "." not in key and key not in DEFAULTS:
-            hint = f"{nearest(key, DEFAULTS)} (a method's parameter is such as FedFOR.{key})"
+            hint = f"{nearest(key, DEFAULTS)} (a method's parameter is FedFOR.{key}, say)"
             raise ValueError(f"--tune {text}: unknown setting '{key}'{hint}")
         if key in FIXED:
             raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")

@@ -68,7 +68,8 @@ def classes(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
     sizes = np.array([len(rows) for rows in classes])
     most = np.minimum(sizes, n)  # clients that a class can serve
     if m > len(classes):
-        raise ValueError(f"{m} of {len(classes)} classes cannot be: use fewer classes-per-client")
+        what = f"no client can hold {m} of {len(classes)} classes"
+        raise ValueError(f"{what}: use fewer classes-per-client")
     if len(classes) > n * m:
         out = f"{len(classes) - n * m} of {len(classes)} classes would be left out"
         raise ValueError(f"{out} with {m} for each client: use more clients or classes-per-client")
@@ -147,7 +148,8 @@ def dirichlet_niid_bench(labels: Array, n: int, rng: Rng, s: Settings) -> list[A
     """Return NIID-Bench's split: each class is spread over n clients by shares from Dir(α)."""
     classes = _by_label(labels)
     if len(labels) < FEWEST * n:
-        raise ValueError(f"each client needs {FEWEST} examples: use fewer clients or dirichlet-hsu")
+        what = f"each client needs {FEWEST} examples"
+        raise ValueError(f"{what}: use fewer clients or partition=dirichlet-hsu")
 
     def draw() -> list[Array]:
         alpha = s.dirichlet_alpha
