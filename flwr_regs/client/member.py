@@ -237,7 +237,7 @@ def model_of(
         raise ProtocolError("the strategy sends coded steps, but this method has no code for them")
     trained = [n for n in trained_parameters(model, term) if n in arrays]
     tied = {n: first for n, first in tied_names(model, ()).items() if first in trained}
-    return decoded_model(config, arrays, trained, tied, coder.decode)
+    return decoded_model(config, arrays, in_code_order(arrays, trained), tied, coder.decode)
 
 
 def broadcast_of(

@@ -20,8 +20,7 @@ class AccountedBudget:
 
     def check(self, number: int, cohort: int) -> None:
         """Raise PrivacyBudgetExhausted if a round would pass the accountant's `max_epsilon`."""
-        accountant = self._accountant
-        limit = accountant.config.max_epsilon
+        accountant, limit = self._accountant, self._accountant.config.max_epsilon
         if limit is None:
             return
         event = self._event(cohort)
@@ -52,8 +51,7 @@ class AccountedBudget:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the accountant's own record of all releases."""
-        state: dict[str, Any] = self._accountant.state_dict()
-        return state
+        return dict(self._accountant.state_dict())
 
     def restore(self, spent: Mapping[str, Any]) -> None:
         """Count the releases of an earlier record, unless the accountant has counted them already.

@@ -19,12 +19,11 @@ from flwr.clientapp import ClientApp
 from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, Parameters
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
-from flwr_regs.flower.node import closed, guarded, node_mod, of_older_server, opened
+from flwr_regs.flower.node import Memory, closed, guarded, node_mod, of_older_server, opened, told
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack, unpack
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import arrays_in, parcel_of, reply_of, to_record, view_of
-from flwr_regs.wire.text import names_text
 
 METHODS = {"train": "fit", "evaluate": "evaluate"}
 """Kind of message -> the method of a NumPyClient."""
@@ -47,6 +46,7 @@ class MessageContext(Context):
 
 
 ClientFn = Callable[[MessageContext], NumPyClient | Client]
+CountsFn = Callable[[Context], Sequence[int]]
 Register = Callable[[ClientAppCallable], ClientAppCallable]
 
 
@@ -108,8 +108,8 @@ class NumPyClientApp(ClientApp):
         if message_type == keys.LABELS:
             made: Any = self.made(context, message_type, {})
             called = made.to_client() if isinstance(made, NumPyClient) else made
-            told = called.get_properties(GetPropertiesIns({keys.LABELS_KEY: True})).properties
-            return Message(RecordDict({keys.CONFIG: ConfigRecord({**told})}), reply_to=message)
+            said = called.get_properties(GetPropertiesIns({keys.LABELS_KEY: True}))
+            return told(message, said.properties)
         kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
         if kind not in METHODS:
             hint = f"; {_OLDER}" if message_type.startswith("get_") else ""
@@ -132,12 +132,7 @@ class NumPyClientApp(ClientApp):
 
 
 def _called(
-    client: NumPyClient | Client,
-    kind: str,
-    message: Message,
-    context: Context,
-    parcel: Parcel,
-    memory: Mapping[str, bytes],
+    client: Any, kind: str, message: Message, context: Context, parcel: Parcel, memory: Memory
 ) -> Message:
     """Call a user's own client, or one of ours whose `fit` or `evaluate` is, as Flower does.
 
@@ -145,7 +140,7 @@ def _called(
     """
     given = arrays_in(message.content)[keys.ARRAYS]
     beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
-    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(given))}
+    config = {**parcel.config, **beside, keys.NAMES_KEY: json.dumps(list(given))}
     if ours := hasattr(client, "respond"):
         config[keys.MEMORY] = memory
     if isinstance(client, NumPyClient):
@@ -159,9 +154,7 @@ def _called(
         raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
     left = dict(res.metrics)
     closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
-    records: dict[str, Any] = {}
-    numbers: dict[str, Any] = {}
-    texts: dict[str, Any] = {}
+    records, numbers, texts = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for key, value in left.items():
         if isinstance(value, bytes | Mapping) and key.endswith(".upload"):
             records[key] = unpack(value) if isinstance(value, bytes) else value
@@ -196,11 +189,7 @@ class RegClientApp(ClientApp):
         strategy with class-covering cohorts. That is information about the data: off by default.
     """
 
-    def __init__(
-        self,
-        mods: Sequence[Mod] = (),
-        label_counts: Callable[[Context], Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, mods: Sequence[Mod] = (), label_counts: CountsFn | None = None) -> None:
         super().__init__(mods=guarded(mods))
         if label_counts is None:
             return
@@ -208,8 +197,7 @@ class RegClientApp(ClientApp):
         @self.query(keys.LABELS.partition(".")[2])
         def share(message: Message, context: Context) -> Message:
             counts = json.dumps([int(n) for n in label_counts(context)])
-            entries = ConfigRecord({keys.LABELS_KEY: counts})
-            return Message(RecordDict({keys.CONFIG: entries}), reply_to=message)
+            return told(message, {keys.LABELS_KEY: counts})
 
     def train(self, action: str = "default", *, mods: list[Mod] | None = None) -> Register:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""

@@ -10,30 +10,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from logging import INFO, WARNING
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.server.checkpoint.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Folder,
-    latest,
-    versions,
-)
+from flwr_regs.server.checkpoint.checkpoint import CheckpointError, Folder, latest, versions
 from flwr_regs.server.checkpoint.fingerprint import differences
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
 from flwr_regs.wire.files import write_atomically
 
+Given = str | PathLike[str] | None
 LEDGER = "privacy.json"
 """Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
-_RECORDS = {"ConfigRecord": ConfigRecord, "MetricRecord": MetricRecord}
 _PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -89,18 +85,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        options: Options,
-        grid: Grid,
-        result: TrainingResult,
-        resume_from: str | PathLike[str] | None = None,
+        self, options: Options, grid: Grid, result: TrainingResult, resume_from: Given = None
     ) -> None:
         self.resumed = None if resume_from is None else latest(resume_from)
         folder = options.checkpoint_dir
         self._folder = None if folder is None else Folder(folder, self.resumed)
-        self._every = options.checkpoint_every
-        self._grid = grid
-        self._result = result
+        self._every, self._grid, self._result = options.checkpoint_every, grid, result
         self._same: Mapping[str, Any] = {}
         self._training: Training | None = None
         self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
@@ -108,7 +98,7 @@ class Checkpoints:
         self._saved = time.monotonic()
 
     @contextmanager
-    def guarded(self) -> Iterator[Checkpoints]:
+    def guarded(self) -> Iterator[Self]:
         """Save the last finished round at the end of a `start`, whatever ends it.
 
         An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only
@@ -131,10 +121,9 @@ class Checkpoints:
                 )
             return
         if other := differences(resumed.state["fingerprint"], fingerprint):
-            raise CheckpointError(
-                f"{resumed.path} is of another training: {'; '.join(other)}; resume with the same "
-                "settings, or begin a new training with its model as initial_arrays"
-            )
+            remedy = "resume with the same settings, or begin anew with its model as initial_arrays"
+            which = f"another training: {'; '.join(other)}"
+            raise CheckpointError(f"{resumed.path} is of {which}; {remedy}")
         if resumed.round > num_rounds:
             total = f"beyond num_rounds={num_rounds}; this is the total"
             raise CheckpointError(f"{resumed.path} is of round {resumed.round}, {total}")
@@ -151,7 +140,8 @@ class Checkpoints:
         assert resumed is not None
         state = resumed.state
         if (spent := state["training"]["privacy"]["spent"]) is not None:
-            state["training"]["privacy"]["spent"] = self._spent(resumed, spent)
+            start = state["training"]["start"]
+            state["training"]["privacy"]["spent"] = self._spent(resumed.path, start, spent)
         try:
             training.restore(state["training"], resumed.history)
             if state["clients"] is not None and (restore := getattr(self._grid, "restore", None)):
@@ -172,7 +162,7 @@ class Checkpoints:
         """Save this training from now on."""
         self._training = training
         if self._folder is not None:
-            training.privacy.ledger = self._write_ledger
+            training.privacy.ledger = partial(_write_ledger, self._folder.path / LEDGER, training)
 
     def after(self, number: int) -> None:
         """Note a finished round, and save it if it is time to.
@@ -222,39 +212,36 @@ class Checkpoints:
         if self._training is not None:
             self._training.privacy.ledger = None
 
-    def _write_ledger(self, spent: Mapping[str, Any]) -> None:
-        """Write what the accountant has counted, before a noisy mean is used."""
-        assert self._folder is not None
-        assert self._training is not None
-        path = self._folder.path / LEDGER
-        ledger = {"start": self._training.start_id, "spent": spent}
-        try:
-            write_atomically(path, [json.dumps(ledger).encode()])
-        except OSError as error:
-            raise CheckpointError(
-                f"the privacy that this round spends cannot be written to {path} ({error}), and a resumed "
-                "run would not count it: training ends before the round's mean is used"
-            ) from error
-
-    def _spent(self, checkpoint: Checkpoint, spent: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _spent(self, checkpoint: Path, start: str, spent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what was spent up to a checkpoint and since; raise CheckpointError if it is not known."""
-        home = checkpoint.path.parent
+        home = checkpoint.parent
         if self._folder is None or self._folder.path.resolve() != home.resolve():
             only = f"checkpoint_dir={str(home)!r}: that folder counts all that was released"
             raise CheckpointError(f"a run with a privacy accountant goes on only with {only}")
         try:
             ledger = json.loads((home / LEDGER).read_text())
-            if ledger["start"] != checkpoint.state["training"]["start"]:
+            if ledger["start"] != start:
                 raise ValueError("it is of another training")
             since, then = ledger["spent"]["compositions"], spent["compositions"]
             if since[: len(then)] != then:
                 raise ValueError("it lacks releases of the checkpoint")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            unknown = f"it is not known what was released after {checkpoint.path.name}"
+            unknown = f"it is not known what was released after {checkpoint.name}"
             raise CheckpointError(f"{home / LEDGER} cannot be used ({error}): {unknown}") from error
         if more := len(since) - len(then):
-            log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.path.name)
+            log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.name)
         return ledger["spent"]  # type: ignore[no-any-return]
+
+
+def _write_ledger(path: Path, training: Training, spent: Mapping[str, Any]) -> None:
+    """Write what the accountant has counted, before a noisy mean is used."""
+    ledger = json.dumps({"start": training.start_id, "spent": spent})
+    try:
+        write_atomically(path, [ledger.encode()])
+    except OSError as error:
+        spends = f"the privacy that this round spends cannot be written to {path} ({error})"
+        why = "a resumed run would not count it: training ends before the round's mean is used"
+        raise CheckpointError(f"{spends}; {why}") from error
 
 
 @contextmanager
@@ -289,11 +276,11 @@ def _parts(arrays: ArrayRecord) -> dict[str, list[Any]]:
 
 def _records(plain: Mapping[str, list[Any]]) -> RecordDict:
     """Return one client's records again."""
-    records = RecordDict()
-    for key, (kind, values) in plain.items():
-        records[key] = _arrays(values) if kind == "ArrayRecord" else _RECORDS[kind](values)
-    return records
+    return RecordDict({key: _RECORDS[kind](values) for key, (kind, values) in plain.items()})
 
 
 def _arrays(values: Mapping[str, list[Any]]) -> ArrayRecord:
     return ArrayRecord({n: Array(*parts) for n, parts in values.items()})
+
+
+_RECORDS = {c.__name__: c for c in (ConfigRecord, MetricRecord)} | {"ArrayRecord": _arrays}

@@ -21,16 +21,16 @@ from flwr_regs.client.memory import Memory, Root, to_numpy, written
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
 from flwr_regs.wire.config import Spelled
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import to_record
-from flwr_regs.wire.text import names_in
+from flwr_regs.wire.records import to_record, unreadable
+from flwr_regs.wire.text import read_json
 
-NDArrayList = list[Any]
+Arrays = list[Any]
+Config = Mapping[str, Any]
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
@@ -165,15 +165,13 @@ class RegClient(Spelled, NumPyClient):
         client.fit = refusing  # type: ignore[method-assign]
         return client
 
-    def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
+    def get_parameters(self, config: Config) -> Arrays:
         """Return the model's ``state_dict`` values; PermissionError if some are pinned to this client."""
         if kept := sorted(pinned(self.private, uncompiled(self.model))):
             raise PermissionError(f"this client keeps {kept} to itself (private={self.private!r})")
         return [to_numpy(v).copy() for v in uncompiled(self.model).state_dict().values()]
 
-    def fit(
-        self, parameters: NDArrayList, config: Mapping[str, Any]
-    ) -> tuple[NDArrayList, int, dict[str, Any]]:
+    def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
         """Train for one round from the global model: for whoever calls a NumPyClient by hand.
 
         The `config` names the arrays (``"regs.names"``, as JSON), and holds terms' records as safetensors
@@ -200,9 +198,7 @@ class RegClient(Spelled, NumPyClient):
         given = zip(message.records[keys.ARRAYS], parameters, strict=True)
         return [arrays.get(n, a) for n, a in given], metrics.pop("num-examples"), metrics
 
-    def evaluate(
-        self, parameters: NDArrayList, config: Mapping[str, Any]
-    ) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Return (mean loss, examples, metrics) on `eval_data`; the `config` is as for :meth:`fit`.
 
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
@@ -223,7 +219,7 @@ class RegClient(Spelled, NumPyClient):
         its, base = type(self), RegClient
         return [n for n in names if n in vars(self) or getattr(its, n) is not getattr(base, n)]
 
-    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: Config) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
         if not config.get(keys.LABELS_KEY):
             return {}
@@ -256,7 +252,7 @@ def client_class(strategy: Any) -> type[RegClient]:
     return type(f"{kind.__name__}Client", (RegClient,), {"method": kind.method, "terms": terms})
 
 
-def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel, Memory]:
+def _message(parameters: Arrays, config: Config) -> tuple[Parcel, Memory]:
     """Return (a message's plain values, what the client remembers), as whoever calls by hand gives them."""
     values = dict(config)
     held = values.pop(keys.MEMORY, {})
@@ -265,7 +261,7 @@ def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel
             remedy = "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             raise ProtocolError(f"the config names no arrays: build the ClientApp with {remedy}")
         return Parcel({}, values), held
-    names = names_in(values.pop(keys.NAMES_KEY))
+    names = read_json(values.pop(keys.NAMES_KEY))
     packed = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
     records = {n: unpack(values.pop(n)) for n in packed}
     records[keys.ARRAYS] = dict(zip(names, parameters, strict=True))

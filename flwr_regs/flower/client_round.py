@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from torch import nn
 
-from flwr_regs.chain import name_of
+from flwr_regs.chain import check_classes, name_of
 from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.member import Identity, begin, end, evaluated, measures, probe
@@ -196,12 +196,8 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
     """Return (method name, terms, the name for errors)."""
     if isinstance(method, type) and issubclass(method, RegClient) and method.method:
         return method.method, method.terms, f"a loop of {method.__name__}"
-    if isinstance(method, type) or not all(
-        isinstance(t, type) and issubclass(t, Term) for t in method
-    ):
-        expected = "a named client such as FedFORClient, or a list of Term classes"
-        raise TypeError(f"method must be {expected}, not {method!r}")
-    return name_of(method), method, "a loop of terms"
+    terms = check_classes(method, "a loop without a named client, such as FedFORClient,")
+    return name_of(terms), terms, "a loop of terms"
 
 
 def _content(message: Message) -> tuple[Parcel, Memory]:

@@ -21,7 +21,6 @@ from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.stopping import sign, values
-from flwr_regs.server.training import Training
 from flwr_regs.wire.records import to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -65,11 +64,6 @@ class Loop:
     result: TrainingResult
     saved: Checkpoints
 
-    @property
-    def training(self) -> Training:
-        """The current training."""
-        return self.strategy.training  # type: ignore[no-any-return]
-
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
         began, first = time.monotonic(), 1
@@ -78,7 +72,7 @@ class Loop:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
-            if self._stopped(self.training.history[-1]):
+            if self._stopped(self.strategy.training.history[-1]):
                 return self.result
         for number in range(first, self.num_rounds + 1):
             arrays = self._trained(number, arrays)
@@ -89,7 +83,7 @@ class Loop:
                 break
         log(INFO, "finished in %.2f s", time.monotonic() - began)
         # an entry of an evaluation alone names no one who trained
-        rounds = [entry for entry in self.training.history if "cohort" in entry]
+        rounds = [entry for entry in self.strategy.training.history if "cohort" in entry]
         used = {pid for entry in rounds for pid in entry["replies"]}
         never = {pid: why for e in rounds for pid, why in e["failures"].items() if pid not in used}
         if never:
@@ -100,10 +94,10 @@ class Loop:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
             try:
-                new, metrics = self.strategy.run_round(number, arrays, self.train, self.grid)
+                new, metrics = self.strategy.run("train", number, arrays, self.train, self.grid)
                 break
             except TooFewReplies as error:
-                options = self.training.options
+                options = self.strategy.training.options
                 if attempt > options.retries:
                     if not isinstance(error, NoMajority):
                         raise
@@ -122,8 +116,8 @@ class Loop:
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        metrics = self.strategy.run_evaluation(number, arrays, self.evaluate, self.grid)
-        history = self.training.history
+        metrics = self.strategy.run("evaluate", number, arrays, self.evaluate, self.grid)
+        history: list[dict[str, Any]] = self.strategy.training.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
@@ -131,7 +125,7 @@ class Loop:
         if (metrics := self._tested(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            averaged = self.training.model.averaged
+            averaged = self.strategy.training.model.averaged
             if averaged and (metrics := self._tested(number, to_record(averaged))):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
@@ -146,7 +140,7 @@ class Loop:
 
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""
-        training, number, best = self.training, entry["round"], self.result.best
+        training, number, best = self.strategy.training, entry["round"], self.result.best
         wanted = training.options.keep_best
         if isinstance(wanted, str):
             known = dict(values(training.history, wanted))
@@ -164,7 +158,7 @@ class Loop:
         self._stopped(entry)
         self.saved.after(number)
         saved = dict(entry)
-        for callback in as_many(self.training.options.on_round):
+        for callback in as_many(self.strategy.training.options.on_round):
             if _called("on_round", callback, copy.deepcopy(entry), number) is True:
                 entry.setdefault("stopped", f"{callback!r} returned True")
         if entry != saved:
@@ -178,20 +172,19 @@ class Loop:
 
         Note why.
         """
-        stopped, training = False, self.training
+        reasons, training = list[str](), self.strategy.training
         for condition in as_many(training.options.stop_when):
-            why = _called("stop_when", condition, training.history, entry["round"])
-            stopped |= bool(why)
-            if why:
+            if why := _called("stop_when", condition, training.history, entry["round"]):
                 text = why if isinstance(why, str) else f"{condition!r} returned {why!r}"
-                entry.setdefault("stopped", text)
+                reasons.append(text)
         if entry["round"] < self.num_rounds:
             try:
                 training.learning_rate(entry["round"] + 1, self.train.get("lr"))
             except NoLearningRate as error:
-                stopped = True
-                entry.setdefault("stopped", str(error))
-        return stopped
+                reasons.append(str(error))
+        if reasons:
+            entry.setdefault("stopped", reasons[0])
+        return bool(reasons)
 
 
 def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:

@@ -17,21 +17,11 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from logging import DEBUG, ERROR, INFO
 from typing import Any
 
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.common import log
 
@@ -41,12 +31,11 @@ from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, statistics
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.precision import narrow
-from flwr_regs.wire.records import arrays_in, identity, to_record, views_of
+from flwr_regs.wire.records import arrays_in, identity, refusal, to_record, views_of
 
+Memory = Mapping[str, bytes]
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
-LONGEST = 2000
-"""Characters of the reason of a refusal: numpy prints no longer header."""
 _LOGGED: set[str] = set()
 
 
@@ -60,19 +49,19 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
-        said = ConfigRecord(identity(context.node_config))
-        return Message(RecordDict({keys.CONFIG: said}), reply_to=message)
+        return told(message, identity(context.node_config))
     before = copied(context.state)
     try:
         check_incoming(_config(message.content), context)
         return _served(message, context, call_next)
     except OutOfSync:  # the server then sends the model
-        lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
-        return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
+        return told(message, {keys.MEMORY_KEY: [keys.LOST_MODEL]})
     except ForeignStrategy as error:
         context.state = before
         log(ERROR, "%s", error)
-        return Message(_refusal(str(error), message), reply_to=message)
+        trains, older = message_type.startswith("train"), of_older_server(message)
+        content = refusal(str(error), older) if trains else RecordDict()
+        return Message(content, reply_to=message)
     except Exception as error:  # whatever the user's code raises
         context.state = before
         return failure(message, error)
@@ -84,7 +73,7 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
     config = _config(content)
     state, half = NodeState(context, config), config.get(keys.HALF_KEY)
     if message_type == keys.PREFETCH:
-        state.keep_model(_arrays(content))
+        state.keep(keys.MODEL, _arrays(content))
         return Message(RecordDict(), reply_to=message)
     if message_type != keys.PROBE and message_type.split(".")[0] not in ("train", "evaluate"):
         return call_next(message, context)
@@ -106,8 +95,13 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
         fitted = views_of(_arrays(reply.content))
         reply.content[keys.ARRAYS] = to_record(narrow(fitted, str(half)))
     if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
-        state.keep_model(model)
+        state.keep(keys.MODEL, model)
     return reply
+
+
+def told(message: Message, entries: Mapping[str, Any]) -> Message:
+    """Return a reply that holds a config alone."""
+    return Message(RecordDict({keys.CONFIG: ConfigRecord({**entries})}), reply_to=message)
 
 
 def copied(state: RecordDict) -> RecordDict:
@@ -120,9 +114,8 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
         raise ProtocolError(f"'{keys.START_KEY}' must be hexadecimal digits, not {start!r:.80}")
-    served = context.node_config.get("partition-id")
-    meant = config.get(keys.CLIENT_KEY)
-    if keys.CLIENT_KEY in config and served is not None and meant != int(served):
+    served, meant = context.node_config.get("partition-id"), config.get(keys.CLIENT_KEY)
+    if served is not None and meant is not None and meant != int(served):
         but = f"this node serves {served!r}"
         raise ProtocolError(f"the message is for partition {meant!r:.80}, but {but}")
 
@@ -137,25 +130,6 @@ def failure(message: Message, error: Exception) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
 
 
-def unreadable(why: str) -> bytes:
-    """Return an array's bytes with `why` in place of shape and dtype; numpy's error then shows it."""
-    header = f"refused by the client: {why[:LONGEST]}".encode()
-    return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
-
-
-def _refusal(why: str, message: Message) -> RecordDict:
-    """Return a reply that ends the server's run with `why`; an older server of Flower's, too."""
-    if not message.metadata.message_type.startswith("train"):
-        return RecordDict()
-    array = ArrayRecord({"refused": Array("float32", (0,), "numpy.ndarray", unreadable(why))})
-    if not of_older_server(message):
-        return RecordDict({keys.ARRAYS: array, keys.METRICS: MetricRecord({"num-examples": 1})})
-    content: RecordDict = RecordDict({"fitres.parameters": array, "fitres.metrics": ConfigRecord()})
-    content["fitres.num_examples"] = MetricRecord({"num_examples": 1})
-    content["fitres.status"] = ConfigRecord({"code": 0, "message": ""})
-    return content
-
-
 def of_older_server(message: Message) -> bool:
     """Whether a message comes from Flower's older server."""
     return any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
@@ -168,10 +142,7 @@ def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, by
 
 
 def closed(
-    message: Message,
-    context: Context,
-    memory: Mapping[str, bytes] | None,
-    model: ArrayRecord | None = None,
+    message: Message, context: Context, memory: Memory | None, model: ArrayRecord | None = None
 ) -> None:
     """Keep what the code inside leaves for the next round: its memory, and a model that came coded."""
     if memory is not None:
@@ -203,39 +174,34 @@ class NodeState:
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
-        self._records = context.state
+        self._context = context
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
-        self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
+        self.prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
 
     @property
     def memory(self) -> dict[str, bytes]:
         """What the client remembers: label -> snapshot."""
-        record = self._records.get(self._prefix + keys.MEMORY)
+        record = self._context.state.get(self.prefix + keys.MEMORY)
         return dict(record) if isinstance(record, ConfigRecord) else {}  # type: ignore[arg-type]
 
     @property
     def model(self) -> ArrayRecord | None:
         """The global model that this client kept last."""
-        record = self._records.get(self._prefix + keys.MODEL)
+        record = self._context.state.get(self.prefix + keys.MODEL)
         return record if isinstance(record, ArrayRecord) else None
 
-    def remember(self, memory: Mapping[str, bytes]) -> None:
+    def remember(self, memory: Memory) -> None:
         """Keep what the client remembers from now on, in place of all that it did."""
-        self._keep(keys.MEMORY, ConfigRecord({**memory}) if memory else None)
+        self.keep(keys.MEMORY, ConfigRecord({**memory}) if memory else None)
 
-    def keep_model(self, model: ArrayRecord) -> None:
-        """Keep a global model, in place of an earlier one."""
-        self._keep(keys.MODEL, model)
-
-    def _keep(self, what: str, record: ArrayRecord | ConfigRecord | None) -> None:
-        """Keep a record, and drop what earlier trainings left; never the user's."""
-        ours = (self._prefix, BESIDE)
-        for key in [k for k in self._records if k.startswith("flwr_regs.")]:
-            if not key.startswith(ours):
-                del self._records[key]
-        self._records.pop(self._prefix + what, None)
+    def keep(self, what: str, record: ArrayRecord | ConfigRecord | None) -> None:
+        """Keep a record in place of an earlier one, and drop what earlier trainings left."""
+        state, ours = self._context.state, (self.prefix, BESIDE)
+        left = [k for k in state if k.startswith("flwr_regs.") and not k.startswith(ours)]
+        for key in [*left, self.prefix + what]:  # never the user's
+            state.pop(key, None)
         if record is not None:
-            self._records[self._prefix + what] = record
+            state[self.prefix + what] = record
 
 
 # privacy mods
@@ -273,12 +239,10 @@ def _guard(mod: Mod) -> Mod:
             return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
         if message_type.split(".")[0] != "train":
             return call_next(message, context)
-        content = message.content
-        config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
-        if beside := config.get(keys.BESIDE_KEY):
+        if beside := _config(message.content).get(keys.BESIDE_KEY):
             why = "which needs more of a client than its update: that stays unprotected"
-            return refuse(f"'{beside}', {why}")
-        if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
+            return refuse(f"{beside!r}, {why}")
+        if running := statistics(arrays_in(message.content).get(keys.ARRAYS) or ()):
             why = "which noise would ruin: use GroupNorm, or FedBN, which keeps them here"
             return refuse(f"BatchNorm's statistics {running}, {why}")
 
@@ -286,9 +250,8 @@ def _guard(mod: Mod) -> Mod:
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            entries: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
-            more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
-            more += [keys.STEPS_KEY] * (keys.STEPS_KEY in entries)
+            more = sorted(arrays_in(reply.content).keys() - {keys.ARRAYS})
+            more += [keys.STEPS_KEY] * (keys.STEPS_KEY in _config(reply.content))
             sends = f"a client that sends {more} beside its model: that stays unprotected"
             return refuse(sends) if more else reply
 

@@ -197,7 +197,7 @@ class RegStrategy(Strategy):
             grids = "one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients)"
             raise TypeError(f"grid must be {grids}, not {type(grid).__name__}")
         initial_arrays = record_of_state(initial_arrays)
-        self.check_model(initial_arrays)
+        model = Training.begin(self.options, views_of(initial_arrays)).model
         if isinstance(grid, InProcessGrid):
             grid.check(self.options.fraction_evaluate > 0, views_of(initial_arrays))
         result = TrainingResult()
@@ -210,7 +210,6 @@ class RegStrategy(Strategy):
             try:
                 # without what torch.compile adds to names
                 arrays = to_record(views_of(initial_arrays))
-                model = Training.begin(self.options, views_of(arrays)).model
                 same = fingerprint(self.method_name, self.options, model, train)
                 saved.check(same, num_rounds)
                 if saved.resumed is not None:
@@ -307,29 +306,22 @@ class RegStrategy(Strategy):
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.train_metrics or {})})
 
-    def run_round(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Run a round; return what `aggregate_train` returns, and raise what it raises."""
-        if (network := self._network(grid)) is None:
-            messages = self.configure_train(server_round, arrays, config, grid)
-            return self.aggregate_train(server_round, self._exchanged(grid, messages))
-        paused = self._round(server_round, arrays, config, network)
-        return self._ended(paused.over(network, self.options.deadline))
+    def run(
+        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Any:
+        """Run a round ("train") or an evaluation ("evaluate") on the clients.
 
-    def run_evaluation(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> MetricRecord | None:
-        """Evaluate on clients; return what `aggregate_evaluate` returns, and raise what it raises."""
+        Returns and raises what ``aggregate_train`` and ``aggregate_evaluate`` do.
+        """
         if (network := self._network(grid)) is None:
-            messages = self.configure_evaluate(server_round, arrays, config, grid)
-            return self.aggregate_evaluate(server_round, self._exchanged(grid, messages))
-        paused = self._evaluation(server_round, arrays, config, network)
-        return _as_record(paused.over(network, self.options.deadline))
-
-    def _exchanged(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
-        network = GridNetwork(grid, self._timeout)
-        return network.exchange(list(messages), self.options.deadline)
+            messages = getattr(self, f"configure_{kind}")(server_round, arrays, config, grid)
+            by_grid = GridNetwork(grid, self._timeout)
+            replies = by_grid.exchange(list(messages), self.options.deadline)
+            return getattr(self, f"aggregate_{kind}")(server_round, replies)
+        trains, given = kind == "train", (server_round, arrays, config, network)
+        paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
+        result = paused.over(network, self.options.deadline)
+        return self._ended(result) if trains else _as_record(result)
 
     def _network(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -41,24 +42,21 @@ class JsonLines:
     def _begin(self, first: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            kept = list(_before(first, self.path.read_text().splitlines()))
-            if kept:
-                lines = (f"{line}\n".encode() for line in kept)
-                write_atomically(self.path, lines, 0o666)
+            lines = self.path.read_text().splitlines()
+            if kept := [f"{line}\n".encode() for line in lines if _round_of(line) < first]:
+                write_atomically(self.path, kept, 0o666)
             else:
                 names = (self.path.with_name(f"{self.path.name}.{i}") for i in count(1))
                 self.path.rename(next(name for name in names if not name.exists()))
         self._begun = True
 
 
-def _before(first: int, lines: list[str]) -> Iterator[str]:
-    """Yield the lines of earlier rounds; a line that a crash cut is left out."""
-    for line in lines:
-        try:
-            if json.loads(line)["round"] < first:
-                yield line
-        except (ValueError, KeyError, TypeError):
-            continue
+def _round_of(line: str) -> float:
+    """Return the round of a line; infinity for a line that a crash cut."""
+    try:
+        return float(json.loads(line)["round"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 class TensorBoard:

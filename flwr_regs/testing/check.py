@@ -14,15 +14,10 @@ from flwr_regs.flower.client import RegClient, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
 from flwr_regs.testing import laws
-from flwr_regs.testing.method import Exempt, Method, Oracle
+from flwr_regs.testing.method import Exempt, Law, Method, Oracle
 
 LOG = logging.getLogger("flwr")
-IN_ORDER = [
-    *(laws.pure, laws.neutral, laws.moves, laws.oracle, laws.runners, laws.stacked, laws.state),
-    *(laws.repeated, laws.downlinks, laws.unused, laws.order, laws.identity, laws.fixed_point),
-    laws.incomplete,
-]
-LAWS = {law.name: law for law in IN_ORDER}
+LAWS = {law.name: law for law in vars(laws).values() if isinstance(law, Law)}
 """In the order in which they are checked."""
 
 
@@ -123,8 +118,7 @@ def check_method(
     built = strategy if isinstance(strategy, RegStrategy) else strategy(**settings or {})
     runs = built.term.terms
     terms = runs if terms is None else chain(terms).terms
-    if client in (None, RegClient):
-        client = client_class(built)
+    client = client_class(built) if client in (None, RegClient) else client
     more |= {"settings": settings or {}, "neutral": neutral, "exempt": given}
     method = Method(strategy, client, terms, oracle, **more)
     if runs != terms:

@@ -39,6 +39,17 @@ def usual_run(method: Method) -> list[problem.NDArrays]:
     return train(method.build(seed=3), method.make_client)
 
 
+@law("hooks are pure: they change no argument, return no view, and remember nothing")
+def pure(method: Method) -> None:
+    """Every call of every hook in a run with partial participation and step budgets."""
+    faults: list[str] = []
+    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(faults)):
+        strategy = method.build(seed=3, fraction_train=0.75)
+        train(strategy, method.make_client, rounds=3, step_budget=6)
+    if faults:
+        raise LawBroken("; ".join(dict.fromkeys(faults)))
+
+
 @law("neutral hyper-parameters give FedAvg")
 def neutral(method: Method) -> None:
     """To the bit if `neutral_is_exact`, else to 1e-6."""
@@ -174,17 +185,6 @@ def fixed_point(method: Method) -> None:
     agree(actual[-1], {"v": np.array([expected])}, 1e-6, "after 120 rounds")
     if signs := [e["divergence"] for e in strategy.history if "divergence" in e]:
         raise LawBroken(signs[0])
-
-
-@law("hooks are pure: they change no argument, return no view, and remember nothing")
-def pure(method: Method) -> None:
-    """Every call of every hook in a run with partial participation and step budgets."""
-    faults: list[str] = []
-    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(faults)):
-        strategy = method.build(seed=3, fraction_train=0.75)
-        train(strategy, method.make_client, rounds=3, step_budget=6)
-    if faults:
-        raise LawBroken("; ".join(dict.fromkeys(faults)))
 
 
 def looped(method: Method, **settings: Any) -> tuple[list[spies.LocalCall], list[problem.NDArrays]]:

@@ -21,6 +21,8 @@ from flwr_regs.server.options import Options
 from flwr_regs.term import Term
 
 Oracle = Callable[..., Sequence[Mapping[str, np.ndarray]]]
+Strategy = Callable[..., RegStrategy] | RegStrategy
+Model = Mapping[str, Any]
 
 
 class LawBroken(AssertionError):
@@ -55,7 +57,7 @@ class Exempt:
 class Method:
     """A method under test; the parameters are those of :func:`flwr_regs.testing.check_method`."""
 
-    strategy: Callable[..., RegStrategy] | RegStrategy
+    strategy: Strategy
     client: Callable[..., Any] | None
     terms: Sequence[Term]
     oracle: Oracle | None = None
@@ -101,9 +103,7 @@ def _composed(terms: Sequence[Term]) -> Callable[..., Any]:
     return partial(RegClient, terms=[type(t) for t in terms if not t.server_only])
 
 
-def _built(
-    strategy: Callable[..., RegStrategy] | RegStrategy, settings: Mapping[str, Any]
-) -> RegStrategy:
+def _built(strategy: Strategy, settings: Mapping[str, Any]) -> RegStrategy:
     if not isinstance(strategy, RegStrategy):
         return strategy(**settings)
     made = copy.copy(strategy)  # `start` gives it a training of its own
@@ -111,9 +111,7 @@ def _built(
     return made
 
 
-def agree(
-    actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, where: str
-) -> None:
+def agree(actual: Model, expected: Model, tolerance: float, where: str) -> None:
     """Raise LawBroken naming the entry that is furthest off, unless all are within `tolerance`."""
     if actual.keys() != expected.keys():
         raise LawBroken(f"{where}: arrays {sorted(actual)}, expected {sorted(expected)}")
@@ -129,9 +127,7 @@ def agree(
             raise LawBroken(f"{where}: '{name}'{entry} is {found}")
 
 
-def by_round(
-    actual: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], tolerance: float
-) -> None:
+def by_round(actual: Sequence[Model], expected: Sequence[Model], tolerance: float) -> None:
     """Raise LawBroken at the first round whose models differ."""
     if len(actual) != len(expected):
         raise LawBroken(f"{len(actual)} rounds, expected {len(expected)}")

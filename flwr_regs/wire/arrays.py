@@ -16,6 +16,7 @@ from flwr_regs.wire.parcel import Row
 from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
@@ -57,14 +58,11 @@ def split_patterns(patterns: str | Sequence[str], what: str) -> tuple[str, ...]:
 
 def matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
     """Return the names that any of the patterns matches; ValueError for a pattern that matches none."""
-    matches: set[str] = set()
-    for pattern in patterns:
-        matched = {n for n in names if fnmatchcase(n, pattern)}
-        if not matched:
-            arrays = f"the model's arrays {sorted(names)}"
-            raise ValueError(f"the pattern '{pattern}' matches none of {arrays}")
-        matches |= matched
-    return matches
+    matches = {p: {n for n in names if fnmatchcase(n, p)} for p in patterns}
+    if idle := [pattern for pattern, matched in matches.items() if not matched]:
+        what = f"the model's arrays {sorted(names)}"
+        raise ValueError(f"the pattern '{idle[0]}' matches none of {what}")
+    return set[str]().union(*matches.values())
 
 
 def pack(arrays: Mapping[str, Any]) -> bytes:
@@ -111,7 +109,7 @@ def square_sum(array: np.ndarray) -> float:
     return sum((float(np.dot(part, part)) for part in wide), 0.0)
 
 
-def digest(model: Mapping[str, np.ndarray]) -> str:
+def digest(model: Arrays) -> str:
     """Return a fingerprint of names, shapes, dtypes and values."""
     h = hashlib.blake2b(digest_size=8)
     for name in sorted(model):
@@ -131,7 +129,7 @@ def statistics(names: Iterable[str]) -> list[str]:
     return sorted(n for n in names if n.rpartition(".")[2] in ("running_mean", "running_var"))
 
 
-def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
+def untrainable(model: Arrays) -> frozenset[str]:
     """Return the names that no client trains, as far as names and dtypes show."""
     return frozenset([*(n for n, a in model.items() if a.dtype.kind != "f"), *statistics(model)])
 
@@ -149,9 +147,7 @@ def listed(buffers: Collection[str], tied: Mapping[str, str]) -> list[str]:
     return [f"{name}={tied[name]}" if name in tied else name for name in sorted(buffers)]
 
 
-def not_trained(
-    value: Any, model: Mapping[str, np.ndarray]
-) -> tuple[frozenset[str], dict[str, str]]:
+def not_trained(value: Any, model: Arrays) -> tuple[frozenset[str], dict[str, str]]:
     """Return (the arrays that a client does not train, its tied weights: other name -> trained name).
 
     `value` lists names, and ``"<other name>=<trained name>"`` for a tied weight; None: what names and
@@ -203,10 +199,7 @@ def check_arrays(
 
 
 def check_finite(
-    arrays: Mapping[str, np.ndarray],
-    what: str,
-    base: Mapping[str, np.ndarray] | None = None,
-    largest: float = np.inf,
+    arrays: Arrays, what: str, base: Arrays | None = None, largest: float = np.inf
 ) -> None:
     """Raise ProtocolError naming the first array that holds NaN, infinity, or a value beyond ±`largest`.
 

@@ -43,6 +43,7 @@ NUMBERS = {
     "weight-decay": NOT_NEGATIVE,
     **{key: good for key, (good, _) in PERSONAL.items()},
 }
+CHOICES = {"optimizer": (*OPTIMIZERS,), "personalise": PERSONALISE, "personal-part": PARTS}
 
 
 class Spelled:
@@ -148,18 +149,16 @@ def check_train_config(
     """
     check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
     if "clipping_norm" in config and not noise:
-        raise ValueError(
-            f"{where} key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody would "
-            "add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
-        )
+        why = "for Flower's clipping mods on the clients, but nobody would add the noise"
+        remedy = "use privacy=CentralDP(...) on the strategy, or leave it out"
+        raise ValueError(f"{where} key 'clipping_norm' is {why}: {remedy}")
     if "lr" not in config and needs["lr"]:
         raise ValueError(f"{where} lacks the key 'lr', {needs['lr']}")
-    _check_numbers(config, where, "lr")
     given = [k for k in ("local-epochs", "local-steps") if k in config]
     if len(given) > 1 or (not given and needs["duration"]):
         but = "not both" if given else f"{needs['duration']}; neither is set"
         raise ValueError(f"{where} must set either 'local-epochs' or 'local-steps', {but}")
-    _check_numbers(config, where, *given)
+    _check_values(config, where, "lr", *given)
     check_optimizer(config, where)
 
 
@@ -168,28 +167,24 @@ def check_optimizer(config: Mapping[str, Any], where: str) -> None:
 
     Keys of other things are passed over.
     """
+    _check_values(config, where, *OPTIMIZER_KEYS, "clip-norm")
     name = config.get("optimizer", "SGD")
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        raise ValueError(
-            f"{where} key 'optimizer' must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), "
-            f"not {name!r}{nearest(str(name), OPTIMIZERS)}"
-        )
-    _check_numbers(config, where, "momentum", "weight-decay", "clip-norm")
     for key in ("momentum", "weight-decay"):
         if key in config and key not in OPTIMIZERS[name]:
             others = ", ".join(o for o, takes in OPTIMIZERS.items() if key in takes)
-            raise ValueError(
-                f"{where} has the key '{key}', but torch's {name} takes none: leave it out, or set "
-                f"'optimizer' to one of {others}"
-            )
+            remedy = f"leave it out, or set 'optimizer' to one of {others}"
+            raise ValueError(f"{where} has '{key}', but torch's {name} takes none: {remedy}")
 
 
-def _check_numbers(config: Mapping[str, Any], where: str, *keys: str) -> None:
-    """Raise ValueError if a key is there, and its value is not one of its `NUMBERS`."""
+def _check_values(config: Mapping[str, Any], where: str, *keys: str) -> None:
+    """Raise ValueError if a key is there, and its value is none of its `NUMBERS` or `CHOICES`."""
     for key in keys:
-        if key in config and not NUMBERS[key].fits(config[key]):
-            expected = NUMBERS[key].expected
-            raise ValueError(f"{where} key '{key}' must be {expected}, not {config[key]!r}")
+        value, choices = config.get(key), CHOICES.get(key, ())
+        if key not in config or (value in choices if choices else NUMBERS[key].fits(value)):
+            continue
+        must = f"one of {', '.join(choices)}" if choices else NUMBERS[key].expected
+        hint = nearest(str(value), choices)
+        raise ValueError(f"{where} key '{key}' must be {must}, not {value!r}{hint}")
 
 
 def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -> None:
@@ -204,11 +199,7 @@ def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -
         if given := [k for k in EVALUATE_KEYS if k in config]:
             raise ValueError(f"{where} has {given}, but not 'personalise' (one of {PERSONALISE})")
         return
-    if kind not in PERSONALISE:
-        raise ValueError(f"{where} key 'personalise' must be one of {PERSONALISE}, not {kind!r}")
-    if (part := config.get("personal-part", "head")) not in PARTS:
-        raise ValueError(f"{where} key 'personal-part' must be one of {PARTS}, not {part!r}")
-    _check_numbers({"personal-lr": None, **config}, where, *PERSONAL)
+    _check_values({"personal-lr": None, **config}, where, *EVALUATE_KEYS)
     for key, (_, kinds) in PERSONAL.items():
         if key in config and kind not in kinds:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import (
-    NDArrays,
-    ProtocolError,
-    add,
-    check_arrays,
-    digest,
-    in_code_order,
-    tie,
-)
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, add, check_arrays, digest, tie
 from flwr_regs.wire.precision import widen
 from flwr_regs.wire.text import one_line
 
+Config = Mapping[str, Any]
+Decode = Callable[..., Mapping[str, np.ndarray]]
 WHOLE = "model"
 """``regs.downlink`` of a message that holds the whole model; the others build on an earlier one."""
 
@@ -29,7 +23,7 @@ class OutOfSync(Exception):
 
 
 def model_from(
-    config: Mapping[str, Any], arrays: NDArrays, base: NDArrays | None
+    config: Config, arrays: NDArrays, base: NDArrays | None
 ) -> tuple[NDArrays, NDArrays | None]:
     """Return (the server's model in its own precision, the last step) from what a message holds.
 
@@ -54,18 +48,13 @@ def model_from(
 
 
 def decoded_model(
-    config: Mapping[str, Any],
-    model: NDArrays,
-    trained: Iterable[str],
-    tied: Mapping[str, str],
-    decode: Callable[..., Mapping[str, np.ndarray]],
+    config: Config, model: NDArrays, like: NDArrays, tied: Mapping[str, str], decode: Decode
 ) -> tuple[NDArrays, NDArrays]:
     """Return (the server's model, its last step): `model` and the coded steps of a ``"coded"`` message.
 
-    The steps hold the `trained` arrays; `tied` weights, other name -> trained name, follow. Raises
-    OutOfSync, and ProtocolError for a step that does not decode.
+    The steps hold arrays `like` the trained ones; `tied` weights, other name -> trained name, follow.
+    Raises OutOfSync, and ProtocolError for a step that does not decode.
     """
-    like = in_code_order(model, trained)
     step: NDArrays = {}
     for coded in config[keys.STEPS_KEY]:
         step = decoded(decode, coded, like, "the coded global step")
@@ -73,9 +62,7 @@ def decoded_model(
     return _confirmed(tie(model, tied), config), step
 
 
-def decoded(
-    decode: Callable[..., Mapping[str, np.ndarray]], data: bytes, like: NDArrays, what: str
-) -> NDArrays:
+def decoded(decode: Decode, data: bytes, like: NDArrays, what: str) -> NDArrays:
     """Return a decoded update with the names, shapes and dtypes of `like`; else raise ProtocolError."""
     try:
         update = {n: np.asarray(a) for n, a in decode(data, like).items()}
@@ -86,7 +73,7 @@ def decoded(
     return update
 
 
-def _confirmed(model: NDArrays, config: Mapping[str, Any]) -> NDArrays:
+def _confirmed(model: NDArrays, config: Config) -> NDArrays:
     """Return the model if it equals the server's to the bit; else raise OutOfSync."""
     if digest(model) != str(config[keys.DIGEST_KEY]):
         raise OutOfSync

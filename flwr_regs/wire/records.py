@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
@@ -12,13 +13,18 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
-from flwr_regs.wire.keys import CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.keys import ARRAYS, CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
 from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
+
+KINDS: dict[str, Any] = {CONFIG: ConfigRecord, METRICS: MetricRecord}
+_label = cache(str)  # how Flower labels a dtype; there are a dozen
+LONGEST_REFUSAL = 2000
+"""Characters of the reason of a refusal: numpy prints no longer header."""
 
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
@@ -82,12 +88,6 @@ def view_of(name: str, array: Array) -> np.ndarray:
         raise ProtocolError(f"{who} cannot be read: {error}") from error
 
 
-@cache
-def _label(dtype: np.dtype[Any]) -> str:
-    """Return how Flower labels a dtype; there are a dozen."""
-    return str(dtype)
-
-
 def record_of_state(state: Any) -> ArrayRecord:
     """Return a record itself, or that of a model's ``state_dict()``; TypeError for anything else.
 
@@ -147,24 +147,35 @@ def reply_of(parcel: Parcel) -> RecordDict:
     return RecordDict(records)
 
 
+def unreadable(why: str) -> bytes:
+    """Return an array's bytes with `why` in place of shape and dtype; numpy's error then shows it."""
+    header = f"refused by the client: {why[:LONGEST_REFUSAL]}".encode()
+    return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
+
+
+def refusal(why: str, older: bool) -> RecordDict:
+    """Return a train reply that ends the run of Flower's server, or of its `older` one, with `why`."""
+    array = ArrayRecord({"refused": Array("float32", (0,), "numpy.ndarray", unreadable(why))})
+    if not older:
+        return RecordDict({ARRAYS: array, METRICS: MetricRecord({"num-examples": 1})})
+    content: RecordDict = RecordDict({"fitres.parameters": array, "fitres.metrics": ConfigRecord()})
+    content["fitres.num_examples"] = MetricRecord({"num_examples": 1})
+    content["fitres.status"] = ConfigRecord({"code": 0, "message": ""})
+    return content
+
+
 def parcel_of(content: RecordDict) -> Parcel:
     """Return a message's content, its arrays as views of their bytes; raise as :func:`views_of`."""
-    records: dict[str, NDArrays] = {}
-    config: dict[str, Any] = {}
-    metrics: dict[str, Any] | None = None
-    size = 0
+    records, scalars, size = dict[str, NDArrays](), dict[str, dict[str, Any]](), 0
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
             records[name] = views_of(record)
             size += sum(len(key) + len(array.data) for key, array in record.items())
-            continue
-        scalars: dict[str, Any] = dict(record.items())
-        size += scalar_bytes(scalars)
-        if name == CONFIG and isinstance(record, ConfigRecord):
-            config = scalars
-        elif name == METRICS and isinstance(record, MetricRecord):
-            metrics = scalars
-    return Parcel(records, config, metrics, size)
+        else:
+            size += scalar_bytes(values := dict(record))
+            if isinstance(record, KINDS.get(name, ())):
+                scalars[name] = values
+    return Parcel(records, scalars.get(CONFIG, {}), scalars.get(METRICS), size)
 
 
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -74,18 +73,6 @@ def read_json(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}") from error
-
-
-@lru_cache(maxsize=16)  # a process may run many clients of one model
-def names_text(names: tuple[str, ...]) -> str:
-    """Return the JSON text of a list of names."""
-    return json.dumps(list(names))
-
-
-@lru_cache(maxsize=16)
-def names_in(text: str) -> tuple[Any, ...]:
-    """Return the names in a text of :func:`names_text`; raise ValueError for another."""
-    return tuple(read_json(text))
 
 
 def _escaped(text: str, limit: int) -> str:

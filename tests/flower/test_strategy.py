@@ -215,7 +215,7 @@ STEPS = {"lr": 0.1, "local-epochs": 1}
         ({"lr": 0.1, "local-steps": 2.5}, "'local-steps' must be a positive integer"),
         ({**STEPS, "weight_decay": 0.1}, "key 'weight_decay'.*did you mean 'weight-decay'"),
         ({**STEPS, "optimizer": "adamw"}, "'optimizer' must be one of SGD.*did you mean 'AdamW'"),
-        ({**STEPS, "optimizer": "SparseAdam"}, "classes of torch.optim.*not 'SparseAdam'"),
+        ({**STEPS, "optimizer": "SparseAdam"}, "must be one of SGD, .*not 'SparseAdam'"),
         ({**STEPS, "momentum": 1.0}, "'momentum' must be a number from 0 to below 1, not 1.0"),
         ({**STEPS, "weight-decay": -0.1}, "'weight-decay' must be a number of at least 0"),
         ({**STEPS, "clip-norm": True}, "'clip-norm' must be a positive number, not True"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -46,8 +45,7 @@ class GridNetwork:
     """
 
     def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
-        self._grid = grid
-        self._timeout = timeout
+        self._grid, self._timeout = grid, timeout
         self._waiting: dict[str, tuple[Message, Request, float]] = {}  # message id -> sent when
         self.at_once: bool = getattr(grid, "replies_at_once", False)
 
@@ -206,13 +204,11 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
 
 def _name_other_versions(replies: Replies) -> None:
     """Warn of nodes that run another minor version of Flower than this server."""
-    others: defaultdict[str, list[int]] = defaultdict(list)
-    for node, parcel in replies.came.items():
-        version = str(parcel.config.get(keys.FLOWER_KEY, FLOWER))[:20]
+    said = {n: str(p.config.get(keys.FLOWER_KEY, FLOWER))[:20] for n, p in replies.came.items()}
+    for version in dict.fromkeys(said.values()):
         if version.split(".")[:2] != FLOWER.split(".")[:2]:
-            others[version].append(node)
-    for version, nodes in others.items():
-        log(WARNING, OTHERS, nodes, one_line(version), FLOWER)
+            nodes = [node for node, its in said.items() if its == version]
+            log(WARNING, OTHERS, nodes, one_line(version), FLOWER)
 
 
 def replies_to(
@@ -228,9 +224,7 @@ def replies_to(
     came_all, answered = list(replies), list[Replies]()
     for request in requests:
         client_of = {node: pid for pid, node in request.nodes.items()}
-        contents: dict[int, Message] = {}
-        failures: dict[int, str] = {}
-        stray: list[str] = []
+        contents, failures, stray = dict[int, Message](), dict[int, str](), list[str]()
         for reply in came_all:
             if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
                 continue

@@ -19,7 +19,7 @@ from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.flower.node import copied
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
-from flwr_regs.term import Term
+from flwr_regs.term import COUNT, Term
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import identity
 
@@ -97,10 +97,8 @@ class InProcessGrid(Grid):
             num_clients = len(client_app)
         if num_clients is None:
             raise TypeError("an app does not say how many clients it has: give num_clients=")
-        if num_clients < 1:
-            raise ValueError(f"num_clients must be at least 1, not {num_clients}")
-        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-            raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
+        for name, number in (("num_clients", num_clients), ("workers", workers)):
+            COUNT.check(type(self).__name__, name, number)
         identify()
         self._source = client_app
         who = Identity("FedAvg", (), "a client of Clients")

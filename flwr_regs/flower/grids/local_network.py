@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 
 from flwr_regs.client import member
 from flwr_regs.client.member import Identity
@@ -90,10 +90,8 @@ class Contexts(dict[int, Context]):
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot, which does not change; raise ValueError if it is of other clients."""
-        ends = min(states, default=None), max(states, default=None)
-        if ends != (min(self.nodes), max(self.nodes)) or not {*self.nodes}.issuperset(states):
-            first, last = ends
-            count = 0 if first is None or last is None else last - first + 1
+        count = max(states) - min(states) + 1 if states else 0
+        if count != len(self.nodes) or not {*self.nodes}.issuperset(states):
             has = f"this grid has {len(self.nodes)}"
             raise ValueError(f"the checkpoint holds the state of {count} clients, but {has}")
         for node in {*self, *(node for node, state in states.items() if state)}:
@@ -106,14 +104,14 @@ class Node:
 
     Attributes
     ----------
-    training : tuple
-        The method and the training's start id.
+    state : NodeState
+        Its place in the client's context.
     memory : Memory
     model : NDArrays or None
         A global model that the next message may build on.
     """
 
-    training: tuple[Any, Any]
+    state: NodeState
     memory: Memory = field(default_factory=dict)
     model: NDArrays | None = None
 
@@ -180,11 +178,8 @@ class LocalNetwork:
 
     def _asked(self, request: Request) -> Replies:
         kind, parcels = request.kind, request.parcels
-        came: dict[int, Parcel] = {}
-        failures: dict[int, str] = {}
-        asked: dict[int, Asked] = {}
-        others: dict[int, Parcel] = {}
-        seen: dict[Any, Any] = {}
+        came, others = dict[int, Parcel](), dict[int, Parcel]()
+        failures, asked, seen = dict[int, str](), dict[int, Asked](), dict[Any, Any]()
 
         def attempt(pid: int, step: Callable[[int], Parcel | None]) -> None:
             try:
@@ -233,9 +228,8 @@ class LocalNetwork:
                 others[pid] = parcels[pid]
             else:
                 attempt(pid, lambda pid: self._alone(kind, asked[pid]))
-        more = Replies({})
-        if others:
-            more = self._by_messages(Request(kind, others, request.nodes))
+        elsewhere = Request(kind, others, request.nodes)
+        more = self._by_messages(elsewhere) if others else Replies({})
         came, failures = {**came, **more.came}, {**failures, **more.failures}
         if stacks and not failures:
             stacks.tell()
@@ -320,12 +314,10 @@ class LocalNetwork:
 
     def _node(self, pid: int, config: Mapping[str, Any]) -> Node:
         """Return what was kept for a client before."""
-        training = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
-        node = self._nodes.get(pid)
-        if node is None or node.training != training:
-            state = NodeState(self.contexts.of_partition(pid), config)
+        state, node = NodeState(self.contexts.of_partition(pid), config), self._nodes.get(pid)
+        if node is None or node.state.prefix != state.prefix:
             kept = None if state.model is None else from_record(state.model)
-            node = self._nodes[pid] = Node(training, state.memory, kept)
+            node = self._nodes[pid] = Node(state, state.memory, kept)
         return node
 
     def _by_messages(self, request: Request) -> Replies:
@@ -338,16 +330,12 @@ class LocalNetwork:
 
     def settle(self) -> None:
         """Put what the clients keep into their contexts."""
-        records: dict[int, ArrayRecord] = {}
-        for pid, node in self._nodes.items():
-            method, start = node.training
-            entries = {keys.METHOD_KEY: method, keys.START_KEY: start}
-            state = NodeState(self.contexts.of_partition(pid), entries)
-            state.remember(written(node.memory))
-            if (model := node.model) is not None:
-                if id(model) not in records:
-                    records[id(model)] = to_record(model)
-                state.keep_model(records[id(model)])
+        models = {id(n.model): n.model for n in self._nodes.values() if n.model is not None}
+        records = {key: to_record(model) for key, model in models.items()}
+        for node in self._nodes.values():
+            node.state.remember(written(node.memory))
+            if node.model is not None:
+                node.state.keep(keys.MODEL, records[id(node.model)])
 
     def put_away(self) -> None:
         """Put what the clients keep into their contexts, and read it from there again."""

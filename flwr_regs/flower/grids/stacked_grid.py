@@ -18,6 +18,7 @@ from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.local_network import TRAINING
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
+from flwr_regs.term import COUNT
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 MESSAGES = "the strategy, or the grid, has methods of its own for messages"
@@ -77,13 +78,10 @@ class StackedGrid(InProcessGrid):
         compile: bool = False,
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
-        if memory < 1:
-            raise ValueError(f"memory must be a number of bytes, at least 1, not {memory}")
+        COUNT.check("StackedGrid", "memory", memory)
         if precision not in PRECISIONS:
-            expected = ", ".join(PRECISIONS)
-            raise ValueError(f"precision must be one of {expected}, not {precision!r}")
-        rounds = isinstance(check, int) and not isinstance(check, bool) and check > 0
-        if check != "first" and check is not False and not rounds:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
+        if check != "first" and check is not False and not COUNT.fits(check):
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
         self._stacks = Stacks(Settings(memory, PRECISIONS[precision], check, compile))
         self._local.stacks = self._stacks

@@ -19,6 +19,8 @@ from flwr_regs.cohort.processes import Ended, WorkerPool
 from flwr_regs.flower.compat import identify
 from flwr_regs.flower.node import copied, failure
 
+SETTINGS = ("default_dtype", "float32_matmul_precision", "deterministic_debug_mode")
+
 
 def served(app: ClientApp, message: Message, context: Context) -> Message:
     """Return the app's reply; if it raises, an error, and ``context.state`` stays as it was."""
@@ -81,16 +83,10 @@ def _seed(message: Message) -> int:
     return zlib.crc32(f"{base} {said.dst_node_id} {said.group_id} {said.message_type}".encode())
 
 
-def _settings() -> tuple[Any, ...] | None:
+def _settings() -> dict[str, Any]:
     """Return what a script may have set in this process's torch, and on which a client's bits depend."""
-    if (torch := sys.modules.get("torch")) is None:
-        return None
-    return (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    torch = sys.modules.get("torch")
+    return {name: getattr(torch, f"get_{name}")() for name in SETTINGS} if torch else {}
 
 
 def _server(app: ClientApp) -> Callable[[Any], tuple[Message, Any]]:
@@ -98,11 +94,8 @@ def _server(app: ClientApp) -> Callable[[Any], tuple[Message, Any]]:
 
     def answer(task: Any) -> tuple[Message, Any]:
         message, context, seed, settings = task
-        if settings is not None:
-            dtype, precision, deterministic, warns = settings
-            torch.set_default_dtype(dtype)
-            torch.set_float32_matmul_precision(precision)
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        for name, value in settings.items():
+            getattr(torch, f"set_{name}")(value)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # for code that draws so
         torch.manual_seed(seed)

@@ -216,9 +216,9 @@ def too_long(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
         (fr.FedADCClient, too_long, "8 local steps, but the round asked for 4"),
         (fr.FedFORClient, plain_loop, "a loop of FedFORClient .* the strategy runs 'FedADC'"),
         ([fr.FirstOrder], plain_loop, "a loop of terms .first-order.* the strategy runs 'FedADC'"),
-        (fr.FirstOrder, plain_loop, "method must be a named client"),
-        (fr.RegClient, plain_loop, "method must be a named client"),
-        ("FedADC", plain_loop, "method must be a named client"),
+        (fr.FirstOrder, plain_loop, "a named client, such as FedFORClient, takes a list"),
+        (fr.RegClient, plain_loop, "a named client, such as FedFORClient, takes a list"),
+        ("FedADC", plain_loop, "a named client, such as FedFORClient, takes a list"),
     ],
 )
 def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
