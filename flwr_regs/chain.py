@@ -65,10 +65,8 @@ class Chain(Term, composes=True):
         for t in self.overriding("loss"):
             base = t.loss(base, params, own_context(ctx, t))
             if not hasattr(base, "shape"):
-                raise TypeError(
-                    f"{type(t).__name__}.loss must return the loss, a scalar array; it returned a value of "
-                    f"type {type(base).__name__}"
-                )
+                must = f"{type(t).__name__}.loss must return the loss, a scalar array"
+                raise TypeError(f"{must}, not a {type(base).__name__}")
         return base
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -104,11 +102,6 @@ class Chain(Term, composes=True):
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
         return self._in_turn("personal", params, ctx)
-
-    @property
-    def tuner(self) -> abilities.FineTunes | None:
-        """The term that trains the global model further where it is evaluated, if any."""
-        return next(iter(self.able(abilities.FineTunes)), None)
 
     @property
     def personalising(self) -> list[str]:
@@ -169,8 +162,7 @@ class Chain(Term, composes=True):
     @property
     def unaggregated(self) -> list[str]:
         """The terms whose uploads a robust aggregator does not reach."""
-        uploading = self.uploading
-        return [t.name for t in self.terms if t.name in uploading and not self.aggregates(t)]
+        return [t.name for t in self.terms if t.name in self.uploading and not self.aggregates(t)]
 
     @staticmethod
     def aggregates(term: Term) -> bool:
@@ -187,10 +179,8 @@ class Chain(Term, composes=True):
         return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        return {
-            t.name: t.broadcast_to(pid, server[t.name], ctx)
-            for t in self.overriding("broadcast_to")
-        }
+        terms = self.overriding("broadcast_to")
+        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in terms}
 
     def answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
@@ -219,10 +209,8 @@ class Chain(Term, composes=True):
             agrees = isinstance(t, abilities.Agrees)
             if agrees or not isinstance(t, abilities.Checks):
                 sent = _uploads_of(t, uploads)
-                reasons = t.agree(sent) if agrees else _unlike_most(sent)
-                wrong |= {
-                    p: f"upload of '{t.name}': {y}" for p, y in reasons.items() if p in uploads
-                }
+                odd = t.agree(sent) if agrees else _unlike_most(sent)
+                wrong |= {p: f"upload of '{t.name}': {y}" for p, y in odd.items() if p in uploads}
         return wrong
 
     def _sending(self, probing: bool) -> list[Any]:
@@ -248,12 +236,7 @@ class Chain(Term, composes=True):
         return acc
 
     def update(
-        self,
-        server: Slot,
-        delta: Arrays,
-        uploads: Mapping[int, Slot],
-        ctx: ServerContext,
-        folded: Slot | None = None,
+        self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext, folded: Any = None
     ) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in reversed(self.terms):
@@ -331,25 +314,21 @@ def _check_hooks(term: Term) -> None:
             takes.bind(*names)
         except TypeError:
             raise TypeError(
-                f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes "
-                f"({', '.join(takes.parameters)})"
+                f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
             ) from None
     known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
     near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
     meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
-    what = f"the term {kind.__name__} has no hook and no ability, so it changes nothing{meant}"
+    what = "no hook and no ability, so it changes nothing"
+    if own_hooks:
+        what = "a method that the package does not call (begin a helper's name with _)"
+    text = f"the term {kind.__name__} has {what}{meant}"
     if meant and not own_hooks:
-        raise TypeError(what)
+        raise TypeError(text)
     _CHECKED.add(kind)
-    if meant:
-        LOG.warning(
-            "the term %s has a method that the package does not call%s (begin a helper's name with _)",
-            kind.__name__,
-            meant,
-        )
-    elif not own_hooks and kind is not Term:
-        LOG.warning("%s", what)
+    if meant or (not own_hooks and kind is not Term):
+        LOG.warning("%s", text)
 
 
 def own_context(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
@@ -407,8 +386,7 @@ def chain(terms: Sequence[Term]) -> Chain:
             raise ValueError(f"'{t.name}' needs {strange}, but a term can need {possible}")
         if "_checked" not in vars(t):
             raise TypeError(
-                f"'{t.name}' has not checked its settings: {type(t).__name__}.__post_init__ must call "
-                "super().__post_init__()"
+                f"{type(t).__name__}.__post_init__ must call super().__post_init__(), which checks settings"
             )
         _check_hooks(t)
         if t.keeps not in KEEPS:

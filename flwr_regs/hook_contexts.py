@@ -14,6 +14,7 @@ from typing import Any, Protocol
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
 ServerStep = tuple[Slot, Arrays]  # (server slot, step): what `update` and `release` return
+Config = Mapping[str, Any]  # a message's config, or a part of it
 
 
 def _absent(*_: Any, **__: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Self
 from flwr_regs.abilities import ABILITIES, ON_CLIENTS
 from flwr_regs.hook_contexts import Arrays as Arrays
 from flwr_regs.hook_contexts import ClientContext as ClientContext
+from flwr_regs.hook_contexts import Config as Config
 from flwr_regs.hook_contexts import ServerContext as ServerContext
 from flwr_regs.hook_contexts import ServerStep as ServerStep
 from flwr_regs.hook_contexts import Slot as Slot
@@ -32,10 +33,10 @@ from flwr_regs.hook_contexts import mean_of_slots as mean_of_slots
 
 
 class ParameterError(ValueError):
-    """A hyper-parameter of a wrong type or out of range; the text names its method and what is expected."""
+    """A hyper-parameter of a wrong type or out of range; the text names its method and what is expected.
 
-    def __init__(self, owner: str, name: str, expected: str, value: Any) -> None:
-        super().__init__(owner, name, expected, value)
+    Its arguments are the owner, the parameter's name, what is expected, and the value.
+    """
 
     def __str__(self) -> str:
         owner, name, expected, value = self.args

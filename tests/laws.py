@@ -129,7 +129,7 @@ def pulled(
 
 NEARLY = {"neutral_is_exact": False}
 NO_CLASSES = Exempt("Its loss is one of class probabilities.", "label counts need integer class")
-NO_FEATURES = Exempt("It compares what enters the output layer.", "no nn.Linear to use as its out")
+NO_FEATURES = Exempt("It compares what enters the output layer.", "no nn.Linear as its out")
 OTHER_CLIENTS = Exempt(
     "The pull towards the clients' models stays: it settles elsewhere, by their Fisher information."
 )

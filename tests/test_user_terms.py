@@ -144,8 +144,8 @@ def constant(output: Any, target: Any) -> Any:
     ("loss", "match"),
     [
         (failing, "disk"),
-        (constant, "the loss depends on no parameter that is trained"),
-        (lambda *_: torch.ones((), requires_grad=True), "no trained parameter of the model"),
+        (constant, "depends on no trained parameter: nothing"),
+        (lambda *_: torch.ones((), requires_grad=True), "no parameter of this round's model"),
     ],
 )
 def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: str) -> None:

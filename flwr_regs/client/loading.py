@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.trainable import Every, every_parameter, first_names, trained_parameters
+from flwr_regs.term import Arrays, Config, Slot
+from flwr_regs.wire import arrays as wired
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import (
-    OTHER_FROZEN,
-    ProtocolError,
-    check_arrays,
-    digest,
-    matching,
-    split_patterns,
-)
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_arrays, digest
 
 Pins = str | Sequence[str]
 """Shell patterns on ``state_dict`` names: one text with commas, or several."""
@@ -35,7 +28,7 @@ def pinned(pins: Pins, model: nn.Module) -> set[str]:
     if not pins:
         return set()
     entries = model.state_dict()
-    chosen = matching(split_patterns(pins, "private"), list(entries))
+    chosen = wired.matching(wired.split_patterns(pins, "private"), list(entries))
     places = {entries[n].data_ptr() for n in chosen if entries[n].numel()}
     return chosen | {n for n, v in entries.items() if v.numel() and v.data_ptr() in places}
 
@@ -43,13 +36,10 @@ def pinned(pins: Pins, model: nn.Module) -> set[str]:
 def check_custody(pins: Pins, model: nn.Module, term: Chain) -> None:
     """Raise ProtocolError if the strategy's method does not withhold every pinned entry."""
     entries = pinned(pins, model)
-    if not entries:
-        return
-    if asked := sorted(entries - term.private(list(model.state_dict()))):
+    if asked := entries and sorted(entries - term.private(list(model.state_dict()))):
         raise ProtocolError(
             f"this client keeps {asked} to itself (private={pins!r}), but the strategy's method would "
-            f"send and overwrite them: withhold them on the server too, such as with "
-            f"Private({','.join(asked)!r}) among its terms"
+            f"send and overwrite them: put Private({','.join(asked)!r}) among its terms, too"
         )
 
 
@@ -74,13 +64,9 @@ class Layout:
 
 
 def load(
-    model: nn.Module,
-    term: Chain,
-    arrays: Mapping[str, np.ndarray],
-    config: Mapping[str, Any],
-    private_values: Mapping[str, torch.Tensor] | None = None,
+    model: nn.Module, term: Chain, arrays: NDArrays, config: Config, own: Slot | None = None
 ) -> Layout:
-    """Load the global model by name, and this client's `private_values` (None: the model's).
+    """Load the global model by name, and this client's `own` private entries (None: the model's).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
@@ -98,20 +84,18 @@ def load(
     try:
         check_arrays(given, shared, "the global model")
     except ProtocolError as error:
-        raise ProtocolError(
-            f"{error}, as in this client's model; server and clients must have the same one"
-        ) from None
+        raise ProtocolError(f"{error}, as in this client's model, which must be the same") from None
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
-        raise ProtocolError(OTHER_FROZEN)
-    tied = tied_names(model, private, every)
+        raise ProtocolError(wired.OTHER_FROZEN)
+    tied = tied_names(every, private)
     for name, first in tied.items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
     values = {n: entries[n] for n in private}
-    if private_values is not None:
-        kept = _as_held({**private_values}, values, "bfloat16")
+    if own is not None:
+        kept = _as_held(own, values, "bfloat16")
         check_arrays(kept, values, "this client's private entries")
         values = kept
     model.load_state_dict({**entries, **given, **values})
@@ -119,36 +103,29 @@ def load(
     return Layout(private, trained, tied, frozen_digest)
 
 
-def tied_names(
-    model: nn.Module, private: Collection[str], every: Every | None = None
-) -> dict[str, str]:
-    """Return the tied parameters of a model that are shared, other name -> first name.
+def tied_names(every: Every, private: Collection[str]) -> dict[str, str]:
+    """Return a model's tied parameters that are shared, other name -> first name.
 
     Raises ValueError if one name of a parameter is private and another is not.
     """
-    every = every_parameter(model) if every is None else every
     first = first_names(every)
     pairs = {n: first[id(p)] for n, p in every}
     if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
         raise ValueError(
-            f"the tied weights {split[0]} are one parameter, but only one of the two names is "
-            "private; name both, or neither"
+            f"tied weights {split[0]} are one parameter: make both private, or neither"
         )
     return {n: f for n, f in pairs.items() if n != f and n not in private}
 
 
-def _as_held(
-    arrays: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor], half: str | None
-) -> dict[str, torch.Tensor]:
+def _as_held(arrays: Arrays, held: Arrays, half: str | None) -> Arrays:
     """Return float32 arrays in the model's half precision if they travelled in it; others unchanged.
 
     No value changes. Raises ProtocolError for a bfloat16 model if the arrays did not travel in bfloat16.
     """
     if half != "bfloat16" and (names := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
         raise ProtocolError(
-            f"this client's model holds bfloat16 in {names}, which travels only if the strategy has "
-            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32); frozen parameters "
-            "need not travel: flwr_regs.trainable(model)"
+            f"this client's model holds bfloat16 in {names}: it needs wire_dtype='bfloat16', not {half!r}, "
+            "and initial_arrays in float32; frozen parameters need not travel: flwr_regs.trainable(model)"
         )
     dtype = getattr(torch, half) if half else None
     return {

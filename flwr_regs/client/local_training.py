@@ -9,7 +9,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import flwr_regs.client.train.remedies as remedies
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of
+from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
@@ -160,11 +160,11 @@ class LocalTraining:
         self.lr, self.device = lr, data.resolve_device(device)
         self._task = Task(loss_fn, target_key, output_fn)
         self._data = pairs = self._task.pairs(train_data)
-        slots = [broadcast or {}, client or {}]
+        slots = {"broadcast": broadcast or {}, "client": client or {}}
         self._alone = None if isinstance(term, Chain) else term.name
         if not isinstance(term, Chain):
-            term, slots = Chain((term,)), [{term.name: slot} for slot in slots]
-        self._term, self._kept = term, slots[1]
+            term, slots = Chain((term,)), {key: {term.name: slot} for key, slot in slots.items()}
+        self._term, self._kept = term, slots["client"]
         term.restrict(config)
         model.to(self.device)
         model.train(train_mode)
@@ -191,12 +191,9 @@ class LocalTraining:
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = Measures(model, pairs, self._task, self.device, classifier)
         whole_gradients = any(t.acts("correct") and not t.elementwise for t in term.terms)
-        self._replay = data.Replay(
-            pairs,
-            self.device,
-            batches=whole_gradients or any(t.acts("finish") for t in term.terms),  # for `train`
-            forwards=whole_gradients,  # for `gradient_at`
-        )
+        # for `train`, and for `gradient_at`
+        trains = whole_gradients or any(t.acts("finish") for t in term.terms)
+        self._replay = data.Replay(pairs, self.device, batches=trains, forwards=whole_gradients)
         me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = self._measures.context(
             {name: v.clone() for name, v in self._values.items()},
@@ -204,11 +201,9 @@ class LocalTraining:
             read=bool(term.terms),
             num_steps=self.num_steps,
             planned_steps=planned,
-            broadcast=data.to_device(slots[0], self.device),
-            client=data.to_device(slots[1], self.device),
             gradient_at=partial(type(self)._gradient_at, me),
             train=partial(type(self)._train, me),
-            label_counts=data.to_device(counts, self.device),
+            **data.to_device({**slots, "label_counts": counts}, self.device),
             client_id=client_id,
             config=config,
         )
@@ -216,8 +211,8 @@ class LocalTraining:
         self._corrects = self._evolves or bool(term.overriding("correct"))
         self._adds_loss = bool(term.overriding("loss"))
         self._perturbs = bool(term.overriding("point"))
-        self._in_step = self._went_back = False
-        self._step_ctx = self._ctx
+        self._step_ctx: ClientContext | None = None  # from the loss of a step to its `correct`
+        self._went_back = False
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
@@ -237,7 +232,7 @@ class LocalTraining:
         layers = {name: tap.value for name, tap in self._layers.items()}
         return {"features": None if self._tap is None else self._tap.value, "layers": layers}
 
-    def optimizer(self, make: OptimizerFn | None = None) -> torch.optim.Optimizer:
+    def optimizer(self, make: Factory = None) -> torch.optim.Optimizer:
         """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
 
         Without `make` it is the one that the round's config describes, or SGD. It holds what is trained and
@@ -249,8 +244,6 @@ class LocalTraining:
         """
         made = self._optimizer.made(make)
         self._ctx = changed(self._ctx, momentum=momentum_of(made))
-        if not self._in_step:
-            self._step_ctx = self._ctx
         return made
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
@@ -292,13 +285,10 @@ class LocalTraining:
         """
         if (self._tap or self._layers) and self._called is not self.model:
             raise ValueError(
-                "the method reads features, which a compiled model does not show: give and call the model "
-                "without torch.compile"
+                "the method reads features, which a compiled model does not show: do without torch.compile"
             )
         if self._perturbs and self._before is None:
-            raise RuntimeError(
-                "the method perturbs the model before the forward pass: use batches()"
-            )
+            raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
         return self._objective(base, inputs, targets, self._task.logits(output))
 
     def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
@@ -337,16 +327,20 @@ class LocalTraining:
                 raise ValueError(remedies.not_finite(self._data))
             if self._tap is not None:
                 self._tap.check(output)
-            self._ctx = changed(self._with_every_class(output), batch_size=size)
+            counts = self._ctx.label_counts
+            if counts is not None and isinstance(output, Tensor) and output.ndim == 2:
+                absent = max(
+                    output.shape[1] - len(counts), 0
+                )  # an entry for each class of the output
+                counts = nn.functional.pad(counts, (0, absent))
+            self._ctx = changed(self._ctx, label_counts=counts, batch_size=size)
         self._losses.append(base.detach())
         self._sizes.append(size)
-        self._step_ctx, self._in_step = self._of_step(inputs, targets, output), False
-        loss = self._term.loss(base, self._params, self._step_ctx) if self._adds_loss else base
+        ctx, self._step_ctx = self._of_step(inputs, targets, output), None
+        loss = self._term.loss(base, self._params, ctx) if self._adds_loss else base
         if not loss.requires_grad:
-            raise RuntimeError(
-                "the loss depends on no parameter that is trained: nothing can be learnt"
-            )
-        self._in_step, self._went_back = True, not watched
+            raise RuntimeError("the loss depends on no trained parameter: nothing can be learnt")
+        self._step_ctx, self._went_back = ctx, not watched
         if watched:
             loss.register_hook(lambda _: setattr(self, "_went_back", True))
         return loss
@@ -355,20 +349,13 @@ class LocalTraining:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._adds_loss and not self._corrects:
             return self._ctx
-        tapped, start = self._tapped(), None  # before another forward pass
+        more = self._tapped()  # before another forward pass
         if self._teaches:
             with torch.no_grad():
-                start = self._measures.output_at(inputs, None, self._ctx.start)
-        return changed(
-            self._ctx,
-            inputs=inputs,
-            targets=targets,
-            output=output,
-            start_output=start,
-            output_at=partial(self._measures.output_at, inputs, targets),
-            features_at=partial(self._measures.features_at, inputs),
-            **tapped,
-        )
+                more["start_output"] = self._measures.output_at(inputs, None, self._ctx.start)
+        more["output_at"] = partial(self._measures.output_at, inputs, targets)
+        more["features_at"] = partial(self._measures.features_at, inputs)
+        return changed(self._ctx, inputs=inputs, targets=targets, output=output, **more)
 
     def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
@@ -378,10 +365,8 @@ class LocalTraining:
         Raises RuntimeError if the step skipped `loss` or backward, if the loss is another model's, or if
         the loop has made its optimiser itself where the method adapts it or the config describes it.
         """
-        if not self._in_step:
-            raise RuntimeError(
-                "call correct() once per step, after loss(): it saw no loss since the last step"
-            )
+        if (ctx := self._step_ctx) is None:
+            raise RuntimeError("call correct() after loss(): it saw no loss since the last step")
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
@@ -389,8 +374,7 @@ class LocalTraining:
         self._go_back()
         if all(p.grad is None for p in self._params.values()):
             raise RuntimeError(
-                "the loss depends on no trained parameter of the model that this round was given: train "
-                "that model, and not a copy of it"
+                "the loss depends on no parameter of this round's model: train that one, not a copy of it"
             )
         for p in self._params.values():
             if p.grad is None:
@@ -398,18 +382,17 @@ class LocalTraining:
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
             if self._evolves:
-                slots = self._term.evolve(grads, self._values, self._step_ctx)
+                slots = self._term.evolve(grads, self._values, ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             given = [*grads.values(), *self._values.values()]
             before = [a._version for a in given]
-            corrected = self._term.correct(grads, self._values, self._step_ctx)
+            corrected = self._term.correct(grads, self._values, ctx)
             if (after := [a._version for a in given]) != before:
                 places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
                 touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
                 names = [type(t).__name__ for t in self._term.overriding("correct")]
                 raise TypeError(
-                    f"{', '.join(names)}.correct must return new gradients, but it changes {touched} in "
-                    "place"
+                    f"{', '.join(names)}.correct must return new gradients, but changes {touched} in place"
                 )
             for n, p in self._params.items():
                 if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
@@ -425,21 +408,12 @@ class LocalTraining:
                     for p in self._params.values()
                 )
         self._optimizer.corrected()
-        self._step_ctx, self._in_step = self._ctx, False
+        self._step_ctx = None
         self._taken += 1
-
-    def _with_every_class(self, output: Any) -> ClientContext:
-        """Return the round's context, whose label counts have an entry for each class of the output."""
-        counts = self._ctx.label_counts
-        if counts is None or not isinstance(output, Tensor) or output.ndim != 2:
-            return self._ctx
-        more = max(output.shape[1] - len(counts), 0)
-        return changed(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
 
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
-        ctx = self._step_ctx
-        if not self._in_step or not self._replay.forwards:
+        if (ctx := self._step_ctx) is None or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
@@ -448,10 +422,8 @@ class LocalTraining:
             loss = self._term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
         return gradients(loss, leaves)
 
-    def _train(
-        self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int, **how: Any
-    ) -> Arrays:
-        return self._measures.train(self._ctx, self._replay.again, params, loss, steps, **how)
+    def _train(self, *args: Any, **how: Any) -> Arrays:
+        return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
@@ -512,19 +484,14 @@ class LocalTraining:
 
 
 def local_round(
-    model: nn.Module,
-    term: Term,
-    train_data: data.Batches,
-    *,
-    optimizer: OptimizerFn | None = None,
-    **kwargs: Any,
+    model: nn.Module, term: Term, train_data: data.Batches, *, optimizer: Factory = None, **how: Any
 ) -> LocalResult:
     """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`.
 
     `optimizer` is the client's own ``optimizer(params, lr=lr)``. None: what `config` describes, or SGD. Its
     ``step()`` finds the gradients in ``.grad``; one that demands a closure, as LBFGS's does, gets it.
     """
-    training = LocalTraining(model, term, train_data, **kwargs)
+    training = LocalTraining(model, term, train_data, **how)
     opt = training.optimizer(optimizer)
     closure = inspect.signature(opt.step).parameters.get("closure")
     demanded = closure is not None and closure.default is inspect.Parameter.empty

@@ -23,10 +23,10 @@ from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
-from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.train.optimizer import Factory, KeptOptimizer
 from flwr_regs.client.train.task import Task, uncompiled
-from flwr_regs.client.train.trainable import private_entries, trained_parameters
-from flwr_regs.term import Slot, Term
+from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
+from flwr_regs.term import Config, Slot, Term
 from flwr_regs.wire import arrays as wired
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, in_code_order
@@ -34,7 +34,8 @@ from flwr_regs.wire.config import check_evaluate_config, check_train_config, pla
 from flwr_regs.wire.delta import decoded_model
 from flwr_regs.wire.parcel import Parcel
 
-Terms = Sequence[type[Term]]
+Record = Mapping[str, np.ndarray]
+Records = Mapping[str, Record]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Identity:
     """
 
     method: str
-    terms: Terms
+    terms: Sequence[type[Term]]
     who: str
     private: Pins = ()
     folder: Root = None
@@ -70,7 +71,7 @@ class Client(Protocol):
     task: Task
     train_data: batches.Batches
     eval_data: batches.Batches | None
-    optimizer: OptimizerFn | None
+    optimizer: Factory
     device: str | torch.device
     classifier: str | None
     step_budget: int | None
@@ -109,7 +110,7 @@ class Member:
 
     who: Identity
     term: Chain
-    config: Mapping[str, Any]
+    config: Config
     arrays: NDArrays
     layout: Layout
     broadcast: Slot
@@ -169,23 +170,27 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
 
 
 def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
-    """Return the answer to an evaluate message; the metrics are those of :func:`.personal.evaluate`.
+    """Return the answer to an evaluate message; the metrics are those of :func:`.personal.score`.
+
+    Where this client has a model of its own, they also hold that one's loss and accuracy, as
+    ``"personal-loss"`` and ``"personal-accuracy"``.
 
     Raises ValueError for a client without `eval_data`.
     """
     if client.eval_data is None:
         raise ValueError(
-            f"{client.identity.who} was built without eval_data; "
-            "pass it, or set fraction_evaluate=0 on the strategy"
+            f"{client.identity.who} was built without eval_data; pass it, or set fraction_evaluate=0"
         )
     over_data = measures(client)
     term, slots, config = evaluated(message, held, over_data.model, client.identity)
-    how = {"optimizer": client.optimizer, "folder": client.save_private}
-    loss, count, metrics = personal.evaluate(
-        over_data, term, client.eval_data, message.config, slots, **how
-    )
+    model, data, how = over_data.model, client.eval_data, (client.optimizer, client.save_private)
+    scored = loss, count, metrics = personal.score(model, data, over_data)
+    made = personal.own_model(over_data, term, message.config, slots, *how)
+    if made is not None or term.private(list(model.state_dict())):
+        own_loss, _, own = scored if made is None else personal.score(made, data, over_data)
+        metrics |= {f"personal-{k}": v for k, v in {"loss": own_loss, **own}.items()}
     if "personalise" in message.config and message.config.get("personal-part") != "all":
-        config[keys.LAYER_KEY] = find_classifier(over_data.model, client.classifier)
+        config[keys.LAYER_KEY] = find_classifier(model, client.classifier)
     return Answer(Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held)
 
 
@@ -223,9 +228,7 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
     return Member(who, term, config, arrays, layout, broadcast, held, begun, folder)
 
 
-def model_of(
-    message: Parcel, model: nn.Module, term: Chain
-) -> tuple[NDArrays, Mapping[str, np.ndarray] | None]:
+def model_of(message: Parcel, model: nn.Module, term: Chain) -> tuple[NDArrays, Record | None]:
     """Return (the global model, its last step or None) of a message; coded steps are decoded.
 
     Raises OutOfSync, and ProtocolError for steps that the method cannot decode.
@@ -235,17 +238,14 @@ def model_of(
         return arrays, message.records.get(keys.STEP)
     if (coder := term.coder("release")) is None:
         raise ProtocolError("the strategy sends coded steps, but this method has no code for them")
-    trained = [n for n in trained_parameters(model, term) if n in arrays]
-    tied = {n: first for n, first in tied_names(model, ()).items() if first in trained}
+    every = every_parameter(model)
+    trained = [n for n in trained_parameters(model, term, every) if n in arrays]
+    tied = {n: first for n, first in tied_names(every, ()).items() if first in trained}
     return decoded_model(config, arrays, in_code_order(arrays, trained), tied, coder.decode)
 
 
 def broadcast_of(
-    term: Chain,
-    records: Mapping[str, Mapping[str, np.ndarray]],
-    step: Mapping[str, np.ndarray] | None,
-    trained: Collection[str],
-    config: Mapping[str, Any],
+    term: Chain, records: Records, step: Record | None, trained: Collection[str], config: Config
 ) -> Slot:
     """Return the terms' broadcasts: those that came, and those that follow from the last global step."""
     steps = {n: torch.from_numpy(np.array(a)) for n, a in (step or {}).items() if n in trained}
@@ -295,14 +295,9 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
 
 def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
     """Return (the reply to the first exchange, the terms' probes at ``w_t``; what is remembered)."""
-    upload, slots = first_exchange(
-        measures,
-        member.term,
-        lr=member.config["lr"],
-        client=member.begun.slots,
-        client_id=member.config.get(keys.CLIENT_KEY, -1),
-        config=plain(member.config),
-    )
+    known = member.duration
+    told = {name: known[name] for name in ("lr", "client", "client_id", "config")}
+    upload, slots = first_exchange(measures, member.term, **told)
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
     metrics = {"num-examples": batches.count_examples(measures.data)}
     return Parcel(_uploads(upload), _ended(member, held), metrics), held
@@ -320,7 +315,7 @@ def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str,
 
 
 def model_entries(
-    config: Mapping[str, Any], arrays: NDArrays, layout: Layout, output_layer: str | None
+    config: Config, arrays: NDArrays, layout: Layout, output_layer: str | None
 ) -> dict[str, Any]:
     """Return a reply's entries about the model; `config` and `arrays` are those of its message."""
     buffers = frozenset(n for n in arrays if n not in layout.trained)
@@ -334,18 +329,14 @@ def model_entries(
     return entries
 
 
-def reply_entries(config: Mapping[str, Any], said: Sequence[str]) -> dict[str, Any]:
+def reply_entries(config: Config, said: Sequence[str]) -> dict[str, Any]:
     """Return the entries of any reply: the training and round of its message, what is `said` beside."""
     entries = {n: config[n] for n in (keys.START_KEY, keys.ROUND_KEY) if n in config}
     return {**entries, **({keys.MEMORY_KEY: list(said)} if said else {})}
 
 
 def _uploads(slots: Slot) -> dict[str, NDArrays]:
-    return {
-        f"{name}.upload": {k: to_numpy(a) for k, a in slot.items()}
-        for name, slot in slots.items()
-        if slot
-    }
+    return {f"{t}.upload": {k: to_numpy(a) for k, a in s.items()} for t, s in slots.items() if s}
 
 
 def evaluated(
@@ -369,9 +360,7 @@ def evaluated(
     return term, begun.slots, reply_entries(config, [f"lost {what}" for what in begun.lost])
 
 
-def first_exchange(
-    measures: Measures, term: Chain, *, client: Slot, **told: Any
-) -> tuple[Slot, Slot]:
+def first_exchange(measures: Measures, term: Chain, client: Slot, **told: Any) -> tuple[Slot, Slot]:
     """Return the terms' (uploads, client slots) of a first exchange, on the CPU.
 
     The model of `measures` holds ``w_t``; `told` are `lr`, `client_id` and `config` of a context.
@@ -395,7 +384,7 @@ def first_exchange(
     return batches.to_device(upload, "cpu"), batches.to_device(kept, "cpu")
 
 
-def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
+def method_of(who: Identity, config: Config) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     me = f"this client is {who.who} ({who.method})"
     if keys.METHOD_KEY not in config:
@@ -417,12 +406,12 @@ def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
     return term
 
 
-def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+def _own(config: Config) -> dict[str, Any]:
     """Return a config without the protocol's entries."""
     return {k: v for k, v in config.items() if not k.startswith("regs.")}
 
 
-def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:
+def _built(who: Identity, config: Config) -> list[Term]:
     """Return the terms with a message's hyper-parameters; the server's own terms have none in it."""
     terms = [t.from_config(config) for t in who.terms if not t.server_only]
     if who.keeps_optimizer:  # a term that compresses stays last

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from flwr_regs.abilities import TakesBack
 from flwr_regs.chain import Chain
-from flwr_regs.term import Slot
+from flwr_regs.term import Config, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, digest, unpack
 from flwr_regs.wire.errors import described
@@ -106,7 +106,7 @@ class Begun:
     lost: list[str] = field(default_factory=list)
 
 
-def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: bool = False) -> Begun:
+def begin(memory: Memory, term: Chain, config: Config, withholds: bool = False) -> Begun:
     """Return what the round of `config` begins with, by the rule above.
 
     `withholds` is whether the client has private entries.
@@ -129,17 +129,12 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
                 slots[t.name], lost_state = {}, True
     if not config.get(keys.PROBE_KEY) and label(number, True) in memory:
         slots |= _snapshot(memory, number, True) or {}
-    lost = [STATE] if lost_state and _keeps_state(config) else []
-    lost += [ENTRIES] if latest is None and withholds else []
+    lost = _kinds(lost_state and _keeps_state(config), latest is None and withholds)
     return Begun({n: s for n, s in slots.items() if s}, held.get(PRIVATE), lost)
 
 
 def end(
-    memory: Memory,
-    config: Mapping[str, Any],
-    slots: Slot,
-    private: Mapping[str, Any] | None = None,
-    method: str = "",
+    memory: Memory, config: Config, slots: Slot, private: Any = None, method: str = ""
 ) -> dict[str, bytes | Unwritten]:
     """Return what the client remembers from now on: what its round began from, and what it leaves.
 
@@ -155,38 +150,38 @@ def end(
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
     if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
-        copies = {
-            t: {n: np.array(to_numpy(a)) for n, a in slot.items()} for t, slot in snapshot.items()
-        }
+        copies = {t: {n: np.array(to_numpy(a)) for n, a in s.items()} for t, s in snapshot.items()}
         kept[label(number, probe)] = Unwritten(copies, method, label(number, probe))
     return kept
 
 
-def kinds(config: Mapping[str, Any], slots: Slot, private: Any) -> list[str]:
+def kinds(config: Config, slots: Slot, private: Any) -> list[str]:
     """Return what a client that ends a round so keeps, for the server; a client that did goes on to."""
-    state = _keeps_state(config) or any(slots.values())
-    return [STATE] * bool(state) + [ENTRIES] * bool(private)
+    return _kinds(_keeps_state(config) or any(slots.values()), private)
 
 
-def latest(memory: Memory, config: Mapping[str, Any], withholds: bool = False) -> Begun:
+def _kinds(state: Any, entries: Any) -> list[str]:
+    return [STATE] * bool(state) + [ENTRIES] * bool(entries)
+
+
+def latest(memory: Memory, config: Config, withholds: bool = False) -> Begun:
     """Return what an evaluation sees: the last round's snapshot, whatever the server made of it."""
     rounds = [key for key in memory if key.startswith("round")]
     newest = max(rounds, default=label(0))
     snapshot = _read(memory, newest) if rounds else {}
     missing = snapshot is None or newest < label(_course(config)[2])
-    lost = [STATE] if missing and _keeps_state(config) else []
-    lost += [ENTRIES] if missing and withholds else []
+    lost = _kinds(missing and _keeps_state(config), missing and withholds)
     snapshot = snapshot or {}
     return Begun({n: s for n, s in snapshot.items() if n != PRIVATE}, snapshot.get(PRIVATE), lost)
 
 
-def _course(config: Mapping[str, Any]) -> tuple[int, int, int]:
+def _course(config: Config) -> tuple[int, int, int]:
     """Return (the round, `used`, `came`) of a message."""
     *used, came = config.get(keys.SNAPSHOTS_KEY) or [0]
     return config.get(keys.ROUND_KEY, 0), used[0] if used else 0, came
 
 
-def _keeps_state(config: Mapping[str, Any]) -> bool:
+def _keeps_state(config: Config) -> bool:
     """Whether the server knows that this client keeps slots of terms: it then names `used`, too."""
     return len(config.get(keys.SNAPSHOTS_KEY, ())) == 2
 
@@ -200,16 +195,12 @@ def _read(memory: Memory, key: str) -> Slot | None:
     if (kept := memory.get(key)) is None:
         return None
     if isinstance(kept, Unwritten):
-        return {t: _tensors(slot) for t, slot in kept.slots.items()}
+        return {t: {n: torch.from_numpy(a) for n, a in s.items()} for t, s in kept.slots.items()}
     try:
         return decode(kept)
     except ValueError as error:
         LOG.warning("this client's state is lost: %s", error)
         return None
-
-
-def _tensors(arrays: NDArrays) -> dict[str, Tensor]:
-    return {n: torch.from_numpy(a) for n, a in arrays.items()}
 
 
 def encode(snapshot: Mapping[str, Any], method: str = "", key: str = "") -> bytes:
@@ -223,9 +214,9 @@ def encode(snapshot: Mapping[str, Any], method: str = "", key: str = "") -> byte
 def decode(data: bytes) -> Slot:
     """Return a snapshot's slots as tensors; raise ProtocolError for other bytes than `encode` made."""
     slots: Slot = {}
-    for key, tensor in _tensors(unpack(data)).items():
+    for key, array in unpack(data).items():
         name, _, entry = key.partition(".")  # a term's name has no dot
-        slots.setdefault(name, {})[entry] = tensor
+        slots.setdefault(name, {})[entry] = torch.from_numpy(array)
     return slots
 
 
@@ -254,17 +245,16 @@ class Folder:
         that cannot.
     """
 
-    def __init__(self, root: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+    def __init__(self, root: str | os.PathLike[str], config: Config) -> None:
         pid, start = config.get(keys.CLIENT_KEY), config.get(keys.START_KEY)
         if not isinstance(pid, int) or isinstance(pid, bool) or pid < 0 or not keys.is_start(start):
             raise ProtocolError(
-                f"save_private needs a partition id and a start id to name its files, but got {pid!r:.80} "
-                f"and {start!r:.80}"
+                f"save_private needs a partition id and a start id, not {pid!r:.80} and {start!r:.80}"
             )
         self._root, self._method = Path(root), str(config.get(keys.METHOD_KEY))
         self._folder = self._root / f"partition-{pid}" / str(start)
 
-    def completed(self, memory: Memory, config: Mapping[str, Any]) -> Memory:
+    def completed(self, memory: Memory, config: Config) -> Memory:
         """Return the node's memory, with the snapshots that a round needs and only the disk has."""
         number, used, came = _course(config)
         wanted = [label(used), label(came), label(number, True)]
@@ -279,7 +269,7 @@ class Folder:
             return memory
         return {**self._read({newest} - {*memory}), **memory}
 
-    def write(self, memory: Memory, config: Mapping[str, Any]) -> bool:
+    def write(self, memory: Memory, config: Config) -> bool:
         """Write what the node remembers after a round; return whether the disk took it.
 
         Files of this round and of later ones go first: the server repeats them. A disk that is full or

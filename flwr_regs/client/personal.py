@@ -27,37 +27,31 @@ Sec. 4 (the three parts).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from flwr_regs.abilities import Personalises
+from flwr_regs.abilities import FineTunes, Personalises
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client.local_training import LocalResult, local_round
-from flwr_regs.client.measure.classifier import FeatureTap, find_classifier
+from flwr_regs.client.measure.classifier import FeatureTap
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Folder, Root, to_numpy
-from flwr_regs.client.train.batches import Batches, Replay, batch_size, seeded, to_device
+from flwr_regs.client.train.batches import Batches, Replay, batch_size, on_device, seeded, to_device
 from flwr_regs.client.train.distillation import self_confidence_loss
-from flwr_regs.client.train.optimizer import OptimizerFn
-from flwr_regs.client.train.task import Task
+from flwr_regs.client.train.optimizer import Factory
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.term import Arrays, ClientContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, Config, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.config import plain
 
 
 def own_model(
-    measures: Measures,
-    term: Chain,
-    config: Mapping[str, Any],
-    slots: Slot,
-    optimizer: OptimizerFn | None = None,
-    folder: Root = None,
+    measures: Measures, term: Chain, config: Config, slots: Slot, optimizer: Factory, folder: Root
 ) -> nn.Module | None:
     """Return this client's own model, in an evaluation; None if nothing makes one.
 
@@ -70,9 +64,9 @@ def own_model(
     with seeded(config.get(keys.SEED_KEY, 0), measures.device):
         if "personalise" in config:
             made = calibrate(measures, config, optimizer)
-        elif term.tuner is not None:
-            how = {"personal-lr": config[keys.PREVIOUS_LR_KEY], **term.tuner.fine_tuning()}
-            head = term.tuner.head(list(model.state_dict()))
+        elif tuners := term.able(FineTunes):
+            how = {"personal-lr": config[keys.PREVIOUS_LR_KEY], **tuners[0].fine_tuning()}
+            head = tuners[0].head(list(model.state_dict()))
             # the rate is 0 if no round has been trained, and nothing else says it
             made = calibrate(measures, how, optimizer, head) if how["personal-lr"] else model
         elif term.able(Personalises):
@@ -83,7 +77,7 @@ def own_model(
 
 
 def personalised(
-    term: Chain, measures: Measures, slots: Slot, lr: float, config: Mapping[str, Any]
+    term: Chain, measures: Measures, slots: Slot, lr: float, config: Config
 ) -> nn.Module:
     """Turn a loaded model into this client's own, given the terms' client slots; return it."""
     model = measures.model.to(measures.device).eval()
@@ -131,49 +125,20 @@ def entries_of(personal_model: nn.Module, model: nn.Module) -> NDArrays:
     return {n: to_numpy(v).copy() for n, v in personal_model.state_dict().items() if n not in still}
 
 
-def evaluate(
-    measures: Measures,
-    term: Chain,
-    eval_data: Batches,
-    config: Mapping[str, Any],
-    slots: Slot,
-    **how: Any,
-) -> tuple[float, int, dict[str, Any]]:
-    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`score`.
-
-    Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
-    ``"personal-loss"`` and ``"personal-accuracy"``.
-    `how` are `optimizer` and `folder` of :func:`own_model`, to which the others are given too.
-    """
-    model, task, device = measures.model, measures.task, measures.device
-    loss, count, scores = score(model, eval_data, task, device)
-    made = own_model(measures, term, config, slots, **how)
-    metrics: dict[str, Any] = {**scores}
-    if made is not None:
-        own_loss, _, own_scores = score(made, eval_data, task, device)
-    elif term.private(list(model.state_dict())):
-        own_loss, own_scores = loss, scores
-    else:
-        return loss, count, metrics
-    metrics["personal-loss"] = own_loss
-    metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
-    return loss, count, metrics
-
-
 @torch.no_grad()
 def score(
-    model: nn.Module, data: Batches, task: Task, device: torch.device
+    model: nn.Module, data: Batches, measures: Measures
 ) -> tuple[float, int, dict[str, float]]:
     """Return (mean loss, examples, metrics) of a model on `data`; ValueError if that holds no batch.
 
     The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification:
-    outputs ``(n, classes)``, integer targets ``(n,)``.
+    outputs ``(n, classes)``, integer targets ``(n,)``. Of `measures` are the task and the device.
     """
+    task, device = measures.task, measures.device
     model.to(device).eval()
     loss, correct, count, sorts = 0.0, 0, 0, True
-    for inputs, targets in task.pairs(data):
-        targets = to_device(targets, device)
-        output = task.output(model, to_device(inputs, device), targets)
+    for inputs, targets in on_device(task.pairs(data), device):
+        output = task.output(model, inputs, targets)
         size = batch_size(targets)
         loss += float(task.loss(output, targets)) * size
         count += size
@@ -187,14 +152,10 @@ def score(
 
 def classifies(output: Any, targets: Any) -> bool:
     """Whether a batch's output and targets are those of a classification."""
-    return (
-        isinstance(output, torch.Tensor)
-        and isinstance(targets, torch.Tensor)
-        and output.ndim == 2
-        and output.shape[1] > 1
-        and targets.ndim == 1
-        and not targets.is_floating_point()
-    )
+    if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return False
+    labels = targets.ndim == 1 and not targets.is_floating_point()
+    return labels and output.ndim == 2 and output.shape[1] > 1
 
 
 # training further
@@ -221,10 +182,7 @@ class _Pull(Term):
 
 
 def calibrate(
-    measures: Measures,
-    config: Mapping[str, Any],
-    optimizer: OptimizerFn | None,
-    head: Collection[str] = (),
+    measures: Measures, config: Config, optimizer: Factory, head: Collection[str] = ()
 ) -> nn.Module:
     """Return a copy of a client's model of which a part has been trained on its data.
 
@@ -253,16 +211,12 @@ def calibrate(
         raise ValueError(f"personal-part = '{part}': nothing there has requires_grad=True")
     for p in tuned.parameters():
         p.requires_grad_(id(p) in wanted)
-    kind = config["personalise"]
-    terms: list[Term] = []
-    if kind in ("distil", "both"):
-        lam, temperature = config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0)
-        terms.append(_Distil(lam, temperature))
-    if kind in ("proximal", "both"):
-        terms.append(_Pull(config.get("personal-mu", 0.1)))
+    distil = _Distil(config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0))
+    pull = _Pull(config.get("personal-mu", 0.1))
+    terms: Any = {"plain": [], "distil": [distil], "proximal": [pull], "both": [distil, pull]}
     local_round(
         tuned,
-        chain(terms),
+        chain(terms[config["personalise"]]),
         measures.data,
         lr=config["personal-lr"],
         epochs=config.get("personal-epochs", 2),
@@ -276,18 +230,16 @@ def calibrate(
 
 def _classifier(model: nn.Module, measures: Measures) -> set[int]:
     """Return the ids of the output layer's parameters."""
-    name, task = find_classifier(model, measures.classifier), measures.task
-    layer = model.get_submodule(name)
+    # before anything is held still: the tap looks at the trained parameters behind the layer
+    with FeatureTap(model, measures.classifier) as tap:
+        for inputs, targets in Replay(measures.data, measures.device).again(1):
+            tap.check(measures.task.output(model, inputs, targets))
+    layer = model.get_submodule(tap.layer)
     layer_ids = {id(p) for p in layer.parameters() if p.requires_grad}
     inside = set(layer.modules())
     for key, module in model.named_modules():
         if module not in inside and any(id(p) in layer_ids for p in module._parameters.values()):
             raise ValueError(
-                f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
-                "would change both"
+                f"the classifier '{tap.layer}' shares parameters with '{key}': training it changes both"
             )
-    # before anything is held still: the tap looks at the trained parameters behind the layer
-    with FeatureTap(model, measures.classifier) as tap:
-        for inputs, targets in Replay(measures.data, measures.device).again(1):
-            tap.check(task.output(model, inputs, targets))
     return layer_ids

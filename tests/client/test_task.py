@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("batch", "key", "why"),
     [
-        ({"x": 1, "label": 2}, "digit", r"target_key='digit' is not in .*\['x', 'label'\]"),
+        ({"x": 1, "label": 2}, "digit", r"\['x', 'label'\] has no entry .*'digit'"),
         ({"label": 2}, None, r"\['label'\] has no inputs"),
     ],
 )

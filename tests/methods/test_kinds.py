@@ -187,7 +187,7 @@ KINDS = [
     Kind("its own loss, on mappings", as_dicts("left", "right", "labels"), JudgesHalves,
          {"loss_fn": None}),
     Kind("no loss, with `loss_fn=None`", as_dicts("left", "right", "labels"),
-         Silent, {"loss_fn": None}, refused="returned none: pass loss_fn="),
+         Silent, {"loss_fn": None}, refused="has .loss when .*: pass loss_fn="),
     Kind("`torch.compile(model)`", model=compiled),
     Kind("`model.compile()`, or layers with it", model=compiled_in_place),
     Kind("a model with `torch.compile(layer)` in it", model=partly_compiled,

@@ -364,7 +364,7 @@ def test_tied_weights_that_came_apart_are_refused() -> None:
 
 
 def test_tied_weights_are_private_as_a_whole() -> None:
-    with pytest.raises(fr.RoundFailed, match="only one of the two names is private"):
+    with pytest.raises(fr.RoundFailed, match="make both private, or neither"):
         train(replace(TIED, private="b.*"), PER)
     _, got = train(replace(TIED, private="a.*,b.*"), PER)
     assert got.keys() == {"head.weight", "head.bias"}

@@ -27,10 +27,8 @@ def find_classifier(model: nn.Module, name: str | None = None) -> str:
     layers: dict[str, nn.Module] = dict(model.named_modules())
     linear = [n for n, layer in layers.items() if isinstance(layer, nn.Linear)]
     if not linear:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to use as its output layer; name one with "
-            f"classifier=..., out of {[n for n in layers if n]}"
-        )
+        what = f"{type(model).__name__} has no nn.Linear as its output layer"
+        raise ValueError(f"{what}: name one with classifier=, of {[n for n in layers if n]}")
     return linear[-1]
 
 
@@ -38,9 +36,7 @@ def named_layer(model: nn.Module, name: str, what: str = "") -> nn.Module:
     """Return a layer of the model; raise ValueError if there is none of that name."""
     layers: dict[str, nn.Module] = {n: layer for n, layer in model.named_modules() if n}
     if name not in layers:
-        raise ValueError(
-            f"{what}'{name}' is not a layer of {type(model).__name__}; it has {[*layers]}"
-        )
+        raise ValueError(f"{what}'{name}' is not a layer of {type(model).__name__}: {[*layers]}")
     return layers[name]
 
 
@@ -87,11 +83,6 @@ class Tap:
 
     def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self._input, self._output = inputs[0], output
-
-    @property
-    def value(self) -> Any:
-        """What the hook saw in the last forward pass, ``(batch, d)``."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Remove the hook, and let compiled modules run compiled again; a second time does nothing.
@@ -149,8 +140,9 @@ class FeatureTap(Tap):
 
     def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
         self.layer, self._named = find_classifier(model, classifier), classifier is not None
+        self._why = "which classifier= names" if self._named else "its last nn.Linear"
         super().__init__(model, model.get_submodule(self.layer))
-        if classifier is None:
+        if not self._named:
             announce(type(model).__name__, self.layer)
 
     @property
@@ -159,14 +151,9 @@ class FeatureTap(Tap):
         if self._input is None:
             raise ValueError(
                 f"the forward pass of {type(self._model).__name__} does not use its output layer "
-                f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier=, or "
-                "call the model itself if it is torch.compile(model)"
+                f"'{self.layer}', {self._why}; name another with classifier=, or call the uncompiled model"
             )
         return self._input.flatten(1)
-
-    @property
-    def _why(self) -> str:
-        return "which classifier= names" if self._named else "its last nn.Linear"
 
     def check(self, logits: Any) -> None:
         """Raise ValueError unless the layer makes the `logits` of the last forward pass.

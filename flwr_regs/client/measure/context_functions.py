@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, Tap, evaluating
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.batches import Batches, Replay, batch_size, to_device
+from flwr_regs.client.train.batches import Replay, batch_size, on_device
 from flwr_regs.client.train.task import Task, gradients
 from flwr_regs.term import Arrays, ClientContext
 
+OVER_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher")
+"""The functions of a context that are over the client's data."""
 
+
+@dataclass(eq=False)
 class Measures:
     """Measurements of a model at any parameters, for the terms' contexts.
 
@@ -41,17 +45,14 @@ class Measures:
     ``w_t``, which :meth:`context` is given as `start`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Batches,
-        task: Task,
-        device: torch.device,
-        classifier: str | None = None,
-    ) -> None:
-        self.model, self.task, self.device = model, task, device
-        self.data = task.pairs(data)
-        self.classifier = classifier
+    model: nn.Module
+    data: Any
+    task: Task
+    device: torch.device
+    classifier: str | None = None
+
+    def __post_init__(self) -> None:
+        self.data = self.task.pairs(self.data)
         self._start: Arrays = {}
         self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
 
@@ -65,16 +66,8 @@ class Measures:
             others = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
             rest = {**others, **dict(self.model.named_buffers())}
             self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
-        ctx = ClientContext(
-            start=start,
-            lr=lr,
-            loss_fn=self.task.loss,
-            mean_loss=self.mean_loss,
-            mean_gradient=self.mean_gradient,
-            mean_features=self.mean_features,
-            fisher=self.fisher,
-            **more,
-        )
+        over_data = {name: getattr(self, name) for name in OVER_DATA}
+        ctx = ClientContext(start=start, lr=lr, loss_fn=self.task.loss, **over_data, **more)
         if "train" in more:
             return ctx
         return replace(ctx, train=partial(self.train, ctx, Replay(self.data, self.device).again))
@@ -96,15 +89,9 @@ class Measures:
             raise RuntimeError("there is no learning rate to train with: no round has been trained")
         values = {n: p.detach().clone() for n, p in params.items()}
         for inputs, targets in again(int(steps)):
-            here = replace(
-                ctx,
-                broadcast={},
-                client={},
-                inputs=inputs,
-                targets=targets,
-                output_at=partial(self.call, inputs, targets),
-                features_at=partial(self._features, inputs),
-            )
+            at: dict[str, Any] = {"output_at": partial(self.call, inputs, targets)}
+            at["features_at"] = partial(self._features, inputs)
+            here = replace(ctx, broadcast={}, client={}, inputs=inputs, targets=targets, **at)
 
             def objective(leaves: Arrays, here: ClientContext = here) -> Any:
                 return loss(leaves, here)
@@ -135,7 +122,7 @@ class Measures:
 
     def _features(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
         model = self.model
-        tap: Tap = FeatureTap(model, self.classifier) if layer is None else OutputTap(model, layer)
+        tap: Any = FeatureTap(model, self.classifier) if layer is None else OutputTap(model, layer)
         with tap:
             self.call(inputs, None, params)
             return tap.value  # type: ignore[no-any-return]
@@ -161,55 +148,55 @@ class Measures:
     @torch.no_grad()
     def mean_loss(self, params: Arrays) -> Tensor:
         """Return the mean loss over the data, a scalar, in eval mode."""
-        total, count = torch.zeros((), device=self.device, dtype=torch.float64), 0
         whole = self._whole(params)
-        for inputs, targets in self._batches():
-            size = batch_size(targets)
-            total = total + self._loss(inputs, targets, whole).double() * size
-            count += size
+
+        def loss(inputs: Any, targets: Any) -> Arrays:
+            return {"loss": self._loss(whole, inputs, targets).double() * batch_size(targets)}
+
         wide = torch.promote_types(next(iter(params.values())).dtype, torch.float32)
-        return (total / count).to(wide)
+        return self._mean(loss)["loss"].to(wide)  # type: ignore[no-any-return]
 
     def mean_gradient(self, params: Arrays) -> Arrays:
         """Return the gradient of :meth:`mean_loss`, in the parameters' dtypes or a wider one."""
         whole = self._whole(params)
         wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in params.items()}
-        total, count = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in params.items()}, 0
 
-        def loss(leaves: Arrays, inputs: Any, targets: Any) -> Tensor:
-            return self._loss(inputs, targets, {**whole, **leaves})
+        def gradient(inputs: Any, targets: Any) -> Arrays:
+            def loss(leaves: Arrays) -> Tensor:
+                return self._loss({**whole, **leaves}, inputs, targets)
 
-        for inputs, targets in self._batches():
-            size = batch_size(targets)
-            grads = self.gradient(partial(loss, inputs=inputs, targets=targets), params)
-            for n, g in grads.items():
-                total[n] = total[n] + g.to(wide[n]) * size
-            count += size
-        return {n: t / count for n, t in total.items()}
+            grads = self.gradient(loss, params)
+            return {n: g.to(wide[n]) * batch_size(targets) for n, g in grads.items()}
+
+        return self._mean(gradient)
 
     @torch.no_grad()
     def mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
         """Return the mean feature ``(d,)`` over the data, or over its first batches, in eval mode."""
-        total, count = torch.zeros((), device=self.device), 0
         whole = self._whole(params)
-        with FeatureTap(self.model, self.classifier) as tap, evaluating(self.model):
-            for inputs, targets in self._batches(batches):
+        with FeatureTap(self.model, self.classifier) as tap:
+
+            def features(inputs: Any, targets: Any) -> Arrays:
                 self.call(inputs, None, whole)
                 wide = torch.promote_types(tap.value.dtype, torch.float32)  # half is too coarse
-                total = total + tap.value.sum(0, dtype=wide)
+                return {"features": tap.value.sum(0, dtype=wide)}
+
+            return self._mean(features, batches)["features"]  # type: ignore[no-any-return]
+
+    def _mean(self, sums: Callable[[Any, Any], Arrays], batches: int | None = None) -> Arrays:
+        """Return the means over the examples, in eval mode, given a batch's sums; default: all batches."""
+        total, count = Arrays(), 0
+        with torch.random.fork_rng(devices=[]), evaluating(self.model):
+            for inputs, targets in on_device(islice(self.data, batches), self.device):
+                for name, value in sums(inputs, targets).items():
+                    total[name] = total.get(name, 0) + value
                 count += batch_size(targets)
-        return total / count
+        return {name: value / count for name, value in total.items()}
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
         whole = self._whole(params)
         return fisher_diagonal(self.model, self.data, self.task, self.device, whole, max_samples)
 
-    def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
-        with evaluating(self.model):
-            return self.task.loss(self.call(inputs, targets, params), targets)
-
-    def _batches(self, number: int | None = None) -> Iterator[tuple[Any, Any]]:
-        with torch.random.fork_rng(devices=[]):
-            for inputs, targets in islice(self.data, number):
-                yield to_device(inputs, self.device), to_device(targets, self.device)
+    def _loss(self, params: Arrays, inputs: Any, targets: Any) -> Tensor:
+        return self.task.loss(self.call(inputs, targets, params), targets)

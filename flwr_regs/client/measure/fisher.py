@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -27,7 +26,8 @@ from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to
 from flwr_regs.client.train.task import Task, gradients, uncompiled
 
 Tensors = dict[str, Tensor]
-NLL = Callable[[Tensors, list[Tensor]], Tensor]
+Parts = list[Tensor]
+NLL = Callable[[Tensors, Parts], Tensor]
 Names = tuple[str | None, str | None]
 
 LITTLE = 2**12
@@ -90,7 +90,9 @@ def fisher_diagonal(
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in trained.items()}
     seen = 0
     nll = partial(sample_loss, model, task, buffers)
-    with _kept(model, torch.device(device)):
+    gpus = [device] if torch.device(device).type == "cuda" else []
+    with attributes_kept(model), torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        model.eval()
         pairs = iter(task.pairs(data))
         first = [to_device(pair, device) for pair in islice(pairs, 1)]
         if in_place := layers is None:
@@ -112,12 +114,7 @@ def fisher_diagonal(
 
 
 def sample_loss(
-    model: nn.Module,
-    task: Task,
-    buffers: Tensors,
-    batch: Any,
-    params: Tensors,
-    sample: list[Tensor],
+    model: nn.Module, task: Task, buffers: Tensors, batch: Any, params: Tensors, sample: Parts
 ) -> Tensor:
     """Return the loss on one sample of a batch, at other parameters and buffers."""
     parts = iter(sample)
@@ -181,8 +178,8 @@ class _Squares:
     params: Tensors
     memory: int
     layers: Layers
-    in_place: bool = True
-    together: bool = True
+    in_place: bool  # under vmap it cannot be
+    together: bool
 
     @property
     def chunk(self) -> int:
@@ -191,7 +188,7 @@ class _Squares:
         sizes = [p.nbytes for n, p in self.params.items() if n not in known]
         return max(1, self.memory // sum(sizes + [layer.size for layer in self.layers.values()]))
 
-    def add(self, nll: NLL, samples: list[Tensor]) -> None:
+    def add(self, nll: NLL, samples: Parts) -> None:
         """Add the squares of some samples, given by the tensors of their batch."""
         done, number = 0, len(samples[0])
         while done < number:  # vmap's own chunk_size would keep all the chunks
@@ -208,39 +205,74 @@ class _Squares:
                 warnings.warn(text, stacklevel=3)
             done += len(some[0])
 
-    def _add_together(self, nll: NLL, samples: list[Tensor]) -> str:
+    def _add_together(self, nll: NLL, samples: Parts) -> str:
         """Add the squares by vmap; where it fails, return why, and add nothing."""
         known = of_layers(self.layers)
         rest = {n: p for n, p in self.params.items() if n not in known}
         zeros = {names: layer.like for names, layer in self.layers.items()}
+
+        def loss(rest: Tensors, zeros: dict[Names, Tensor], sample: Parts) -> Any:
+            given = {**self.params, **rest}
+            ids, inputs = {id(given[n]) for n in known}, dict[Names, Tensor]()
+
+            def passed(args: Iterable[Any]) -> None:
+                if any(id(a) in ids for a in args):
+                    raise ValueError("a layer's parameter has another use")
+
+            def seen(names: Names, call: dict[str, Any]) -> Tensor:
+                """Keep a layer's input; add zeros to its output, to differentiate with respect to them."""
+                out = linear(**call)
+                passed([call["input"]] if names in zeros else call.values())
+                if names not in zeros:
+                    return out
+                if names in inputs or out.shape != zeros[names].shape:
+                    raise ValueError(f"a layer is called anew, or with another shape: {names}")
+                inputs[names] = call["input"]
+                return out + zeros[names]
+
+            with _Watch(given, seen, passed):
+                value = nll(given, sample)
+            if inputs.keys() != zeros.keys():
+                raise ValueError("a layer was not called")
+            return value, inputs
+
         try:
-            of_each = vmap(with_inputs(nll, self.params, self.layers), in_dims=(None, None, 0))
+            of_each = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0))
             (grads, outputs), inputs = of_each(rest, zeros, samples)
         except Exception as e:  # an error of the model itself is raised again, one by one
             return f"{type(e).__name__}: {e}".partition("\n")[0]
         for n, g in grads.items():
-            add_squares(self.total, n, g, self.in_place)
-        add_layers(self.total, self.layers, outputs, inputs, self.in_place)
+            self._add_squares(n, g)
+        for names, layer in self.layers.items():
+            g, a = outputs[names].flatten(1), inputs[names].flatten(1)
+            if layer.bias:
+                self._add_squares(layer.bias, g)
+            if layer.weight:
+                t = self.total[layer.weight]
+                left, right = factors(g.to(t.dtype), a.to(t.dtype))
+                new = t.addmm_(left, right) if self.in_place else t + left @ right
+                self.total[layer.weight] = new
         return ""
 
-    def _add_one_by_one(self, nll: NLL, samples: list[Tensor]) -> None:
-        with torch.backends.cudnn.flags(
-            enabled=False
-        ):  # cuDNN's RNNs have no backward in eval mode
+    def _add_squares(self, name: str, grads: Tensor) -> None:
+        """Add the squares of a parameter's gradients, one of each sample."""
+        t = self.total[name]
+        if not self.in_place:
+            self.total[name] = t + grads.to(t.dtype).square().sum(0)
+        elif t.numel() <= LITTLE:
+            t.add_(grads.to(t.dtype).square().sum(0))
+        else:  # the other way is slower here and doubles the memory
+            for one in grads:
+                t.addcmul_(one, one)
+
+    def _add_one_by_one(self, nll: NLL, samples: Parts) -> None:
+        # cuDNN's RNNs have no backward in eval mode
+        with torch.backends.cudnn.flags(enabled=False):
             for sample in zip(*samples, strict=True):
                 leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
                 for n, g in gradients(nll(leaves, list(sample)), leaves).items():
                     one = g.to_dense()  # an embedding's gradient may be sparse
                     self.total[n].addcmul_(one, one)
-
-
-@contextmanager
-def _kept(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run in eval mode with gradients; then restore the modules' attributes and torch's random state."""
-    gpus = [device] if device.type == "cuda" else []
-    with attributes_kept(model), torch.random.fork_rng(devices=gpus), torch.enable_grad():
-        model.eval()
-        yield
 
 
 # linear layers
@@ -270,28 +302,39 @@ Layers = dict[Names, Layer]
 """The layers by the trained parameters, weight and bias, in the call."""
 
 
-def find_layers(model: nn.Module, nll: NLL, params: Tensors, sample: list[Tensor]) -> Layers:
+def find_layers(model: nn.Module, nll: NLL, params: Tensors, sample: Parts) -> Layers:
     """Return the layers of a model that see one row of inputs of a sample; none if in doubt.
 
     Their parameters have no other use: with this call left out, the loss does not depend on them.
     """
-    opaque = (
-        isinstance(m, torch.jit.ScriptModule) or m._compiled_call_impl for m in model.modules()
-    )
-    if any(opaque):
+    if any(isinstance(m, torch.jit.ScriptModule) or m._compiled_call_impl for m in model.modules()):
         return {}
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+    found: Layers = {}
+    taken: set[str | None] = set()
+
+    def seen(names: Names, call: dict[str, Any]) -> Tensor:
+        """Take the parameters of a layer's first call as constants, if it sees one row."""
+        out, a = linear(**call), call["input"]
+        one_row = a.numel() == a.shape[-1] and out.numel()
+        if not one_row or taken & {n for n in names if n}:
+            return out
+        taken.update(names)
+        size = (a.numel() + out.numel()) * out.element_size()
+        found[names] = Layer(*names, torch.zeros_like(out), size)
+        named = dict(zip(("weight", "bias"), names, strict=True))
+        return linear(**call | {k: call[k].detach() for k, n in named.items() if n})
+
     try:
-        with torch.backends.cudnn.flags(enabled=False), _Finder(leaves) as finder:
+        with torch.backends.cudnn.flags(enabled=False), _Watch(leaves, seen):
             loss = nll(leaves, sample)
-        grads: Sequence[Tensor | None] = [None] * len(leaves)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        every = list(leaves.values())
+        grads = torch.autograd.grad(loss, every, allow_unused=True) if loss.requires_grad else ()
     except Exception:  # an error of the model itself is raised again where it counts
         return {}
-    also = {n for n, g in zip(leaves, grads, strict=True) if g is not None}
+    also = {n for n, g in zip(leaves, grads, strict=False) if g is not None}
     layers = {}
-    for names, layer in finder.layers.items():
+    for names, layer in found.items():
         weight, bias = (None if n in also else n for n in names)
         if weight or bias:
             layers[names] = Layer(weight, bias, layer.like, layer.size)
@@ -303,45 +346,6 @@ def of_layers(layers: Layers) -> set[str]:
     return {n for layer in layers.values() for n in (layer.weight, layer.bias) if n}
 
 
-def with_inputs(nll: NLL, params: Tensors, layers: Layers) -> Callable[..., Any]:
-    """Return a function of (the other parameters, zeros for each layer, a sample).
-
-    It returns the gradients with respect to the first two, and the layers' inputs. Raises ValueError if a
-    layer is not called once, as it was when it was found.
-    """
-
-    def loss(rest: Tensors, zeros: dict[Names, Tensor], sample: list[Tensor]) -> Any:
-        given = {**params, **rest}
-        with _Recorder(given, layers, zeros) as recorder:
-            value = nll(given, sample)
-        if recorder.inputs.keys() != layers.keys():
-            raise ValueError("a layer was not called")
-        return value, recorder.inputs
-
-    return grad(loss, argnums=(0, 1), has_aux=True)
-
-
-def add_layers(
-    total: Tensors,
-    layers: Layers,
-    outputs: Mapping[Names, Tensor],
-    inputs: Mapping[Names, Tensor],
-    in_place: bool = True,
-) -> None:
-    """Add the samples' squared gradients to `total`, from the outputs' gradients and the inputs.
-
-    Both have a dimension for the samples in front.
-    """
-    for names, layer in layers.items():
-        g, a = outputs[names].flatten(1), inputs[names].flatten(1)
-        if layer.bias:
-            add_squares(total, layer.bias, g, in_place)
-        if layer.weight:
-            t = total[layer.weight]
-            left, right = factors(g.to(t.dtype), a.to(t.dtype))
-            total[layer.weight] = t.addmm_(left, right) if in_place else t + left @ right
-
-
 def factors(g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``(g²)ᵀ`` and ``a²``, scaled so that their product is the sum of the squares of ``g aᵀ``."""
     # the squares of one alone could leave the numbers' range; powers of 2 round nothing
@@ -351,87 +355,26 @@ def factors(g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return left.mul_(left).T, right.mul_(right)
 
 
-def add_squares(total: Tensors, name: str, grads: Tensor, in_place: bool = True) -> None:
-    """Add the squares of gradients, one of each sample, to a sum in `total`; under vmap not `in_place`."""
-    t = total[name]
-    if not in_place:
-        total[name] = t + grads.to(t.dtype).square().sum(0)
-    elif t.numel() <= LITTLE:
-        t.add_(grads.to(t.dtype).square().sum(0))
-    else:  # the other way is slower here and doubles the memory
-        for one in grads:
-            t.addcmul_(one, one)
-
-
 class _Watch(TorchFunctionMode):
-    """Sees each call of ``linear`` with one of the parameters."""
+    """Sees each call of ``linear`` with one of the parameters.
 
-    def __init__(self, params: Tensors) -> None:
+    ``seen(names, call)`` returns its output; ``passed(args)`` looks at the arguments of other functions.
+    """
+
+    def __init__(
+        self, params: Tensors, seen: Any, passed: Callable[..., None] | None = None
+    ) -> None:
         super().__init__()
         self.names = {id(p): n for n, p in params.items()}
+        self.seen, self.passed = seen, passed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is linear:
             call = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            names = self.name(call["weight"]), self.name(call.get("bias"))
+            names = self.names.get(id(call["weight"])), self.names.get(id(call.get("bias")))
             if names != (None, None):
                 return self.seen(names, call)
-        else:
+        elif self.passed is not None:
             self.passed([*args, *kwargs.values()])
         return func(*args, **kwargs)
-
-    def name(self, tensor: Any) -> str | None:
-        return self.names.get(id(tensor))
-
-    def seen(self, names: Names, call: dict[str, Any]) -> Tensor:
-        """Return the output of a layer."""
-        raise NotImplementedError
-
-    def passed(self, args: Iterable[Any]) -> None:
-        """Take note of the arguments of any other function."""
-
-
-class _Finder(_Watch):
-    """Takes the parameters of each layer's first call as constants, if it sees one row."""
-
-    def __init__(self, params: Tensors) -> None:
-        super().__init__(params)
-        self.layers: Layers = {}
-        self.taken: set[str | None] = set()
-
-    def seen(self, names: Names, call: dict[str, Any]) -> Tensor:
-        out, a = linear(**call), call["input"]
-        one_row = a.numel() == a.shape[-1] and out.numel()
-        if not one_row or self.taken & {n for n in names if n}:
-            return out
-        self.taken |= set(names)
-        size = (a.numel() + out.numel()) * out.element_size()
-        self.layers[names] = Layer(*names, torch.zeros_like(out), size)
-        constants = {k: t.detach() for k, t in call.items() if k != "input" and self.name(t)}
-        return linear(**call | constants)
-
-
-class _Recorder(_Watch):
-    """Keeps the layers' inputs, and adds zeros to the outputs, to differentiate with respect to them."""
-
-    def __init__(self, params: Tensors, layers: Layers, zeros: Mapping[Names, Tensor]) -> None:
-        super().__init__(params)
-        self.layers, self.zeros, self.inputs = layers, zeros, dict[Names, Tensor]()
-        self.known = {id(params[n]) for n in of_layers(layers)}
-
-    def seen(self, names: Names, call: dict[str, Any]) -> Tensor:
-        out = linear(**call)
-        self.passed([call["input"]])
-        if names not in self.layers:
-            self.passed(call.values())
-            return out
-        zeros = self.zeros[names]
-        if names in self.inputs or out.shape != zeros.shape:
-            raise ValueError(f"a layer is called anew, or with another shape: {names}")
-        self.inputs[names] = call["input"]
-        return out + zeros
-
-    def passed(self, args: Iterable[Any]) -> None:
-        if any(id(a) in self.known for a in args):
-            raise ValueError("a layer's parameter has another use")

@@ -27,6 +27,9 @@ NO_DATA = (
 )
 
 
+AGAIN = "expected batches that can be iterated again and again, such as a DataLoader or a list"
+
+
 class Keywords(dict[str, Any]):
     """Inputs that go into the model as keywords; `target` is the key that the targets had beside them."""
 
@@ -81,8 +84,7 @@ class Pairs:
         inputs = {k: v for k, v in batch.items() if k != key and k not in others}
         if not inputs:
             raise ValueError(
-                f"a batch with the keys {list(batch)} has no inputs beside its targets '{key}'; "
-                "target_key= names the entry of the targets"
+                f"a batch with the keys {list(batch)} has no inputs beside target_key='{key}'"
             )
         if len(inputs) == 1 and not self.keywords:
             return next(iter(inputs.values())), batch[key]
@@ -90,21 +92,15 @@ class Pairs:
 
     def _key(self, batch_keys: list[Any]) -> str:
         """Return the key of the targets among those that were found."""
-        if self.target_key is not None:
-            if self.target_key not in batch_keys:
-                raise ValueError(
-                    f"target_key='{self.target_key}' is not in a batch with the keys {batch_keys}"
-                )
-            return self.target_key
-        candidates = [k for k in TARGET_KEYS if k in batch_keys]
-        if len(candidates) != 1:
-            raise ValueError(
-                f"a batch with the keys {batch_keys} has "
-                + (f"several entries that may be its targets: {candidates}" if candidates else "")
-                + ("" if candidates else f"no entry for its targets, such as {TARGET_KEYS[0]!r}")
-                + "; name the one to use with target_key="
-            )
-        return candidates[0]
+        names = TARGET_KEYS if self.target_key is None else (self.target_key,)
+        candidates = [k for k in names if k in batch_keys]
+        if len(candidates) == 1:
+            return candidates[0]
+        what = f"no entry for its targets, such as {names[0]!r}"
+        if candidates:
+            what = f"several entries that may be its targets: {candidates}"
+        batch = f"a batch with the keys {batch_keys}"
+        raise ValueError(f"{batch} has {what}; name the one to use with target_key=")
 
 
 def check_batches(data: Any, name: str) -> None:
@@ -113,27 +109,20 @@ def check_batches(data: Any, name: str) -> None:
     What is in the batches, and whether there are any, shows when they are read.
     """
     data = data.source if isinstance(data, Pairs) else data
-    kind, shuffle = type(data).__name__, ", shuffle=True" if name == "train_data" else ""
-    pairs = "expected batches of (inputs, targets), such as"
+    kind, pairs = type(data).__name__, "expected batches of (inputs, targets), such as"
+    size = "batch_size=32, shuffle=True" if name == "train_data" else "batch_size=32"
     if isinstance(data, Iterator):
-        why = (
-            f"a {kind}, which can be iterated only once: expected batches that can be iterated again and "
-            "again, such as a DataLoader or a list"
-        )
+        why = f"a {kind}, which can be iterated only once: {AGAIN}"
     elif _is_dataset(data):
-        why = f"a {kind}: expected batches, such as DataLoader({name}, batch_size=32{shuffle})"
+        why = f"a {kind}: expected batches, such as DataLoader({name}, {size})"
     elif isinstance(data, Tensor | np.ndarray):
-        why = (
-            f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), batch_size=32{shuffle})"
-        )
+        why = f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), {size})"
     elif isinstance(data, list | tuple) and data and isinstance(data[0], Tensor | np.ndarray):
         why = f"a {kind} of arrays: {pairs} [(inputs, targets)], or DataLoader(TensorDataset(*{name}))"
     elif isinstance(data, Mapping):
         why = f"a {kind}, which is one batch: expected batches, such as [{name}]"
-    elif isinstance(data, str) or not any(
-        hasattr(type(data), method) for method in ("__iter__", "__getitem__")
-    ):
-        why = f"{repr(data)[:60]}: {pairs} DataLoader(dataset, batch_size=32{shuffle})"
+    elif isinstance(data, str) or {"__iter__", "__getitem__"}.isdisjoint(dir(type(data))):
+        why = f"{repr(data)[:60]}: {pairs} DataLoader(dataset, {size})"
     else:
         return
     raise TypeError(f"{name} is {why}")
@@ -156,13 +145,10 @@ def cycle(data: Pairs) -> Iterator[tuple[Any, Any]]:
         for batch in data:
             empty = False
             yield batch
-        if empty and number > 1:
-            raise ValueError(
-                f"pass {number} over train_data, a {type(data.source).__name__}, yields no batch: expected "
-                "batches that can be iterated again and again, such as a DataLoader or a list"
-            )
         if empty:
-            raise ValueError(NO_DATA)
+            kind = type(data.source).__name__
+            why = f"pass {number} over train_data, a {kind}, yields no batch: {AGAIN}"
+            raise ValueError(why if number > 1 else NO_DATA)
 
 
 def count_batches(data: Pairs) -> int:
@@ -206,8 +192,7 @@ def batch_size(targets: Any) -> int:
     leaves = [targets] if type(targets) is Tensor else tensors(targets)
     if leaves and leaves[0].ndim == 0:
         raise TypeError(
-            "the targets of a batch have no dimension, so it is one example: give the loader a batch_size, "
-            "such as DataLoader(examples, batch_size=32)"
+            "the targets of a batch have no dimension, so it is one example: give the loader a batch_size"
         )
     return len(leaves[0]) if leaves else len(targets)
 
@@ -232,6 +217,12 @@ def to_device(value: Any, device: str | torch.device) -> Any:
         return value.to(device)
     place = torch.device(device)
     return mapped(value, lambda tensor: tensor.to(place))
+
+
+def on_device(data: Iterable[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield batches on the device."""
+    for inputs, targets in data:
+        yield to_device(inputs, device), to_device(targets, device)
 
 
 def label_counts(data: Pairs) -> Tensor:
@@ -322,14 +313,13 @@ class Replay:
 
     def draw(self, steps: int) -> Iterator[tuple[Any, Any]]:
         """Yield `steps` batches on the device."""
-        drawn = cycle(self._data)
+        drawn = on_device(cycle(self._data), self._device)
         for _ in range(steps):
             if self._batches:
                 states = self._states()
                 same = self._before and all(map(torch.equal, states, self._before[-1]))
                 self._before.append(self._before[-1] if same else states)
-            inputs, targets = next(drawn)
-            batch = to_device(inputs, self._device), to_device(targets, self._device)
+            batch = next(drawn)
             if self.forwards:
                 self._at_forward = self._states(), self._cuda_state()
             yield batch
@@ -337,12 +327,11 @@ class Replay:
     def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
         """Yield `steps` batches, those of :meth:`draw` first; the generators end where they were."""
         with self._restored():
-            drawn = cycle(self._data)
+            drawn = on_device(cycle(self._data), self._device)
             for i in range(steps):
                 if i < len(self._before):
                     self._set(self._before[i])
-                inputs, targets = next(drawn)
-                yield to_device(inputs, self._device), to_device(targets, self._device)
+                yield next(drawn)
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -53,11 +53,9 @@ def check_classes(ctx: ClientContext, who: str) -> None:
         raise ValueError(
             f"{who} needs logits (batch, classes) and integer labels (batch,), not {given}"
         )
-    if ctx.label_counts is not None and ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
-        raise ValueError(
-            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
-            f"{ctx.output.shape[-1]} outputs"
-        )
+    classes = ctx.output.shape[-1]
+    if ctx.label_counts is not None and (labels := ctx.label_counts.shape[-1]) > classes:
+        raise ValueError(f"the data has labels up to {labels - 1}, the model {classes} outputs")
 
 
 def one_hot(ctx: ClientContext) -> Tensor:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flwr_regs.abilities import Carries, Steers
 from flwr_regs.chain import Chain
-from flwr_regs.term import Arrays, ClientContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, Config, Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
 
-OptimizerFn = Callable[..., torch.optim.Optimizer]
+OptimizerFn = Callable[..., Optimizer]
+Factory = OptimizerFn | None
+"""A client's own optimiser; None: what the config describes."""
 
 
 def check_factory(owner: str, optimizer: object) -> None:
     """Raise TypeError unless a client's `optimizer` can be called: an instance holds other parameters."""
     if optimizer is not None and not callable(optimizer):
         raise TypeError(
-            f"{owner}: optimizer must be called as optimizer(params, lr=lr), such as torch.optim.AdamW or "
-            f"functools.partial(torch.optim.SGD, momentum=0.9); not an instance of "
-            f"{type(optimizer).__name__}"
+            f"{owner}: optimizer must be called as optimizer(params, lr=lr), as torch.optim.AdamW or "
+            f"partial(torch.optim.SGD, momentum=0.9) are; not an instance of {type(optimizer).__name__}"
         )
 
 
@@ -64,13 +66,11 @@ class ClientOptimizer:
         Why a loop may not make an optimiser itself; None if it may, and once it is made here.
     """
 
-    def __init__(
-        self, term: Chain, trained: Mapping[str, nn.Parameter], ctx: ClientContext
-    ) -> None:
+    def __init__(self, term: Chain, trained: dict[str, nn.Parameter], ctx: ClientContext) -> None:
         self._term, self._trained, self._ctx = term, trained, ctx
         self._carrying = term.able(Carries)
-        self._made: torch.optim.Optimizer | None = None
-        self._corrected: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._made: Optimizer | None = None
+        self._corrected: list[tuple[Tensor, Tensor, int]] = []
         self._watches = False  # whether a term counts on steps of plain SGD
         self.missing: str | None = None
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
@@ -80,19 +80,17 @@ class ClientOptimizer:
         elif any(t.acts("client_optimizer") for t in term.terms):
             self.missing = "the method configures the client's optimiser"
 
-    def made(self, make: OptimizerFn | None) -> torch.optim.Optimizer:
+    def made(self, make: Factory) -> Optimizer:
         """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""
         self.missing = None
         given = optimizer_of(self._ctx.config, make)
         make = self._term.client_optimizer(given)
-        made: torch.optim.Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
+        made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if self._carrying:
             others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:
-                raise ValueError(
-                    f"{others}: the method makes the client's optimiser anew for each round: leave "
-                    "out what keeps its state (keep_optimizer)"
-                )
+                why = "the method makes the client's optimiser anew for each round"
+                raise ValueError(f"{others}: {why}: leave out keep_optimizer")
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
@@ -109,9 +107,7 @@ class ClientOptimizer:
         grads = [(p, p.grad) for p in self._trained.values() if p.grad is not None]
         self._corrected = [(p, grad, grad._version) for p, grad in grads]
 
-    def _check_step(
-        self, refused: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> None:
+    def _check_step(self, refused: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient."""
         if len(args) > 1 or kwargs:  # a closure takes the gradient within the step
             return
@@ -126,7 +122,7 @@ class ClientOptimizer:
         return {} if self._made is None else state_of(self._made, self._trained)
 
 
-def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> Arrays:
+def state_of(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Arrays:
     """Return an optimiser's state as arrays, by the keys of :class:`flwr_regs.abilities.Carries`.
 
     An entry that is a plain number has ``#`` behind its name. Raises ValueError for other state than arrays
@@ -137,23 +133,20 @@ def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor
         for entry, value in optimizer.state.get(p, {}).items():
             if value is None:  # none yet, as SGD's momentum before its first step
                 continue
-            if not isinstance(value, torch.Tensor | int | float):
+            if not isinstance(value, Tensor | int | float):
                 raise ValueError(
                     f"the state of {type(optimizer).__name__} has a {type(value).__name__} as '{entry}', "
                     "expected arrays and numbers: leave keep_optimizer out"
                 )
-            key = entry if isinstance(value, torch.Tensor) else f"{entry}#"
+            key = entry if isinstance(value, Tensor) else f"{entry}#"
             state[f"{key}.{name}"] = torch.as_tensor(value).detach().clone()
     steps = [value for key, value in state.items() if key.startswith("step.")]
     if steps and all(torch.equal(value, steps[0]) for value in steps):
-        state = {key: value for key, value in state.items() if not key.startswith("step.")}
-        state["step"] = steps[0]
+        state = {k: v for k, v in state.items() if not k.startswith("step.")} | {"step": steps[0]}
     return state
 
 
-def load_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], state: Arrays
-) -> None:
+def load_state(optimizer: Optimizer, params: Mapping[str, Tensor], state: Arrays) -> None:
     """Give a fresh optimiser the state of :func:`state_of`, copied; its own settings stay.
 
     Raises ValueError for a key that names no parameter.
@@ -178,7 +171,7 @@ def load_state(
             optimizer.state[p]["step"] = state["step"].detach().cpu().clone()
 
 
-def optimizer_of(config: Mapping[str, Any], factory: OptimizerFn | None = None) -> OptimizerFn:
+def optimizer_of(config: Config, factory: Factory = None) -> OptimizerFn:
     """Return a client's factory ``make(params, lr=lr)``: its own, or what a checked config describes.
 
     Without either it is ``torch.optim.SGD``. Raises ValueError if there are both.
@@ -195,7 +188,7 @@ def optimizer_of(config: Mapping[str, Any], factory: OptimizerFn | None = None) 
     return partial(kind, **{k.replace("-", "_"): v for k, v in given.items()}) if given else kind
 
 
-def momentum_of(optimizer: torch.optim.Optimizer) -> float | None:
+def momentum_of(optimizer: Optimizer) -> float | None:
     """Return m such that a constant gradient moves ``η/(1−m)`` a step in the long run; None if unknown.
 
     SGD's `dampening` counts: with the same value as its momentum, a step is η, so m is 0.
@@ -206,14 +199,13 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> float | None:
     return float(1 - (1 - group["momentum"]) / damped)
 
 
-def clip(params: Iterable[nn.Parameter], norm: float) -> None:
+def clip(params: Collection[nn.Parameter], norm: float) -> None:
     """Scale the gradients down so that all together, as one vector, have at most this norm.
 
     As ``torch.nn.utils.clip_grad_norm_``, but the norm of half-precision gradients is taken in float32,
     where their squares do not overflow.
     """
-    with_gradient = [p for p in params if p.grad is not None]
-    grads = [p.grad for p in with_gradient if p.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
     total = nn.utils.get_total_norm(wide)
-    nn.utils.clip_grads_with_norm_(with_gradient, norm, total)
+    nn.utils.clip_grads_with_norm_(params, norm, total)

@@ -24,9 +24,7 @@ def remedy(
                 f"but takes {found[2]}"
             )
         if "dtype" in str(error) and first is not None and inputs.dtype is not first.dtype:
-            return (
-                f"the inputs are {inputs.dtype}, expected {first.dtype}: give x.to({first.dtype})"
-            )
+            return f"the inputs are {inputs.dtype}, not {first.dtype}: give x.to({first.dtype})"
     if "more than 1 value per channel" in str(error):
         return (
             "a batch holds one example, and BatchNorm needs two in training: give the loader "
@@ -69,13 +67,9 @@ def wrong_label(output: Tensor, targets: Tensor, loss_fn: Any) -> str:
 
 def are_probabilities(output: Any) -> bool:
     """Whether an output is what a softmax makes: cross-entropy takes what goes into one."""
-    return (
-        isinstance(output, Tensor)
-        and output.ndim == 2
-        and output.shape[1] > 1
-        and bool((output >= 0).all())
-        and bool(((output.sum(1) - 1).abs() < 1e-4).all())
-    )
+    if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2:
+        return False
+    return bool((output >= 0).all()) and bool(((output.sum(1) - 1).abs() < 1e-4).all())
 
 
 def is_cross_entropy(loss_fn: Any) -> bool:

@@ -18,6 +18,7 @@ from flwr_regs.client.train.batches import Batches, Keywords, Pairs
 
 LossFn = Callable[[Any, Any], Tensor]
 OutputFn = Callable[[Any], Any]
+Tensors = Mapping[str, Tensor]
 
 _OWN_LOSS = "_flwr_regs_loss"  # the attribute of logits that holds the loss which came with them
 
@@ -76,11 +77,7 @@ class Task:
         return Pairs(data, self.target_key, keywords=self.loss_fn is None)
 
     def output(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Any = None,
-        params: Mapping[str, Tensor] | None = None,
+        self, model: nn.Module, inputs: Any, targets: Any = None, params: Tensors | None = None
     ) -> Any:
         """Return the model's logits on a batch.
 
@@ -119,15 +116,12 @@ class Task:
             return self.loss_fn(output, targets)
         if (loss := getattr(output, _OWN_LOSS, None)) is None:
             raise TypeError(
-                "loss_fn=None needs a model that returns an output with .loss when it gets the targets; "
-                "it returned none: pass loss_fn="
+                "loss_fn=None needs a model whose output has .loss when it gets the targets: pass loss_fn="
             )
         return cast(Tensor, loss)
 
 
-def called(
-    model: nn.Module, values: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def called(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
     """Return what the model makes of a batch with other parameters and buffers, by their first names.
 
     `values` then hold what the forward pass has made of them. As ``torch.func.functional_call``, but that
@@ -146,7 +140,7 @@ def called(
     return output
 
 
-def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients(loss: Tensor, leaves: Tensors) -> dict[str, Tensor]:
     """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
     if not loss.requires_grad:
         return {n: torch.zeros_like(p) for n, p in leaves.items()}
@@ -174,9 +168,8 @@ def find_logits(output: Any) -> Tensor:
         return logits
     names = f" with the entries {list(output)}" if isinstance(output, Mapping) else ""
     raise TypeError(
-        f"the model's output, a {type(output).__name__}{names}, has no logits: neither is it a tensor, nor "
-        "has it .logits, nor is its first element a tensor with a batch dimension; pass "
-        "output_fn=, a function from the output to the logits"
+        f"the model's output, a {type(output).__name__}{names}, has no logits: neither it nor .logits nor "
+        "its first element is a tensor with a batch dimension; pass output_fn=, from output to logits"
     )
 
 

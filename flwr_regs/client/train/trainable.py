@@ -9,6 +9,7 @@ from flwr_regs.chain import Chain
 
 Every = list[tuple[str, nn.Parameter]]
 """A model's parameters under all their names, in order: each walk over a model costs."""
+Parameters = dict[str, nn.Parameter]
 
 
 def every_parameter(model: nn.Module) -> Every:
@@ -21,9 +22,7 @@ def first_names(every: Every) -> dict[int, str]:
     return {id(p): name for name, p in reversed(every)}
 
 
-def trained_parameters(
-    model: nn.Module, term: Chain, every: Every | None = None
-) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module, term: Chain, every: Every | None = None) -> Parameters:
     """Return the parameters that a method trains, by their first names; private ones too."""
     every = every_parameter(model) if every is None else every
     first = first_names(every)

@@ -147,7 +147,7 @@ def test_a_head_beside_the_path_to_the_logits() -> None:
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
-        ("haed", "'haed' is not a layer of Sided; it has .*'head'"),
+        ("haed", "'haed' is not a layer of Sided: .*'head'"),
         ("spare", "layer 'spare' is not used in the forward pass of Sided; name another layer"),
         ("memory", "layer 'memory' makes no tensor in the forward pass of Sided"),
     ],

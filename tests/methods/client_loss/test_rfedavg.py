@@ -46,7 +46,7 @@ def test_features_are_what_enters_the_output_layer() -> None:
 @pytest.mark.parametrize("client", [fr.RFedAvgClient, fr.RFedAvgPlusClient])
 def test_a_model_without_a_linear_layer_is_refused_with_a_way_out(client: Any) -> None:
     conv = nn.Sequential(nn.Conv2d(1, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.raises(ValueError, match=r"no nn.Linear.*name one with classifier=\.\.\., out of"):
+    with pytest.raises(ValueError, match=r"no nn.Linear.*name one with classifier=, of"):
         client(conv, [])
     client(conv, [], classifier="0")
     with pytest.raises(ValueError, match=r"no nn.Linear"):

@@ -179,12 +179,12 @@ def test_calibration_trains_the_classifier_alone() -> None:
     assert not torch.equal(own(bare).weight, bare.weight)
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="'1' shares parameters with the layer '0'"):
+    with pytest.raises(ValueError, match="'1' shares parameters with '0'"):
         own(tied)
     frozen = make_model()
     frozen[2].bias.requires_grad_(False)
     assert torch.equal(own(frozen)[2].bias, frozen[2].bias)
-    with pytest.raises(ValueError, match=r"name one with classifier=\.\.\."):
+    with pytest.raises(ValueError, match="name one with classifier="):
         find_classifier(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
 
