@@ -47,7 +47,7 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Metric
         good = f"a number from {SMALLEST:g} to {LARGEST:g}, not {quoted(count, 40)}"
         raise ProtocolError(f"{what}: metric '{weighted_by_key}' must be {good}")
     metrics = parcel.metrics.items()
-    long = [name for name, v in metrics if isinstance(v, list) and len(v) > MOST_ENTRIES]
+    long = {name for name, v in metrics if isinstance(v, list) and len(v) > MOST_ENTRIES}
     return {shown(n, LONGEST_NAME): v for n, v in metrics if n not in long}, float(count or 0)
 
 

@@ -33,6 +33,7 @@ from flwr_regs.wire.config import Spelled
 READ = 1 << 17
 """How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
+COUNT_FROM_0 = Range("a whole number of at least 0", lambda v: v >= 0, Integral)
 
 
 class TooFewVectors(Passing):
@@ -170,13 +171,9 @@ class CoordinateMedian(_Checked):
 
 
 def _median(vectors: Vectors) -> np.ndarray:
-    low, high = (len(vectors) - 1) // 2, len(vectors) // 2
-
-    def middle(x: np.ndarray) -> np.ndarray:
-        ordered = np.sort(x, axis=0)  # over few rows faster than numpy's partition and median
-        return np.asarray((ordered[low] + ordered[high]) / 2)
-
-    return vectors.each(middle)
+    middle = [(len(vectors) - 1) // 2, len(vectors) // 2]
+    # over few rows, a sort is faster than numpy's partition and median
+    return vectors.each(lambda x: np.sort(x, axis=0)[middle].mean(axis=0))
 
 
 @dataclass(frozen=True)
@@ -216,10 +213,7 @@ class Krum(_Checked):
         m ≥ 1, how many vectors to keep; 1 is Krum.
     """
 
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "byzantine": Range("a whole number of at least 0", lambda v: v >= 0, Integral),
-        "keep": COUNT,
-    }
+    ranges: ClassVar = {"byzantine": COUNT_FROM_0, "keep": COUNT}
     byzantine: int
     keep: int = 1
 

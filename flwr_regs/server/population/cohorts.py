@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+Key = tuple[int, ...]
 TRAINING = (0, 0)
 EVALUATION = (1, 0)
 """Purposes of a draw. Draws for different purposes are independent, whatever their keys, and none of them
@@ -26,7 +27,7 @@ class CoverageError(ValueError):
 
 
 def uniform_cohort(
-    clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, int] = TRAINING
+    clients: Iterable[int], key: Key, size: int, purpose: Key = TRAINING
 ) -> list[int]:
     """Return `size` clients, sorted, by (key, purpose) alone; all of them if `size` is too large.
 
@@ -36,7 +37,7 @@ def uniform_cohort(
     return _drawn(sorted(clients), size, _generator(key, purpose))
 
 
-def _generator(key: tuple[int, ...], purpose: tuple[int, int]) -> np.random.Generator:
+def _generator(key: Key, purpose: Key) -> np.random.Generator:
     # a purpose, not a longer key: SeedSequence treats (s, t) and (s, t, 0) as equal
     return np.random.default_rng(np.random.SeedSequence(key, spawn_key=purpose))
 
@@ -50,10 +51,10 @@ def _drawn(clients: list[int], size: int, generator: np.random.Generator) -> lis
 
 def class_covering_cohort(
     label_counts: Mapping[int, Sequence[int]],
-    key: tuple[int, ...],
+    key: Key,
     size: int,
     classes: Iterable[int] | None = None,
-    purpose: tuple[int, int] = TRAINING,
+    purpose: Key = TRAINING,
 ) -> list[int]:
     """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
 
