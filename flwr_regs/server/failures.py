@@ -78,8 +78,7 @@ def culprits(pids: Collection[int], step: StepOf[object], what: str) -> Reasons:
     if not fails(everyone):
         return {}
     alone = {p: why for p in everyone if (why := fails([p]))}
-    if len(alone) == len(everyone):  # perhaps it needs several clients
-        alone = {}
+    alone = alone if len(alone) < len(everyone) else {}  # perhaps it needs several clients
     rest = [p for p in everyone if p not in alone]
     wrong = alone | (_to_leave_out([], rest, fails) if fails(rest) else {})
     return wrong if len(wrong) < len(everyone) else {}

@@ -9,7 +9,6 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.robust_round import Means
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.round import Reply
@@ -86,7 +85,7 @@ def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
     end = {**given, "w": given["w"] + np.float32(0.125), "var": np.float32([2.0**-20])}
     replies = {0: Reply(end, {}, {}, 1.0)}
     ctx = replace(state.context(1, 0.1, 1), weights={0: 1.0})
-    state.move(state.stepped(replies, ctx, {0: 1.0}, Means(Mean())), ctx)
+    state.move(state.stepped(replies, ctx, {0: 1.0}, Means(fr.Mean())), ctx)
     assert 0 <= state.model["var"] < 1e-6
     assert state.model["frozen"] == np.float32(0.7)
     assert state.model["w"] == np.float32(0.7) + np.float32(0.125)

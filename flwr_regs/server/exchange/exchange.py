@@ -277,7 +277,7 @@ class Exchange:
     @cached_property
     def _explicit(self) -> dict[str, Record]:
         """The broadcasts that do not follow from the last step."""
-        known = {f"{t.name}.broadcast" for t in self.options.term.terms if isinstance(t, Recovers)}
+        known = {f"{t.name}.broadcast" for t in self.options.term.able(Recovers)}
         return {key: record for key, record in self._broadcasts.items() if key not in known}
 
     @cached_property

@@ -1,13 +1,9 @@
 """Who takes part in a round, and which round of the schedule it is."""
 
-from functools import partial
-
-from flwr_regs.chain import chain
-from flwr_regs.server.options import Options
+import flwr_regs as fr
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.round import Reply, Round
 
-options = partial(Options.of, chain([]))
 REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
 
 
@@ -20,7 +16,7 @@ def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> R
 
 def test_a_claim_of_many_planned_steps_drops_nobody_else() -> None:
     """E of Eq. 9 is the clients' median: client 1 was inactive in 1 of 4 turns, less than 10 / (4 · 5)."""
-    who = Participation(options(drop_inactive=10.0), 4)
+    who = Participation(fr.FedAvg(drop_inactive=10.0).options, 4)
     honest, liar = (Reply({}, {}, {}, 1.0, steps=(1, planned)) for planned in (5, 10**15))
     idle = Reply({}, {}, {}, 1.0, steps=(0, 5))
     for t in range(4):
@@ -32,14 +28,14 @@ def test_a_claim_of_many_planned_steps_drops_nobody_else() -> None:
 
 
 def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None:
-    who = Participation(options(restart_lr=True), 7)
+    who = Participation(fr.FedAvg(restart_lr=True).options, 7)
     there = [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0, 1]]
     at = [who.remaining(m, Round(t)) and who.schedule_round(t) for t, m in enumerate(there, 1)]
     assert at == [1, 1, 2, 3, 4, 5, 6]
 
 
 def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
-    who = Participation(options(drop_inactive=1e-9), 10)
+    who = Participation(fr.FedAvg(drop_inactive=1e-9).options, 10)
     for _ in range(3):
         ended(who, [0, 1, 2], {2: REPLY})
     now = Round(4)

@@ -33,9 +33,7 @@ def network_of(
 
 
 @pytest.mark.parametrize("silence", ["it is starting", None], ids=["error", "silence"])
-def test_a_node_that_returns_and_does_not_reply_at_first_is_asked_again(
-    silence: str | None,
-) -> None:
+def test_a_node_that_returns_and_is_silent_at_first_is_asked_again(silence: str | None) -> None:
     """With a new node id, as a restarted SuperNode; the run went on without it, or ended for want of it."""
     network = network_of(4, {3: 1})
     network.here = {100, 101, 102}
