@@ -205,10 +205,9 @@ class Training:
         """Return (a new round with its cohort and config, its exchange, whom the cohort is drawn from)."""
         options = self.options
         this_round, failed = Round(number), self._failed(number)
-        connected = self.population.refresh(network)
+        clients = self.privacy.members(self.population.refresh(network))
         if self.population.missing:
             this_round.events["missing"] = self.population.missing
-        clients = self.privacy.members(connected)
         this_round.population = len(clients)
         if failed is not None:
             this_round.continue_from(failed)
@@ -394,11 +393,11 @@ class Training:
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""
-        used = this_round.used
-        said = [reply.metrics.get("examples-processed") for reply in used.values()]
+        metrics = {pid: reply.metrics for pid, reply in this_round.used.items()}
+        said = [m.get("examples-processed") for m in metrics.values()]
         processed = [n for n in said if isinstance(n, int) and usable(n) and n > 0]
         this_round.examples_processed = sum(processed)
-        reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
+        reported, left_out = common_metrics(metrics)
         if left_out:
             this_round.events["metrics_left_out"] = left_out
         this_round.train_metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
