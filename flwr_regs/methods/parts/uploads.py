@@ -34,8 +34,8 @@ class Sums(Folds):
 
 
 def kept(a: Any, like: Any = None) -> np.ndarray:
-    """Return what the server keeps of an array: in its dtype, or that of `like`, but float32 at least."""
-    return np.asarray(a, np.promote_types((a if like is None else like).dtype, np.float32))
+    """Return a copy of an array for the server: in its dtype, or that of `like`, but float32 at least."""
+    return np.array(a, np.promote_types((a if like is None else like).dtype, np.float32))
 
 
 def wide(a: Any) -> Any:
