@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,3 +287,21 @@ def _odd(value: Any) -> str:
         return next(filter(None, map(_odd, parts)), "")
     plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
     return "" if plain else type(value).__name__
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's random generators, that of the CPU first."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Give torch's random generators the states back that they have before the block."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put torch's random generators into these states."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)

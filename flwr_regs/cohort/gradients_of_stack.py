@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
-from flwr_regs.cohort.batch_plan import Batch
-from flwr_regs.cohort.member_view import View, forked, random_state
+from flwr_regs.cohort.batch_plan import Batch, forked, random_state
+from flwr_regs.cohort.member_view import View
 from flwr_regs.term import Arrays, Slot
 
 LOG = logging.getLogger("flwr")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.train.batches import Batches, Pairs
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
-from flwr_regs.cohort.batch_plan import CannotStack, Plan
+from flwr_regs.cohort.batch_plan import CannotStack, Plan, forked, set_random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -395,24 +394,6 @@ def _in_range(indices: Tensor, rows: int) -> bool:
     while torch._C._functorch.is_functorch_wrapped_tensor(indices):
         indices = torch._C._functorch.get_unwrapped(indices)
     return not indices.numel() or 0 <= int(indices.min()) <= int(indices.max()) < rows
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's random generators, that of the CPU first."""
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Give torch's random generators the states back that they have before the block."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Put torch's random generators into these states."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
 
 
 class AsksFor(CannotStack):

@@ -18,8 +18,8 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import begin, first_exchange
 from flwr_regs.client.train.batches import Batches, mapped, seeded
-from flwr_regs.cohort.batch_plan import CannotStack, plan_of
-from flwr_regs.cohort.member_view import Member, forked
+from flwr_regs.cohort.batch_plan import CannotStack, forked, plan_of
+from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot

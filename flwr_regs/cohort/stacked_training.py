@@ -27,17 +27,9 @@ from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attribute
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
-from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, together
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state, together
 from flwr_regs.cohort.gradients_of_stack import Gradient
-from flwr_regs.cohort.member_view import (
-    MEASURED,
-    AsksFor,
-    Member,
-    OneMember,
-    Shared,
-    View,
-    random_state,
-)
+from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, Shared, View
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -241,18 +233,16 @@ class Stack:
             raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
-        if any(id(p) not in place for group in made.param_groups for p in group["params"]):
-            raise CannotStack("its optimiser holds parameters that are not its model's")
         for group in made.param_groups:
+            if any(id(p) not in place for p in group["params"]):
+                raise CannotStack("its optimiser holds parameters that are not its model's")
             group["params"] = [place[id(p)] for p in group["params"]]
         self._fused = any(group.get("fused") for group in made.param_groups)
-        state, k = dict(made.state), self._rows
-        made.state.clear()
-        for p, entries in state.items():
-            made.state[place[id(p)]] = {
-                key: v.expand(k, *v.shape).clone() if key != "step" and _is_like(v, p) else v
-                for key, v in entries.items()
-            }
+        for p in [*made.state]:
+            state = made.state[place[id(p)]] = made.state.pop(p)
+            for key, v in state.items():
+                if key != "step" and _is_like(v, p):
+                    state[key] = v.expand(self._rows, *v.shape).clone()
         return made, leaves
 
     def _plain_lr(self) -> float:
