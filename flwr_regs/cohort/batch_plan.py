@@ -189,19 +189,19 @@ class Batches:
         if len(given) == len(plans) and nbytes <= GATHERED:
             for k, first in enumerate(given[0][0]):
                 leaf = first.new_empty(self._firsts[-1], *first.shape[1:])
-                places = zip(self._firsts, self._firsts[1:], strict=False)
-                for (source, rows), (begin, end) in zip(given, places, strict=True):
-                    torch.index_select(source[k], 0, rows, out=leaf[begin:end])
+                parts = leaf.split([len(rows) for _, rows in given])
+                for (source, rows), part in zip(given, parts, strict=True):
+                    torch.index_select(source[k], 0, rows, out=part)
                 self._leaves.append(leaf.to(device))
 
     def of(self, step: int, members: Sequence[int]) -> Batch:
         """Return the batches that some members have in a step, which are of one form."""
-        if self._leaves and self.alike:
-            sizes = self._plans[0].sizes
-            leaves = [t.view(len(self._plans), sum(sizes), *t.shape[1:]) for t in self._leaves]
-            leaves = [t.narrow(1, sum(sizes[:step]), sizes[step]) for t in leaves]
-            return Batch(tuple(leaves), leaves)
         plans = [self._plans[k] for k in members]
+        first, size = sum(plans[0].sizes[:step]), plans[0].sizes[step]
+        if self._leaves and self.alike:
+            shape = len(plans), sum(plans[0].sizes)
+            leaves = [t.view(*shape, *t.shape[1:]).narrow(1, first, size) for t in self._leaves]
+            return Batch(tuple(leaves), leaves)
         if not self._leaves:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
@@ -209,7 +209,7 @@ class Batches:
         firsts = [
             self._firsts[k] + sum(p.sizes[:step]) for k, p in zip(members, plans, strict=True)
         ]
-        rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(plans[0].sizes[step])
+        rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]
         return Batch(tuple(leaves), leaves)
@@ -298,10 +298,3 @@ def random_state(device: torch.device) -> list[Tensor]:
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """Give torch's random generators the states back that they have before the block."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Put torch's random generators into these states."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)

@@ -196,13 +196,13 @@ class ClientSets(Spelled):
                 raise ValueError(
                     f"{whose}: example {first} holds NaN or infinity: leave it out, or fill its gaps"
                 )
-        if not is_cross_entropy(self.task.loss_fn):
+        loss_fn, known = self.task.loss_fn, dict[Any, Tensor | None]()
+        if not is_cross_entropy(loss_fn):
             return
         try:
             model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
         except Exception:  # a model that cannot be copied is not tried
             return
-        known: dict[Any, Tensor | None] = {}
         for whose, given in tensors:
             inputs, labels = given.tensors[:2]
             kind = inputs.dtype, inputs.shape[1:]
@@ -210,7 +210,6 @@ class ClientSets(Spelled):
                 known[kind] = self._output(model, inputs[:1], whose)
             if (output := known[kind]) is not None:
                 outputs = output.expand(len(labels), *output.shape[1:])
-                loss_fn = self.task.loss_fn
                 if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels, loss_fn):
                     raise ValueError(f"{whose}: {why}")
 

@@ -21,7 +21,7 @@ from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.train.batches import Batches, Pairs
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
-from flwr_regs.cohort.batch_plan import CannotStack, Plan, forked, set_random_state
+from flwr_regs.cohort.batch_plan import CannotStack, Plan, forked
 from flwr_regs.term import Arrays, ClientContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -276,7 +276,9 @@ class View(Shared):
             return self.term.loss(self.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
 
         with forked(self.device):
-            set_random_state(self.device, before)
+            torch.set_rng_state(before[0])
+            for state in before[1:]:
+                torch.cuda.set_rng_state(state, self.device)
             return member.gradient(whole, params)
 
 
