@@ -189,7 +189,7 @@ class Batches:
         if len(given) == len(plans) and nbytes <= GATHERED:
             for k, first in enumerate(given[0][0]):
                 leaf = first.new_empty(self._firsts[-1], *first.shape[1:])
-                parts = leaf.split([len(rows) for _, rows in given])
+                parts = leaf.split_with_sizes([len(rows) for _, rows in given])
                 for (source, rows), part in zip(given, parts, strict=True):
                     torch.index_select(source[k], 0, rows, out=part)
                 self._leaves.append(leaf.to(device))

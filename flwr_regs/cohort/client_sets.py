@@ -101,10 +101,8 @@ class ClientSets(Spelled):
         name = type(given).__name__ if isinstance(given, nn.Module) else _name(given)
         kinds = sorted({_name(given) for given in self._train})
         tested = ", with test sets" if self._test else ""
-        return (
-            f"{type(self).__name__}({len(self)} clients of {name} on {', '.join(kinds)}, "
-            f"batch_size={self.batch_size}{tested})"
-        )
+        what = f"{len(self)} clients of {name} on {', '.join(kinds)}"
+        return f"{type(self).__name__}({what}, batch_size={self.batch_size}{tested})"
 
     def __getstate__(self) -> dict[str, Any]:
         given = isinstance(self._given_model, nn.Module)
@@ -180,10 +178,8 @@ class ClientSets(Spelled):
                     f"{', '.join(entries):.200})"
                 )
             if shape != entries[name]:
-                raise ValueError(
-                    f"initial_arrays: '{name}' has the shape {shape}, but {entries[name]} in the clients' "
-                    "model"
-                )
+                there = f"{entries[name]} in the clients' model"
+                raise ValueError(f"initial_arrays: '{name}' has the shape {shape}, but {there}")
         tensors = [
             (f"{name}: client {pid}", given)
             for name, sets in (("train_sets", self._train), ("test_sets", self._test))
@@ -257,14 +253,11 @@ def _as_sets(given: Any, name: str, number: int | None) -> list[Any]:
         return [given] * number
     if isinstance(given, Mapping):
         if sorted(given) != list(range(len(given))):
-            raise ValueError(
-                f"{name}: its keys must be 0 to {len(given) - 1}, not {list(given)!r:.80}"
-            )
+            raise ValueError(f"{name}: keys must be 0 to {len(given) - 1}, not {[*given]!r:.80}")
         given = [given[pid] for pid in range(len(given))]
     if not isinstance(given, list | tuple) or (given and isinstance(given[0], Tensor | np.ndarray)):
-        raise TypeError(
-            f"{name} must hold a data set for each client, in a list, not {type(given).__name__}"
-        )
+        kind = type(given).__name__
+        raise TypeError(f"{name} must be a list of a data set for each client, not a {kind}")
     if not given:
         raise ValueError(f"{name} is empty: there must be a data set for each client")
     return [g if _is_function(g) else _checked(g, name, pid) for pid, g in enumerate(given)]

@@ -16,7 +16,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from multiprocessing.connection import Connection, wait
@@ -87,15 +87,12 @@ class WorkerPool:
         """End the processes, whatever they are at; the next tasks start new ones."""
         _end(self.running)
 
-    def answers(
-        self, tasks: Sequence[Any], lanes: Sequence[Hashable] | None = None
-    ) -> Iterator[tuple[int, Any]]:
+    def answers(self, tasks: Sequence[Any], lanes: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yield (a task's place, its answer) as the answers come, or `Ended`.
 
         Of tasks in one of the `lanes`, each waits until the one before it is answered. Raises RuntimeError
         if a process does not start.
         """
-        lanes = lanes or range(len(tasks))
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
         place = SHARED if SHARED.is_dir() else None
         with TemporaryDirectory(prefix="flwr-regs-", dir=place) as folder:
@@ -147,9 +144,7 @@ class WorkerPool:
                     "`if __name__ == '__main__':`, because each worker imports the script"
                 )
             if said != _READY:
-                raise RuntimeError(
-                    f"workers={self.number}: a worker process does not start: {said}"
-                )
+                raise RuntimeError(f"workers={self.number}: a worker does not start: {said}")
 
     def _buried(self, connection: Connection) -> str:
         """Forget a process that is gone; return how it ended."""
@@ -221,7 +216,7 @@ class StackProcesses(WorkerPool):
         size = -(-len(each) // self.number)
         tasks = [each[i : i + size] for i in range(0, len(each), size)]
         parts: list[Part] = [({}, {})] * len(tasks)
-        for k, answer in self.answers(tasks):
+        for k, answer in self.answers(tasks, lanes=range(len(tasks))):
             why = f"a process that trains a stack {answer}"
             parts[k] = ({}, {why: len(tasks[k])}) if isinstance(answer, Ended) else answer
         return parts

@@ -119,14 +119,13 @@ class Recipes:
     """What a round says to its clients, read and checked once for all clients of a kind."""
 
     def __init__(self, asked: Sequence[Asked]) -> None:
-        self._known: list[Recipe] = []
         first, *others = [one.message.records for one in asked] or [{}]
-        self._common: Records = dict(first)
+        common = dict(first)
         for records in others:
-            for name, entries in self._common.items():
+            for name, entries in common.items():
                 if (record := records.get(name, {})) is not first[name]:
-                    same = {k: a for k, a in entries.items() if record.get(k) is a}
-                    self._common = {**self._common, name: same}
+                    common[name] = {k: a for k, a in entries.items() if record.get(k) is a}
+        self._known, self._common = list[Recipe](), common
 
     def of(self, asked: Asked) -> Recipe:
         """Return what a client's message says to all clients of its kind."""

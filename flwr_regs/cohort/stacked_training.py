@@ -32,10 +32,7 @@ from flwr_regs.cohort.gradients_of_stack import Gradient
 from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, Shared, View
 from flwr_regs.term import Arrays, Slot
 
-ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
-    "Rprop",
-)
+ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 
 
@@ -229,7 +226,7 @@ class Stack:
         if not all(map(torch.equal, before, random_state(shared.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
         kind = type(made)
-        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE.split():
             raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}

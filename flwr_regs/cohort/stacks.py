@@ -270,17 +270,16 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
         device = resolve_device(client.device)
         model.to(device).eval()
         held = [*model.parameters(), *model.buffers()]
-        with restored(model):
+        with restored(model), unwritten("buffers", held):
             for places, batches in together([plan for _, plan in group], device):
-                with unwritten("buffers", held):
-                    scores = _scores(client.task, model, group[places[0]][1].sizes, batches)
-                if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
-                    raise CannotStack("its model replaces its buffers")
+                scores = _scores(client.task, model, group[places[0]][1].sizes, batches)
                 for (one, plan), score in zip((group[p] for p in places), scores, strict=True):
                     metrics = {"num-examples": sum(plan.sizes), **score}
                     lost = memories.latest(one.memory, one.message.config).lost
                     entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
                     replies[one.pid] = Parcel({}, entries, metrics)
+            if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
+                raise CannotStack("its model replaces its buffers")
     return replies
 
 
