@@ -366,9 +366,8 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
     counts = targets != how.get("ignore_index", -100)
     chosen = torch.where(counts, targets, 0).unsqueeze(0)
     # torch's softmax is many times as fast over an axis that is not the last
-    picked: Tensor = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
-    total: Tensor = (picked * counts).sum()
-    mean: Tensor = -total / counts.sum()
+    picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
+    mean: Tensor = -(picked * counts).sum() / counts.sum()
     return mean
 
 

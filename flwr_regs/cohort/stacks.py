@@ -66,7 +66,7 @@ class Stacks:
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
-        self._untold: list[str] = []
+        self._told = {ALONE}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
@@ -111,22 +111,20 @@ class Stacks:
         """Count clients that train by themselves, and log the reason once: see also `tell`."""
         ours = isinstance(error, CannotStack)
         why = str(error) if ours else described(error)
-        if why not in self.fallbacks and why != ALONE:
-            self._untold.append(why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
         if ours:
             self.tell([why])
 
-    def tell(self, why: Collection[str] | None = None) -> None:
-        """Log these of the reasons that are not logged yet, by default all.
+    def tell(self, reasons: Collection[str] = ()) -> None:
+        """Log those of the reasons that are not logged yet, by default of all.
 
         What torch or a hook raised waits until the clients have trained by themselves: if they fail then
         too, their errors say it better, with what helps.
         """
-        for reason in [r for r in self._untold if why is None or r in why]:
+        for reason in [r for r in reasons or self.fallbacks if r not in self._told]:
             level = logging.WARNING if DIFFERS in reason else logging.INFO
             LOG.log(level, "StackedGrid: clients train one by one: %s", reason)
-            self._untold.remove(reason)
+            self._told.add(reason)
 
     # who goes with whom
 
