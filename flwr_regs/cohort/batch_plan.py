@@ -86,6 +86,8 @@ class Plan:
     rows : Tensor or None
         The rows of an order's source of all steps, one after the other.
     batches : sequence of (inputs, targets)
+    kind : hashable
+        What the batches of two plans share that can be in one stack.
     """
 
     data: Pairs
@@ -96,6 +98,7 @@ class Plan:
     order: Order | None = None
     rows: Tensor | None = None
     batches: Sequence[tuple[Any, Any]] = ()
+    kind: Any = "drawn"
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -108,11 +111,6 @@ class Plan:
         rows = self.rows[first : first + self.sizes[step]]
         inputs, targets = (t.index_select(0, rows) for t in self.order.source)
         return inputs, targets
-
-    @property
-    def kind(self) -> Any:
-        """What the batches of two plans share that can be in one stack."""
-        return "drawn" if self.order is None else self.order.kind
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
@@ -142,7 +140,7 @@ def draw(
         generator.set_state(state)
     if order is not None:
         rows, sizes = order.draw(generator, len(order.sizes) if steps is None else steps)
-        return Plan(data, seed, generator, sizes, sizes, order, rows)
+        return Plan(data, seed, generator, sizes, sizes, order, rows, kind=order.kind)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
         batches = list(data if steps is None else itertools.islice(cycle(data), steps))
@@ -215,9 +213,7 @@ class Batches:
         return Batch(tuple(leaves), leaves)
 
 
-def together(
-    plans: Sequence[Plan], device: torch.device
-) -> Iterator[tuple[list[int], list[Batch]]]:
+def together(plans: Sequence[Plan], device: torch.device) -> Iterator[tuple[Any, list[Batch]]]:
     """Yield (places of plans with batches of one form, their batches stacked), up to `DATA` at once."""
     alike: dict[Any, list[int]] = {}
     for place, plan in enumerate(plans):

@@ -65,9 +65,7 @@ class Gradient:
         self._lr = 0.0 if self._acts else lr
         self.moved = False
 
-    def of(
-        self, values: Arrays, batch: Batch, row: dict[str, Any], whole: bool
-    ) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
+    def of(self, values: Arrays, batch: Batch, row: Any, whole: bool) -> tuple[Any, Any, Any, Slot]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers, slots).
 
         The slots are the clients' after the step; ``{}`` if no term `Evolves`.

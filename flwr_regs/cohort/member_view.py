@@ -23,7 +23,6 @@ from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan, forked
 from flwr_regs.term import Arrays, ClientContext, Slot
-from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
@@ -120,11 +119,6 @@ class Member:
     asked: Asked
     begun: Begun
     form: Hashable
-
-    @property
-    def client_id(self) -> int:
-        """Its partition id; -1 if that is not known."""
-        return int(self.asked.message.config.get(keys.CLIENT_KEY, -1))
 
 
 class Number(Tensor):
@@ -252,7 +246,11 @@ class View(Shared):
         logits, member = shown.get("output"), OneMember(self, row)
         if isinstance(logits, Tensor) and logits.ndim == 2:
             self.classes = logits.shape[1]
-        ctx = self.context(
+        needs = any("start_output" in t.needs for t in self.term.terms)
+        if needs and "start_output" not in shown:
+            with torch.no_grad():
+                shown = {**shown, "start_output": member.output_at(inputs, None, self.start)}
+        return self.context(
             row["told"],
             inputs=inputs,
             targets=targets,
@@ -260,11 +258,6 @@ class View(Shared):
             features_at=partial(member.features_at, inputs),
             **shown,
         )
-        needs = any("start_output" in t.needs for t in self.term.terms)
-        if needs and ctx.start_output is None:
-            with torch.no_grad():
-                ctx = replace(ctx, start_output=member.output_at(inputs, None, self.start))
-        return ctx
 
     def gradient_at(self, row: Any, pair: Any, before: Sequence[Tensor], params: Arrays) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.local_training import local_round
@@ -22,7 +21,7 @@ from flwr_regs.cohort.batch_plan import forked, plan_of
 from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
-from flwr_regs.term import Slot
+from flwr_regs.term import Arrays, Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
 """The precision of the check -> what rounding may change, of the norm of the update. Where the model does
@@ -128,9 +127,7 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     return replace(member, plan=plan_of(data, plan.seed, plan.after, batches), **own)
 
 
-def _alone(
-    group: Group, c: Member, precision: torch.dtype | None
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arrays, Arrays]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
     client, device, classifier = c.asked.client, group.shared.device, group.shared.classifier
     model, task = client.model, client.task
@@ -154,18 +151,13 @@ def _in(precision: torch.dtype | None, tree: Any) -> Any:
     return mapped(tree, lambda t: t.to(precision) if precision and t.is_floating_point() else t)
 
 
-def _entries(state: Mapping[str, Tensor], *slots: Slot) -> dict[str, Tensor]:
+def _entries(state: Arrays, *slots: Slot) -> Arrays:
     """Return the entries of a model, and of slots by ``<term>.<key>``."""
     each = [(t, slot) for some in slots for t, slot in some.items()]
     return {**state, **{f"{t}.{k}": a for t, slot in each for k, a in slot.items()}}
 
 
-def _compared(
-    stacked: Mapping[str, Tensor],
-    alone: Mapping[str, Tensor],
-    delta: Mapping[str, Tensor],
-    tolerance: float,
-) -> str:
+def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -> str:
     """Return the first entry that differs, and by how much; "" if all are equal up to rounding.
 
     Of an entry that is rounding alone, as the gradient of a bias before BatchNorm, nothing is asked: it is

@@ -31,6 +31,7 @@ from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, rando
 from flwr_regs.cohort.gradients_of_stack import Gradient
 from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, Shared, View
 from flwr_regs.term import Arrays, Slot
+from flwr_regs.wire import keys
 
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
@@ -184,7 +185,8 @@ class Stack:
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
         each = [{"client": m.client, "broadcast": m.broadcast} for m in members]
         told = to_device(tree_map(lambda *of: torch.stack(of), *each), shared.device)
-        told["id"] = torch.tensor([m.client_id for m in members], device=shared.device)
+        ids = [m.asked.message.config.get(keys.CLIENT_KEY, -1) for m in members]
+        told["id"] = torch.tensor(ids, device=shared.device)
         for name in steps.keys() - alike.keys():
             told[name] = torch.tensor(steps[name], dtype=kind, device=shared.device)
         counts = [m.label_counts for m in members if m.label_counts is not None]
@@ -326,7 +328,7 @@ class Stack:
                     p.grad = grad
         self._clip()
 
-    def _gradients(self, step: int, rows: Sequence[int], where: Any) -> dict[str, Tensor | None]:
+    def _gradients(self, step: int, rows: Sequence[int], where: Any) -> Any:
         """Return the corrected gradients of some rows, whose batches have one shape."""
         values = {n: p.detach()[where].requires_grad_() for n, p in self._leaves.items()}
         own = self._of_each if isinstance(where, slice) else self._own_of(where)

@@ -282,9 +282,7 @@ def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
 
 
 @torch.no_grad()
-def _scores(
-    task: Task, model: nn.Module, sizes: Sequence[int], batches: Sequence[Batch]
-) -> list[dict[str, float]]:
+def _scores(task: Task, model: nn.Module, sizes: Any, batches: Any) -> list[dict[str, float]]:
     """Return each client's mean loss and, of a classification, its accuracy."""
     sorts = True
     loss, right = torch.zeros(2, dtype=torch.float64)
