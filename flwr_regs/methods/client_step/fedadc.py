@@ -118,7 +118,7 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
         if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to gradients that "
-                f"{what} may accumulate or rescale; for Alg. 4's momentum give the strategy local_momentum=..."
+                f"{what} may accumulate or rescale; for Alg. 4's momentum, local_momentum=..."
             )
         phi = self.local_momentum
         return optimizer if phi is None else with_settings(optimizer, momentum=phi, dampening=phi)
