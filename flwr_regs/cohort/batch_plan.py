@@ -128,9 +128,7 @@ def plan_of(data: Pairs, seed: int, after: torch.Generator, batches: Sequence[An
     return Plan(data, seed, after, sizes, tuple(map(_form, batches)), batches=batches)
 
 
-def draw(
-    data: Pairs, seed: int, steps: int | None, order: Order | None, state: Tensor | None = None
-) -> Plan:
+def draw(data: Pairs, seed: int, steps: int | None, order: Order | None, state: Any = None) -> Plan:
     """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
 
     Or with it in a `state`. None: one pass over the data. The process's random state does not change.
@@ -204,9 +202,7 @@ class Batches:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
             return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
-        firsts = [
-            self._firsts[k] + sum(p.sizes[:step]) for k, p in zip(members, plans, strict=True)
-        ]
+        firsts = [self._firsts[k] + sum(self._plans[k].sizes[:step]) for k in members]
         rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]

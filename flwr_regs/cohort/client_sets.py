@@ -14,19 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import data
 
+import flwr_regs.client.train.remedies as remedies
 from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
-from flwr_regs.client.train.remedies import (
-    are_finite,
-    is_cross_entropy,
-    remedy,
-    wrong_kind,
-    wrong_label,
-)
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT, Term
 from flwr_regs.wire.config import Spelled
@@ -187,13 +181,13 @@ class ClientSets(Spelled):
             if type(given) is data.TensorDataset
         ]
         for whose, given in tensors:
-            if not are_finite([*given.tensors]):
-                first = next(i for i in range(len(given)) if not are_finite([*given[i]]))
+            if not remedies.are_finite([*given.tensors]):
+                first = next(i for i in range(len(given)) if not remedies.are_finite([*given[i]]))
                 raise ValueError(
                     f"{whose}: example {first} holds NaN or infinity: leave it out, or fill its gaps"
                 )
         loss_fn, known = self.task.loss_fn, dict[Any, Tensor | None]()
-        if not is_cross_entropy(loss_fn):
+        if not remedies.is_cross_entropy(loss_fn):
             return
         try:
             model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
@@ -206,7 +200,9 @@ class ClientSets(Spelled):
                 known[kind] = self._output(model, inputs[:1], whose)
             if (output := known[kind]) is not None:
                 outputs = output.expand(len(labels), *output.shape[1:])
-                if why := wrong_kind(outputs, labels) or wrong_label(outputs, labels, loss_fn):
+                if why := remedies.wrong_kind(outputs, labels) or remedies.wrong_label(
+                    outputs, labels, loss_fn
+                ):
                     raise ValueError(f"{whose}: {why}")
 
     def _output(self, model: nn.Module, inputs: Tensor, whose: str) -> Tensor | None:
@@ -215,7 +211,7 @@ class ClientSets(Spelled):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 output = self.task.output(model, inputs)
         except Exception as error:  # whatever a user's model raises
-            if why := remedy(error, inputs, None, None, model, self.task.loss_fn):
+            if why := remedies.remedy(error, inputs, None, None, model, self.task.loss_fn):
                 raise ValueError(f"{whose}: {why}") from error
             return None  # its clients say it better
         return output if isinstance(output, Tensor) else None
@@ -306,14 +302,12 @@ def _batches(given: Any, size: int, shuffle: bool) -> Batches:
         return given  # type: ignore[no-any-return]
     if type(given) is data.TensorDataset:  # each batch is one indexing, in the order of any loader
         order = data.RandomSampler(given) if shuffle else data.SequentialSampler(given)
-        return data.DataLoader(
-            given, batch_size=None, sampler=data.BatchSampler(order, size, False)
-        )
+        rows = data.BatchSampler(order, size, drop_last=False)
+        return data.DataLoader(given, batch_size=None, sampler=rows)
     if _is_hugging_face(given) and given.format["type"] is None:
         given = given.with_format("torch")
-    return data.DataLoader(
-        given, size, shuffle=shuffle and not isinstance(given, data.IterableDataset)
-    )
+    shuffle = shuffle and not isinstance(given, data.IterableDataset)
+    return data.DataLoader(given, size, shuffle)
 
 
 def _name(given: Any) -> str:

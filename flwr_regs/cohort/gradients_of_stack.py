@@ -134,7 +134,6 @@ class Gradient:
             if key not in _STEPS:
                 if len(_STEPS) == KEPT:
                     del _STEPS[next(iter(_STEPS))]
-                _STEPS[key] = None
                 copies = [t.clone() for t in given]  # it is run, and may write to buffers
                 with forked(view.device):
                     _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)

@@ -250,14 +250,9 @@ class View(Shared):
         if needs and "start_output" not in shown:
             with torch.no_grad():
                 shown = {**shown, "start_output": member.output_at(inputs, None, self.start)}
-        return self.context(
-            row["told"],
-            inputs=inputs,
-            targets=targets,
-            output_at=partial(member.output_at, inputs, targets),
-            features_at=partial(member.features_at, inputs),
-            **shown,
-        )
+        functions = {"features_at": partial(member.features_at, inputs)}
+        functions["output_at"] = partial(member.output_at, inputs, targets)
+        return self.context(row["told"], inputs=inputs, targets=targets, **functions, **shown)
 
     def gradient_at(self, row: Any, pair: Any, before: Sequence[Tensor], params: Arrays) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""

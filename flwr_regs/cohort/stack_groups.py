@@ -177,6 +177,7 @@ class Group:
         entries = model.state_dict()
         self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n not in private)
         self.room = settings.memory - self._one
+        came = recipe.common, recipe.step, self.layout.trained, config
         self.shared = Shared(
             model=model,
             term=term,
@@ -186,9 +187,7 @@ class Group:
             trained=trained,
             lr=config["lr"],
             make=term.client_optimizer(optimizer_of(config, client.optimizer)),
-            broadcast=clients.broadcast_of(
-                term, recipe.common, recipe.step, self.layout.trained, config
-            ),
+            broadcast=clients.broadcast_of(term, *came),
             config=plain(config),
             classifier=client.classifier,
             precision=settings.precision,

@@ -40,6 +40,8 @@ from flwr_regs.wire.parcel import Parcel
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
 UNCHECKED = "no stack of two clients like it has been checked"
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+"""Layers that in a stack are grouped convolutions, which a CPU runs slowly."""
 DIFFERS = "between a stack and a client alone"
 
 
@@ -145,7 +147,8 @@ class Stacks:
         settings = ("time_budget", "save_private")
         if given := [s for s in settings if getattr(client, s) is not None]:
             raise CannotStack(f"{who.who} has a {given[0]}")
-        if resolve_device(client.device).type == "cpu" and any(map(_convolves, model.modules())):
+        on_cpu = resolve_device(client.device).type == "cpu"
+        if on_cpu and any(isinstance(layer, CONVOLUTIONS) for layer in model.modules()):
             raise CannotStack("its convolutions are slower in a stack on a CPU")
         if model not in self._models:
             model.train()  # an evaluation may have left it in the other mode
@@ -230,11 +233,6 @@ def _step_of(shared: Shared) -> Hashable:
     if not isinstance(built, tuple):  # it cannot be written: its changes are not seen
         built = model
     return built, str(shared.device), shared.precision
-
-
-def _convolves(layer: nn.Module) -> bool:
-    """Whether a layer is a convolution; of a stack it is a grouped one, which a CPU runs slowly."""
-    return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
 
 
 # evaluation
