@@ -378,7 +378,8 @@ def chain(terms: Sequence[Term]) -> Chain:
             f"a term's name is part of keys: it must not be {odd[0]!r} (empty, 'regs', or with one of ,+.)"
         )
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"each term may appear once, but {_listed(twice)} appears more often")
+        what = f"each term may appear once, but {_listed(twice)} appears more often"
+        raise ValueError(f"{what}: keep one")
     for t in terms:
         needs = [n for n in t.needs if not n.startswith(OUTPUT_OF)]
         if strange := sorted({*needs} - {*NEEDS}):

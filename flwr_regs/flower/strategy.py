@@ -86,8 +86,8 @@ class RegStrategy(Strategy):
         self._timeout: float | None = 3600.0
         self._wrapped = False
         # begun by configure_*, ended by aggregate_*
-        self._trained: Paused[Round] = Paused()
-        self._evaluated: Paused[Mapping[str, Any] | None] = Paused()
+        self._trained: Paused[Round] | None = None
+        self._evaluated: Paused[Mapping[str, Any] | None] | None = None
         self._released: ArrayRecord | None = None  # the last aggregate_train's result
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -283,7 +283,7 @@ class RegStrategy(Strategy):
             return Paused()
         if self._trained:
             log(WARNING, "the round before round %d was never aggregated", server_round)
-            self._trained = Paused()  # it leaves the training as it was, before the next one begins
+            self._trained = None  # it leaves the training as it was, before the next one begins
         return Paused(self.training.round(server_round, config, network))
 
     def aggregate_train(
@@ -296,7 +296,7 @@ class RegStrategy(Strategy):
         RoundFailed
             Fewer than `min_replies` usable replies. Model and server state stay as they were.
         """
-        paused, self._trained = self._trained, Paused()
+        paused, self._trained = self._trained or Paused(), None
         return self._ended(paused.answered(replies))
 
     def _ended(self, this_round: Round | None) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -365,7 +365,7 @@ class RegStrategy(Strategy):
             No usable reply, and none in any round before: an evaluation that never works is a mistake.
             A later failure is logged and kept in the history, and training goes on.
         """
-        paused, self._evaluated = self._evaluated, Paused()
+        paused, self._evaluated = self._evaluated or Paused(), None
         return _as_record(paused.answered(replies))
 
     def _check_train(self, config: Mapping[str, Any]) -> None:
@@ -392,7 +392,7 @@ class RegStrategy(Strategy):
             self._saved.watch(self._training)
         self._num_rounds = None
         self.history = self._training.history
-        self._trained, self._evaluated, self._released = Paused(), Paused(), None
+        self._trained = self._evaluated = self._released = None
         if private := len(arrays) - len(self._training.model.model):
             log(INFO, "%d of %d arrays stay with the clients", private, len(arrays))
 
