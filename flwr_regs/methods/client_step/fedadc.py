@@ -117,8 +117,9 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
     def client_optimizer(self, optimizer: Any) -> Any:
         if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
-                "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to gradients that "
-                f"{what} may accumulate or rescale; for Alg. 4's momentum, local_momentum=..."
+                "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
+                f"and {what} may accumulate or rescale them; torch.optim.SGD, or a subclass of it, is "
+                "taken. For the paper's local momentum (Alg. 4) give the strategy local_momentum=..."
             )
         phi = self.local_momentum
         return optimizer if phi is None else with_settings(optimizer, momentum=phi, dampening=phi)

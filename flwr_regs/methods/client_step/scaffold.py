@@ -130,8 +130,8 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
 def scaled(server_lr: float) -> list[Term]:
     """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
     POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
-    make = partial(torch.optim.SGD, lr=server_lr)
-    return [] if server_lr == 1 else [TorchServerOptimizer(make)]
+    step = TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr))
+    return [] if server_lr == 1 else [step]
 
 
 class SCAFFOLD(MethodStrategy):

@@ -180,8 +180,7 @@ class AdaptiveServer(Term, Steps):
         b1, b2 = self.beta_1, self.beta_2
         v0 = self.tau**2 if self.initial_v is None else self.initial_v
         lr = self.lr * (self.schedule(ctx.round) if self.schedule else 1.0)
-        new: Slot = {}
-        step = {}
+        new, step = Slot(), Arrays()
         for n, d in ((n, kept(d)) for n, d in delta.items()):
             m = b1 * server.get(f"{n}|m", 0 * d) + (1 - b1) * d  # line 11
             v, square = server.get(f"{n}|v", 0 * d + v0), d * d
