@@ -300,10 +300,7 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
         ({"downlink": "delta"}, "models of many rounds"),
         ({"incomplete": "scale"}, "use 'average' or 'drop'"),
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
-        (
-            {"seconds": "normal"},
-            "one of half-normal, exponential, uniform, a number, or a func",
-        ),
+        ({"seconds": "normal"}, "one of half-normal, exponential, uniform, a number, or a func"),
     ],
 )
 def test_what_assumes_a_cohort_is_refused_by_name(settings: Any, sentence: str) -> None:
