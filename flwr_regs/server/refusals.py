@@ -137,7 +137,8 @@ def pairs(o: Any) -> dict[str, Any]:
         "are no uniform sample; use cohorts='uniform'": o.cohorts == "class-covering",
         "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
         "weighting='uniform'": o.weighting != "uniform",
-        "{who} weighs clients, the noise is for equal weights; leave one out": o.term.weigher,
+        "{who} weighs clients unequally; the noise is for equal weights; leave one of the two "
+        "out": o.term.weigher,
         "incomplete='scale' is unequal; use incomplete='average' or 'drop'": o.incomplete
         == "scale",
         "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, which "
@@ -154,7 +155,8 @@ def pairs(o: Any) -> dict[str, Any]:
         "overlap=True sends clients the model ahead of their round, and then only the last step, as "
         "downlink='delta' does; with downlink='{downlink}' each round sends the model: write "
         "downlink='delta' too, or leave overlap out": o.overlap and o.downlink != "delta",
-        "overlap=True sends whole models ahead, coded downlinks do not": o.overlap and coded_down,
+        "overlap=True sends whole models ahead, which a compressed downlink is there to "
+        "avoid": o.overlap and coded_down,
         "aggregator={aggregator} does not reach what the clients of {who} upload beside "
         "their updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
         "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and "
