@@ -285,10 +285,10 @@ def test_accident_in_an_evaluation(what: str) -> None:
 PROBES: dict[str, tuple[Change, str]] = {
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
     "short": (lambda c: with_delta(c, np.ones(1)), "'delta' has 1 entries, but"),  # not broadcast
-    "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected one vector of floats"),
+    "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected floats (6,)"),
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
-    "none": (lambda _: RecordDict(), "arrays [], expected one vector 'delta'"),
+    "none": (lambda _: RecordDict(), "arrays [], expected ['delta']"),
 }
 
 
