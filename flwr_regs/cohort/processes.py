@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkstemp
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from flwr_regs.client.member import Answer, Identity
@@ -94,8 +94,10 @@ class WorkerPool:
         if a process does not start.
         """
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
-        place = SHARED if SHARED.is_dir() else None
-        with TemporaryDirectory(prefix="flwr-regs-", dir=place) as folder:
+        places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
+        with contextlib.ExitStack() as stack:
+            made = [TemporaryDirectory(prefix="flwr-regs-", dir=place) for place in places]
+            folders = [stack.enter_context(folder) for folder in made]
             try:
                 while waiting or at:
                     self._start(min(self.number, len(waiting) + len(at)) - len(self.running))
@@ -107,7 +109,7 @@ class WorkerPool:
                         waiting.remove(k)
                         at[worker] = k
                         with contextlib.suppress(ConnectionError):  # it has ended: see below
-                            _send(worker, folder, (folder, tasks[k]))
+                            _send(worker, folders, (folders, tasks[k]))
                     ended: Any = wait(list(at))
                     for worker in ended:
                         try:
@@ -181,8 +183,8 @@ def _serve(connection: Connection, make: Callable[[Any], Any], threads: int, lev
             return
         connection.send(_READY)
         while True:
-            folder, task = _read(connection)
-            _send(connection, folder, answer(task))
+            folders, task = _read(connection)
+            _send(connection, folders, answer(task))
 
 
 Part = tuple[dict[int, Answer], dict[str, int]]
@@ -239,15 +241,20 @@ def _trainer(given: tuple[ClientSets, Identity, Settings]) -> Callable[[Any], Pa
     return train
 
 
-def _send(connection: Connection, folder: str | Path, value: Any) -> None:
-    """Send a value; its arrays go through a file of a folder in memory, which the receiver removes."""
+def _send(connection: Connection, folders: Sequence[str], value: Any) -> None:
+    """Send a value, its arrays through a file of the first folder with room; the receiver removes it."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [b.raw() for b in buffers]
-    handle, path = mkstemp(dir=folder)
-    with os.fdopen(handle, "wb") as file:
-        file.writelines([*views, b"end"])  # an empty file could not be mapped
-    connection.send((data, [v.nbytes for v in views], path))
+    for folder in folders:
+        try:
+            with NamedTemporaryFile(dir=folder, delete=False) as file:
+                file.writelines([*views, b"end"])  # an empty file could not be mapped
+            break
+        except OSError:
+            if folder == folders[-1]:
+                raise
+    connection.send((data, [v.nbytes for v in views], file.name))
 
 
 def _read(connection: Connection) -> Any:

@@ -232,6 +232,14 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
             InProcessGrid(client_app(client_fn), 3, workers=number)  # type: ignore[arg-type]
 
 
+def test_arrays_travel_by_the_next_folder_where_one_has_no_room(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    processes._send(ours, [str(tmp_path / "none"), str(tmp_path)], torch.arange(3).numpy())
+    assert processes._read(theirs).tolist() == [0, 1, 2]
+    with pytest.raises(OSError):
+        processes._send(ours, [str(tmp_path / "none")], 0)
+
+
 SCRIPT = """
 import os
 from tests.flower.test_workers import a_grid, messages_to, pool
