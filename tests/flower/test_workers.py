@@ -236,7 +236,7 @@ def test_arrays_travel_by_the_next_folder_where_one_has_no_room(tmp_path: Path) 
     ours, theirs = multiprocessing.Pipe()
     processes._send(ours, [str(tmp_path / "none"), str(tmp_path)], torch.arange(3).numpy())
     assert processes._read(theirs).tolist() == [0, 1, 2]
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError):
         processes._send(ours, [str(tmp_path / "none")], 0)
 
 
