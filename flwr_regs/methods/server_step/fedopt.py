@@ -37,7 +37,7 @@ from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept, under
 from flwr_regs.server.options import Options
 from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Ranges, Term, one_of
-from flwr_regs.wire.config import OPTIMIZERS, check_arguments, nearest
+from flwr_regs.wire.config import nearest
 
 __all__ = [
     "AdaptiveServer",
@@ -232,14 +232,16 @@ class FedOpt(MethodStrategy):
 
 def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Maker, dict[str, Any]]:
     """Return (the factory of the optimiser with its own arguments, the strategy's arguments)."""
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"server_optimizer must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), or a "
-            f"function, not {name!r}{nearest(name, OPTIMIZERS)}"
-        )
-    kind, who, settings = getattr(torch.optim, name), f"FedOpt('{name}')", Options.names()
-    parameters = inspect.signature(kind).parameters
-    check_arguments(who, kwargs, {*parameters} - {"params"} | settings)
+    base, classes = torch.optim.Optimizer, inspect.getmembers(torch.optim, inspect.isclass)
+    kinds = {n: kind for n, kind in classes if issubclass(kind, base) and kind is not base}
+    if name not in kinds:
+        why = f"torch.optim has no optimiser '{name}'{nearest(name, kinds)}"
+        raise ValueError(f"server_optimizer: {why}")
+    parameters, settings = inspect.signature(kinds[name]).parameters, Options.names()
+    known = {*parameters} - {"params"} | settings
+    for argument in kwargs.keys() - known:
+        why = f"takes '{argument}'{nearest(argument, known)}"
+        raise TypeError(f"neither torch's {name} nor a strategy {why}")
     given = {k: v for k, v in kwargs.items() if k not in settings}
     if given.get("nesterov") and "momentum" in parameters:
         given.setdefault("momentum", 0.9)
@@ -247,8 +249,8 @@ def _named_optimizer(name: str, kwargs: Mapping[str, Any]) -> tuple[Maker, dict[
         default = parameters[argument].default
         if isinstance(default, int | float):
             number = Range("a number") if type(default) is not bool else SWITCH
-            number.check(who, argument, value)
-    make = partial(kind, **given)
+            number.check(f"FedOpt('{name}')", argument, value)
+    make: Any = partial(kinds[name], **given)
     make([torch.zeros(2, 2, requires_grad=True)])  # torch refuses a wrong value here
     return make, {k: v for k, v in kwargs.items() if k in settings}
 
