@@ -42,7 +42,7 @@ import numpy as np
 from flwr_regs.abilities import Addresses
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
-from flwr_regs.methods.parts.uploads import as_sent, under
+from flwr_regs.methods.parts.uploads import as_sent
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Ranges, ServerContext, ServerStep, Slot
 from flwr_regs.wire import keys
 
@@ -100,8 +100,9 @@ class GradientTracking(CountsOnSGD, Addresses):
         return delta, {}, {**kept, "rate": rate}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        last = server.get(f"last.{pid}")
-        return {} if last is None else under(server, f"{int(last)}.")
+        if (last := server.get(f"last.{pid}")) is None:
+            return {}
+        return {n: server[f"{int(last)}.{n}"] for n in ctx.params if f"{int(last)}.{n}" in server}
 
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         last = {key: a for key, a in server.items() if key.startswith("last.")}

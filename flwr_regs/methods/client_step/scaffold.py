@@ -81,8 +81,10 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
         return under(server, "c.") if self.state == "client" else {}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        c, c_k = under(server, "c."), under(server, f"c{pid}.")
-        return {n: a - c_k.get(n, 0) for n, a in c.items()} if self.state == "server" else {}
+        if self.state == "client":
+            return {}
+        c = {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
+        return {n: a - server.get(f"c{pid}.{n}", 0) for n, a in c.items()}  # c − c_k
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         c, c_k = ctx.broadcast, ctx.client

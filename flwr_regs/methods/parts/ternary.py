@@ -51,7 +51,6 @@ import torch
 from flwr_regs.abilities import Compresses, TakesBack
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.once import warn_once
-from flwr_regs.methods.parts.uploads import under
 from flwr_regs.term import FRACTION, Ranges, Term
 from flwr_regs.wire.arrays import all_finite, pieces
 
@@ -133,7 +132,8 @@ class SparseTernary(Term, Compresses, TakesBack):
         return residual | warn_once(DILUTED, server, text if dilutes else ""), rounded
 
     def unused(self, before: Slot, after: Slot) -> Slot:
-        sent = under(after, f"{SENT}.")
+        # by the residual's names: a parameter's own may begin as the prefix
+        sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
         return {n: after[n] + s for n, s in sent.items()}  # R_k + ST(Δ_k): nothing is lost
 
     def encode(self, update: Mapping[str, Any]) -> bytes:
