@@ -104,8 +104,10 @@ class GlobalModel(Snapshots):
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
-    _agreed = ("frozen", "buffers", "tied")
-    kept = ("model", "step", "previous_lr", "server", "coded_steps", "changed", *_agreed)
+    kept = (
+        *("model", "frozen", "step", "previous_lr", "server", "buffers", "tied"),
+        *("coded_steps", "changed"),
+    )
 
     def __init__(
         self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
@@ -148,7 +150,12 @@ class GlobalModel(Snapshots):
     def _as_given(self, model: NDArrays) -> NDArrays:
         return model if self._half is None else widen(narrow(model, self._half), self._half)
 
-    def agree(self, buffers: Any, tied: Any, frozen: str | None = None) -> None:
+    def agree(
+        self,
+        buffers: frozenset[str] | None,
+        tied: Mapping[str, str] | None,
+        frozen: str | None = None,
+    ) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
         if buffers is not None and buffers != self.fixed:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
@@ -189,7 +196,7 @@ class GlobalModel(Snapshots):
         check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
             floats = {n: s for n, s in self.step.items() if s.dtype.kind == "f"}
-            moved = {n: s + (model[n] - self.model[n]) for n, s in floats.items()}
+            moved = {n: np.asarray(s + (model[n] - self.model[n])) for n, s in floats.items()}
             self.step = self.step | moved
         self.model = model
         return True

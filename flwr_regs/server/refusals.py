@@ -139,8 +139,8 @@ def pairs(o: Any) -> dict[str, Any]:
         "weighting='uniform'": o.weighting != "uniform",
         "{who} weighs clients unequally; the noise is for equal weights; leave one of the two "
         "out": o.term.weigher,
-        "incomplete='scale' is unequal; use incomplete='average' or 'drop'": o.incomplete
-        == "scale",
+        "incomplete='scale' weighs clients unequally; use incomplete='average' or "
+        "'drop'": o.incomplete == "scale",
         "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, which "
         "gets no noise; leave it out": o.drop_inactive is not None,
     }

@@ -242,15 +242,19 @@ class Training:
         try:
             self._advance(this_round)
             self.participation.note(this_round)
-            # Krum leaves out the uploads of clients that it did not select
-            counted = this_round.events.get("selected", this_round.used)
-            self.remembered.note(number, this_round.came, counted)
+            self._remember(this_round)
             self._measure(this_round)
         except Exception as error:
             this_round.events["failed"] = str(error)
             raise
         finally:
             entry |= this_round.entry()  # also what a failed round has cost
+
+    def _remember(self, this_round: Round) -> None:
+        """Note with which of its rounds each client's next one begins."""
+        # Krum leaves out the uploads of clients that it did not select
+        counted = this_round.events.get("selected", this_round.used)
+        self.remembered.note(this_round.number, this_round.came, counted)
 
     def evaluators(self, connected: list[int], network: Network) -> list[int]:
         """Return those of the `connected` clients that may evaluate now."""

@@ -89,7 +89,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),
     (fr.FedAvg, {"cohorts": "class-covering", **DP}, "label counts without noise"),
     (fr.FedAvg, {**DP, "weighting": "num-examples"}, "use weighting='uniform'"),
-    (partial(fr.RegStrategy, [Even()]), DP, "Even weighs clients unequally"),
+    (partial(fr.RegStrategy, [Even()]), DP, "Even weighs clients unequally; the noise"),
     (fr.FedAvg, {"incomplete": "scale", **DP}, "use incomplete='average' or 'drop'"),
     (fr.FedAvg, {"drop_inactive": 1.0, **DP}, "drop_inactive draws the cohorts"),
 ]

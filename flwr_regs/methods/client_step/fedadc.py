@@ -118,23 +118,22 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
         if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
-                f"and {what} may accumulate or rescale them; torch.optim.SGD, or a subclass of it, is "
-                "taken. For the paper's local momentum (Alg. 4) give the strategy local_momentum=..."
+                f"which {what} may accumulate or rescale. For Alg. 4's momentum set local_momentum=..."
             )
         phi = self.local_momentum
         return optimizer if phi is None else with_settings(optimizer, momentum=phi, dampening=phi)
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        shift = self._shift(ctx)
-        return {n: p - shift[n] for n, p in params.items()} if shift else params  # line 7, once
+        shift = self._shift(ctx)  # line 7, once
+        return {n: p - shift.get(n, 0.0) for n, p in params.items()} if shift else params
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         m = self._per_step(ctx)
-        return {n: g + m[n] for n, g in grads.items()} if m else grads  # line 11
+        return {n: g + m.get(n, 0.0) for n, g in grads.items()} if m else grads  # line 11
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         shift = self._shift(ctx)  # it is undone
-        return {n: d + shift[n] for n, d in delta.items()} if shift else delta, {}, {}
+        return {n: d + shift.get(n, 0.0) for n, d in delta.items()} if shift else delta, {}, {}
 
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         return _momentum(server, delta, self.beta_global - self.beta_local, self.alpha, ctx.lr)
@@ -194,15 +193,14 @@ def _momentum(server: Slot, delta: Arrays, decay: float, alpha: float, lr: float
     return m, {n: -alpha * lr * b for n, b in m.items()}
 
 
-def _term(
-    beta: float, local: float | None, total: float | None, alpha: float, how: str, phi: float | None
-) -> EmbeddedMomentum:
-    """Return the term, where `beta` stands for those of β_l and β_g that are not given."""
-    (DECAY if phi is None else SHARE).check("FedADC", "beta", beta)  # the term has no such name
-    if phi is not None and total is None:  # Alg. 4 has one beta
+def _betas(
+    beta: float, local: float | None, total: float | None, local_momentum: float | None
+) -> tuple[float, float]:
+    """Return β_l and β_g, where `beta` stands for those that are not given."""
+    (DECAY if local_momentum is None else SHARE).check("FedADC", "beta", beta)  # no term has it
+    if local_momentum is not None and total is None:  # Alg. 4 has one beta
         total = local
-    local, total = beta if local is None else local, beta if total is None else total
-    return EmbeddedMomentum(local, total, alpha, how, phi)
+    return beta if local is None else local, beta if total is None else total
 
 
 class FedADC(MethodStrategy):
@@ -241,7 +239,8 @@ class FedADC(MethodStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        term = _term(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        betas = _betas(beta, beta_local, beta_global, local_momentum)
+        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
         super().__init__([term], downlink=downlink, weighting=weighting, **kwargs)
 
 
@@ -272,7 +271,8 @@ class FedADCPlus(MethodStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        term = _term(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        betas = _betas(beta, beta_local, beta_global, local_momentum)
+        term = EmbeddedMomentum(*betas, alpha, variant, local_momentum)
         terms = [SelfDistillation(lam, temperature), term]
         super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
 

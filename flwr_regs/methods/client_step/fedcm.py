@@ -55,7 +55,8 @@ class ClientMomentum(LastStep):
             return grads
         self._warn(ctx)
         rest = (1 - self.alpha) / steps_to_spread(ctx)
-        return {n: self.alpha * g + rest * ctx.broadcast[n] for n, g in grads.items()}
+        last = ctx.broadcast
+        return {n: self.alpha * g + rest * last[n] if n in last else g for n, g in grads.items()}
 
     def _warn(self, ctx: ClientContext) -> None:
         """Log once that the client's optimiser makes the repeated step larger than the step itself."""

@@ -168,10 +168,11 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
 
 def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
     """Return ``c = Σ p_k ∇F_k(w_t)``, summed in float64, in the gradients' dtypes."""
-    wide = {pid: {n: np.asarray(g, np.float64) for n, g in p.items()} for pid, p in probes.items()}
-    names = next(iter(probes.values()), {})
-    total = {n: sum(weights[pid] * g[n] for pid, g in wide.items()) for n in names}
-    return {n: np.asarray(a, dtype=names[n].dtype) for n, a in total.items()}
+    mean: Arrays = {}
+    for n, like in next(iter(probes.values()), {}).items():
+        total = sum(weights[pid] * np.asarray(g[n], np.float64) for pid, g in probes.items())
+        mean[n] = np.asarray(total, dtype=like.dtype)
+    return mean
 
 
 class Mime(MethodStrategy):

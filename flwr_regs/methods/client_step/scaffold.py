@@ -83,6 +83,7 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         if self.state == "client":
             return {}
+        # by name: the slot holds every client's c_k
         c = {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
         return {n: a - server.get(f"c{pid}.{n}", 0) for n, a in c.items()}  # c − c_k
 
@@ -132,8 +133,8 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
 def scaled(server_lr: float) -> list[Term]:
     """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
     POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
-    step = TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr))
-    return [] if server_lr == 1 else [step]
+    make = partial(torch.optim.SGD, lr=server_lr)
+    return [] if server_lr == 1 else [TorchServerOptimizer(make)]
 
 
 class SCAFFOLD(MethodStrategy):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ class SumsCode:
         """
         if not self.half and self.density is None:
             return dict(slot)
-        like = {n: torch.empty(p.shape, device="meta") for n, p in params.items()}  # shapes alone
+        blank = partial(torch.empty, dtype=torch.float32, device="meta")  # shapes alone
+        like = {n: blank(p.shape) for n, p in params.items()}
         expected = self.encode(joined(U=like, V=like))
         kinds = {k: (str(a.dtype).removeprefix("torch."), (*a.shape,)) for k, a in expected.items()}
         check_arrays(slot, kinds)

@@ -210,6 +210,8 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
     Raises CodecError if the message is damaged, has another number of entries, or has a μ that `like`'s
     dtypes cannot represent.
     """
+    if not isinstance(payload, bytes):
+        raise CodecError(f"a message must be bytes, not {type(payload).__name__}")
     for name, a in like.items():
         _check_dtype(name, np.asarray(a).dtype)
     n = sum(np.size(a) for a in like.values())

@@ -111,7 +111,8 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         v = {n: (ctx.params[n] + d).astype(ctx.params[n].dtype) for n, d in delta.items()}
-        return acc | joined(**{f"v{pid}": v})
+        acc |= joined(**{f"v{pid}": v})
+        return acc
 
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         return {**server, **uploads}, delta

@@ -203,7 +203,8 @@ class FedOpt(MethodStrategy):
     ----------
     server_optimizer : callable or str
         ``server_optimizer(params) -> torch.optim.Optimizer``, e.g.
-        ``lambda p: torch.optim.SGD(p, lr=1.0)``, which is FedAvg. Or a name: a class of ``torch.optim``.
+        ``lambda p: torch.optim.SGD(p, lr=1.0)``, which is FedAvg. Or the name of a class of
+        ``torch.optim`` that trains dense parameters of any shape.
     server_lr_schedule : callable, optional
         ``server_lr_schedule(round) -> factor`` multiplies the server's learning rate.
     **kwargs
@@ -214,7 +215,7 @@ class FedOpt(MethodStrategy):
     Raises
     ------
     ValueError
-        ``torch.optim`` has no such class, or the class refuses a value.
+        There is no such class, or the class refuses a value.
     TypeError
         An argument that neither the optimiser nor a strategy takes.
     """

@@ -62,7 +62,8 @@ class LastUpdates(Term, Folds, Restricts):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        return acc | {f"y{pid}.{n}": kept(d, ctx.params[n]) for n, d in delta.items()}
+        acc |= {f"y{pid}.{n}": kept(d, ctx.params[n]) for n, d in delta.items()}
+        return acc
 
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         step = dict(delta)
