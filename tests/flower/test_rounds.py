@@ -104,6 +104,15 @@ def test_a_failed_attempt_binds_nobody() -> None:
     assert "trains other parameters" in strategy.history[0]["failures"][0]
 
 
+@pytest.mark.parametrize("name", ["FedCM", "FedFOR", "FedADC"])
+def test_a_client_that_trains_more_than_the_others_is_named_in_each_round(name: str) -> None:
+    strategy = getattr(fr, name)(alpha=0.5, seed=3)
+    app = app_of(getattr(fr, f"{name}Client"), sabotage=freezing(1, 2, 3))
+    trained(strategy, fr.InProcessGrid(app, 4))
+    said = [entry["failures"][0] for entry in strategy.history]
+    assert all("trains other parameters" in why for why in said)
+
+
 class Slow(fr.InProcessGrid):
     """Node of partition 0 holds its replies back, as a real node does that takes long."""
 

@@ -143,6 +143,7 @@ def test_a_resumed_run_goes_on_with_the_clients_that_were_at_work(
     close(got, expected, 0.0)
     for key in ("began", "arrived", "staleness", "at_work", "clock", "evaluate_metrics"):
         assert told(resumed, key) == told(whole, key)
+    assert not any(told(whole, "lost_private"))  # a reply is noted under the round of its message
 
 
 # Clients that fail

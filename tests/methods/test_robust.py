@@ -102,9 +102,7 @@ def apart(a: NDArrays, b: NDArrays) -> float:
     ids=str,
     among=lambda cell: cell[0] in (*UPLOADING, "FedAvg", "FedFOR", "FedAdam", "FedPer"),
 )
-def test_one_hostile_client_moves_the_model_boundedly(
-    name: str, aggregator: Any, part: str
-) -> None:
+def test_one_hostile_client_has_a_bounded_effect(name: str, aggregator: Any, part: str) -> None:
     attacked, strategy = trained(name, aggregator, part)
     assert all(LIAR in entry["replies"] for entry in strategy.history)
     assert apart(attacked, clean(name, aggregator)) < 2.0

@@ -75,9 +75,7 @@ TOLD = [(6, 10**9), (11, 10), (5.5, 10), (10.0, 10), (0, 0), (-1, 10), (float("n
 
 @pytest.mark.parametrize("told", TOLD, ids=str)
 @pytest.mark.parametrize("length", [{"local-epochs": 2}, {"local-steps": 10}], ids=str)
-def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(
-    told: Any, length: Any
-) -> None:
+def test_steps_that_nobody_asked_for_cost_only_their_client(told: Any, length: Any) -> None:
     class Boasting(fr.FedNovaClient):
         def fit(self, parameters: Any, config: Any) -> Any:
             arrays, n, metrics = super().fit(parameters, config)

@@ -217,9 +217,7 @@ COUNTS = torch.tensor([16, 0, 81, 0])
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_class_that_a_client_lacks_leaves_the_softmax(
-    dtype: torch.dtype, smoothing: float
-) -> None:
+def test_an_absent_class_leaves_the_softmax(dtype: torch.dtype, smoothing: float) -> None:
     """To the bit that of the other classes alone; with label smoothing, too, all is finite."""
     z = torch.tensor([[1.0, 60.0, 2.0, 0.5], [-3.0, 0.0, 1.0, -80.0]]).to(dtype).requires_grad_()
     y = torch.tensor([2, 0])

@@ -76,9 +76,7 @@ def test_label_counts_are_asked_once_and_of_those_who_are_there() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_overlap_gives_the_same_weights_with_only_the_step_on_the_critical_path(
-    fraction: float,
-) -> None:
+def test_overlap_gives_the_same_weights_and_sends_only_the_step_last(fraction: float) -> None:
     """Measured from the messages; the momentum costs nothing with a delta downlink."""
     ends, histories = {}, {}
     for settings in ({}, {"downlink": "delta"}, {"downlink": "delta", "overlap": True}):

@@ -123,6 +123,15 @@ def test_a_lie_is_refused(match: str, lie: Callable[[Slot], Slot]) -> None:
         ALL.check(lie(honest()), PARAMS, {})
 
 
+def test_the_dtypes_of_a_message_are_not_torchs_default() -> None:
+    sent = honest()
+    torch.set_default_dtype(torch.float64)
+    try:
+        ALL.check(sent, PARAMS, {})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_sums_that_were_not_asked_for_are_refused() -> None:
     server = {"age": np.array(1), "made": np.array(1)}
     ALL.check({"holds": np.array(10**9)}, PARAMS, server)
@@ -135,9 +144,7 @@ def test_sums_that_were_not_asked_for_are_refused() -> None:
 # rounds without new sums
 
 
-def test_the_fisher_information_is_computed_only_when_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fisher_information_is_computed_only_when_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = flwr_regs.client.measure.fisher.fisher_diagonal
     monkeypatch.setattr(

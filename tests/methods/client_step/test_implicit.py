@@ -14,9 +14,7 @@ from tests.conftest import Log, make_clients, run
     ("strategy", "client"),
     [(fr.EFL, fr.EFLClient), (fr.FedCurv, fr.FedCurvClient), (fr.FedProx, fr.FedProxClient)],
 )
-def test_a_strong_pull_diverges_explicitly_and_is_finite_implicitly(
-    strategy: Any, client: Any
-) -> None:
+def test_a_strong_pull_diverges_unless_it_is_implicit(strategy: Any, client: Any) -> None:
     def train(**settings: Any) -> dict[str, np.ndarray]:
         made = strategy(100.0, seed=3, fraction_evaluate=0.0, **settings)
         data = make_clients()
@@ -39,9 +37,7 @@ OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
 @pytest.mark.parametrize(("strategy", "times"), [(fr.EFL, 1), (fr.FedCurv, 2), (fr.FedProx, 0)])
-def test_a_strength_beyond_stability_is_named_once_in_a_training(
-    strategy: Any, times: int, log: Log
-) -> None:
+def test_a_strength_beyond_stability_is_named_once(strategy: Any, times: int, log: Log) -> None:
     """η = 0.2: stable below λ = 10/(times · largest curvature); FedProx below μ = 10."""
     limit, client = 10.0, getattr(fr, f"{strategy.__name__}Client")
     if times:

@@ -164,6 +164,8 @@ def test_every_damaged_byte_is_seen(density):
 
 
 def test_every_truncation_and_extension_is_seen():
+    with pytest.raises(CodecError, match="must be bytes, not int"):
+        decode(5, LIKE)
     payload = encode(LIKE)
     assert len(payload) > 60
     for i in range(len(payload)):

@@ -49,9 +49,7 @@ def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
         (fr.FedPer("*"), fr.FedPerClient, "initial_arrays is empty"),
     ],
 )
-def test_nothing_to_keep_and_nothing_to_share_are_refused(
-    strategy: Any, client: Any, match: str
-) -> None:
+def test_nothing_to_keep_or_to_share_is_refused(strategy: Any, client: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         train(strategy, client)
 
