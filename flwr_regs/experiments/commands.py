@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 import shlex
-import shutil
 import sys
+import tarfile
 import tempfile
 import time
 from argparse import Namespace
@@ -379,7 +379,8 @@ def _verify(args: Namespace) -> int:
         if folder.is_file():
             folder = Path(temporary)
             try:
-                shutil.unpack_archive(args.verify, folder, filter="data")
+                with tarfile.open(args.verify) as archive:
+                    archive.extractall(folder, filter="data")
             except Exception as error:  # each compression has errors of its own
                 no = f"{args.verify} is no folder or whole archive of results"
                 raise ValueError(f"{no} ({said(error)})") from error

@@ -452,8 +452,8 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
     for name, run in dead(runs, but):
         needs = SETTINGS[name].needs
         words = [(owner, as_word(run.settings.config[owner])) for owner in needs]
-        each = [f"with {owner}={word}" if word else f"without {owner}" for owner, word in words]
-        values = " and ".join(each).replace(" and with ", " and ")
+        given = [f"with {owner}={word}" if word else f"without {owner}" for owner, word in words]
+        values = " and ".join(given).replace(" and with ", " and ")
         each = [f"{owner}={' or '.join(of)}" if of else owner for owner, of in needs.items()]
         needed = " or ".join(each).replace("methods=server_lr_schedule", SERVER_LR)
         raise ValueError(f"setting '{name}' needs {needed}; it has no effect {values}; remove it")

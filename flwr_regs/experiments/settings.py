@@ -146,8 +146,8 @@ def _hint(name: str) -> str:
     """Name the setting that is nearest to one that does not exist, or say how a parameter is given."""
     methods = {method.lower(): method for method in catalogue()}
     method, _, parameter = key(name).partition("-")
-    if parameter and method in methods:
-        call = f"{methods[method]}({field_name(parameter)}=...)"
+    if parameter and method.lower() in methods:
+        call = f"{methods[method.lower()]}({field_name(parameter)}=...)"
         return f"; a method's parameters stand in its call, such as methods='{call}'"
     return nearest(name, [*DEFAULTS, *FIELD_KEYS])
 

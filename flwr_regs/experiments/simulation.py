@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
@@ -124,7 +126,7 @@ def simulate(
 
 def _plain(value: Any) -> Any:
     """Return a number of numpy's as Python's."""
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _named(thing: Any) -> str:

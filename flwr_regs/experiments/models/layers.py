@@ -45,7 +45,8 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     the input of the output layer, ``classifier``. Without a head the layers have numbers.
     """
     layers = OrderedDict((str(i), layer) for i, layer in enumerate(body.layers))
-    if features := projection and body.features:
+    if projection:
+        features = body.features
         to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
         layers["projection"] = nn.Sequential(to_many, nn.ReLU(), to_few)
     name = "classifier" if projection else str(len(layers))
@@ -134,11 +135,15 @@ class Block(nn.Module):
 
 def resnet18_gn(shape: Shape) -> Body:
     """torchvision's ResNet-18 with GroupNorm of 32 groups in place of BatchNorm (Hsieh et al. 2020)."""
-    return resnet50(shape, "resnet18", partial(nn.GroupNorm, 32))
+    return _resnet("resnet18", shape, partial(nn.GroupNorm, 32))
 
 
-def resnet50(shape: Shape, name: str = "resnet50", norm: Any = nn.BatchNorm2d) -> Body:
-    """torchvision's ResNet-50, or another one, with BatchNorm or another norm."""
+def resnet50(shape: Shape) -> Body:
+    """torchvision's ResNet-50, with BatchNorm."""
+    return _resnet("resnet50", shape, nn.BatchNorm2d)
+
+
+def _resnet(name: str, shape: Shape, norm: Any) -> Body:
     models = needed("torchvision.models", "torchvision", "this model")
     net = getattr(models, name)(num_classes=1, norm_layer=norm)
     features = net.fc.in_features

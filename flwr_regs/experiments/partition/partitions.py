@@ -26,7 +26,11 @@ BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 
 
 def partition(
-    labels: Array, settings: Settings, num_clients: int, groups: Any = None, coarse: Any = None
+    labels: Array,
+    settings: Settings,
+    num_clients: int,
+    groups: Array | None = None,
+    coarse: Array | None = None,
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 

@@ -110,7 +110,7 @@ def line(index: int, count: int, ordered: bool = False) -> dict[str, Any]:
     the other; their markers stand at other places.
     """
     cycle = [*rcParams["axes.prop_cycle"]]
-    colour, dashes = cycle[index % len(cycle)].values()
+    colour, dashes = (cycle[index % len(cycle)][name] for name in ("color", "linestyle"))
     if ordered:  # the map's last colours are too light for a line on white
         colour = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
     return {

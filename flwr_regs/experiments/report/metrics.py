@@ -205,7 +205,8 @@ def deployed_rounds(run: RunRecord) -> list[float]:
         seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
         sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
         down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
-        trained = (seconds["clients"] + seconds["probe"]) / (len(entry.get("cohort", ())) or np.nan)
+        cohort = len(entry.get("cohort") or ()) or np.nan
+        trained = (seconds["clients"] + seconds["probe"]) / cohort
         computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
         each.append(down / DOWN_MB + up / UP_MB + computed)
     return each

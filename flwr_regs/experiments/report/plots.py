@@ -149,7 +149,7 @@ def over_rounds(
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
-        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]))
+        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
         words, parts = seeds_in_words(seeds or counted), {*points["part"]}
         over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(max(counted.values()), 3)]
         if best and over:
@@ -211,7 +211,8 @@ def _lowest_later(axes: Axes, points: pd.DataFrame, target: float | None) -> flo
     edges = [path.vertices for band in axes.collections for path in band.get_paths()]
     bands = np.concatenate([np.empty((0, 2)), *edges])
     ends = points.groupby(["label", "seed"])["y"].last()
-    low = min(*later["y"], *ends, *bands[bands[:, 0] >= later["x"].min(), 1], target or np.inf)
+    goal = np.inf if target is None else target
+    low = min(*later["y"], *ends, *bands[bands[:, 0] >= later["x"].min(), 1], goal)
     return float(low - max(0.05 * (points["y"].max() - low), 0.5))
 
 
@@ -337,7 +338,7 @@ def differences(
     Parameters
     ----------
     panels : a panel's name -> rows of its table (:func:`flwr_regs.experiments.report.metrics.rows`) that
-        have a difference and an interval; every panel has the same methods in the same order
+        have a difference and an interval; every panel has the same methods
     first : the method that they are compared with
     last : over how many rounds an accuracy is a mean
     seeds : method -> its number of seeds; by default the caption does not say it
@@ -350,13 +351,15 @@ def differences(
         every = picture.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (name, rows) in zip(every, panels.items(), strict=True):
             axes.axvline(0, color="0.35", linewidth=0.8)
-            for at, row in enumerate(row for row in rows if row["method"] in labels):
+            by_label = {row["method"]: row for row in rows}
+            for at, label in enumerate(labels):
+                row = by_label[label]
                 x, half = 100 * row["difference"], 100 * row["difference_interval"]
                 colour = DECIDED[x > 0] if row["decided"] else "0.6"
                 fill = colour if row["decided"] else "white"
                 bar: Style = {"markersize": 3, "linewidth": 0.9, "color": colour}
                 bars = axes.errorbar(x, at, None, half, "o", markerfacecolor=fill, **bar)
-                bars.lines[0].set_gid(f"difference {row['method']}")
+                bars.lines[0].set_gid(f"difference {label}")
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
             axes.tick_params(axis="y", length=0)
         _name_rows(picture, every[0], labels, short=len(panels) > 1)

@@ -132,9 +132,10 @@ class ClientFactory:
         user's own may not be one that can be copied.
         """
         settings = self.run.settings
-        if self._drawn is None or ":" in settings.model:
-            self._drawn = models.build(*settings.model_arguments)
-        return self._drawn if ":" in settings.model else deepcopy(self._drawn)
+        if ":" in settings.model:
+            return models.build(*settings.model_arguments)
+        self._drawn = self._drawn or models.build(*settings.model_arguments)
+        return deepcopy(self._drawn)
 
 
 def client_of(runs: tuple[Run, ...], context: MessageContext) -> NumPyClient:

@@ -18,8 +18,8 @@ PATIENCE = 5.0
 """Seconds in which processes that are killed must be gone."""
 GRACE = 1.5
 """Seconds that a process has to end in order, after Ctrl-C or SIGTERM."""
-_FAREWELL = ["flwr-regs: interrupted"]
-"""What a signal that ends this process makes it say; nothing once it has said it."""
+_FAREWELL = "flwr-regs: interrupted"
+"""What a signal that ends this process makes it say; empty once it has said it."""
 
 
 @contextlib.contextmanager
@@ -57,13 +57,16 @@ def _end_after_a_signal(reader: int, done: threading.Event) -> None:
 
 def on_farewell(text: str) -> None:
     """Say `text` when a signal ends this process."""
-    _FAREWELL[:] = [text]
+    global _FAREWELL
+    _FAREWELL = text
 
 
 def say_farewell() -> None:
     """Say once what a signal has ended, and how to go on."""
-    while _FAREWELL:
-        print(_FAREWELL.pop(), file=sys.stderr, flush=True)
+    global _FAREWELL
+    text, _FAREWELL = _FAREWELL, ""
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def adopt() -> None:

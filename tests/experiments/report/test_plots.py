@@ -195,12 +195,8 @@ def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
 
 
 def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
-    ends = {
-        "Base": (0.5, 0.6, 0.7),
-        "Far": (0.9, 1.0, 0.99),
-        "Bad": (0.1, 0.2, 0.29),
-        "Near": (0.5,) * 3,
-    }
+    ends = {"Base": (0.5, 0.6, 0.7), "Far": (0.9, 1.0, 0.99), "Bad": (0.1, 0.2, 0.29)}
+    ends["Near"] = (0.5,) * 3
     every = [recorded(label, [v], seed) for label, of in ends.items() for seed, v in enumerate(of)]
     figure = Results(every, baseline="Base").plot("differences")
     assert_legible(figure)
@@ -213,6 +209,10 @@ def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
     assert "paired by seed; n = 3 seeds" in text_of(figure, "caption")
     alone = Results(every[:6], baseline="Base")._picture("differences", "accuracy", Look())
     assert not alone.flaws
+    rows = Results(every, baseline="Base").compared()
+    panels = plots.differences({"one": rows, "two": rows[::-1]}, "Base")
+    for label in ("Far", "Bad", "Near"):
+        assert len({dot.get_ydata()[0] for dot in artists(panels, f"difference {label}")}) == 1
     with pytest.raises(ValueError, match="need a baseline, two seeds"):
         Results(every).plot("differences")
 

@@ -87,7 +87,13 @@ def _of_table(table: Any, writers: int) -> list[Users]:
 
 
 def cifar(
-    data_dir: str, classes: int, mean: Any, std: Any, augment: str, hub: bool, superclasses: Any
+    data_dir: str,
+    classes: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    augment: str,
+    hub: bool,
+    superclasses: Sequence[int],
 ) -> Parts:
     """Return CIFAR from parquet files, torchvision's raw files, or the hub (`hub`).
 
@@ -200,8 +206,8 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root, prefix=f"{kind}-") as fresh:
             raw = Path(fresh, kind, "raw")
-            raw.mkdir(parents=True)
             for packed in root.glob(f"{kind}/raw/*.gz"):
+                raw.mkdir(parents=True, exist_ok=True)
                 shutil.copy(packed, raw)
             parts = [make(fresh, train=t, download=True, **settings) for t in (True, False)]
             shutil.copytree(fresh, root, dirs_exist_ok=True)
