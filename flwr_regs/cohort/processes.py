@@ -16,7 +16,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from multiprocessing.connection import Connection, wait
@@ -39,6 +39,7 @@ except ImportError:
     pickler = pickle
 
 SHARED = Path("/dev/shm")
+Answers = Generator[tuple[int, Any], None, None]
 _READY = "ready"
 
 
@@ -87,11 +88,11 @@ class WorkerPool:
         """End the processes, whatever they are at; the next tasks start new ones."""
         _end(self.running)
 
-    def answers(self, tasks: Sequence[Any], lanes: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def answers(self, tasks: Sequence[Any], lanes: Sequence[Any]) -> Answers:
         """Yield (a task's place, its answer) as the answers come, or `Ended`.
 
-        Of tasks in one of the `lanes`, each waits until the one before it is answered. Raises RuntimeError
-        if a process does not start.
+        Of tasks in one of the `lanes`, each waits until the one before it is answered. Close the generator
+        if it may not run to its end: that ends the processes. Raises RuntimeError if one does not start.
         """
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
         places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
@@ -114,7 +115,7 @@ class WorkerPool:
                     for worker in ended:
                         try:
                             answer = _read(worker)
-                        except (EOFError, ConnectionError):
+                        except (EOFError, OSError):  # it ended before its answer, or within it
                             answer = Ended(self._buried(worker))
                         yield at.pop(worker), answer
             except BaseException:  # such as Ctrl-C: what the processes are at is of no use
@@ -174,17 +175,22 @@ def _serve(connection: Connection, make: Callable[[Any], Any], threads: int, lev
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("flwr").setLevel(level)
     torch.set_num_threads(threads)
-    with contextlib.suppress(EOFError, ConnectionError):
+    try:
         data = connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    try:
+        answer = make(pickle.loads(data))
+    except Exception as error:  # whatever the user's modules raise
+        connection.send(f"what it was given cannot be read there, {described(error)}")
+        return
+    connection.send(_READY)
+    while True:
         try:
-            answer = make(pickle.loads(data))
-        except Exception as error:  # whatever the user's modules raise
-            connection.send(f"what it was given cannot be read there, {described(error)}")
-            return
-        connection.send(_READY)
-        while True:
             folders, task = _read(connection)
-            _send(connection, folders, answer(task))
+        except (EOFError, OSError):  # alone: what the task itself raises must show
+            return
+        _send(connection, folders, answer(task))
 
 
 Part = tuple[dict[int, Answer], dict[str, int]]
@@ -218,9 +224,10 @@ class StackProcesses(WorkerPool):
         size = -(-len(each) // self.number)
         tasks = [each[i : i + size] for i in range(0, len(each), size)]
         parts: list[Part] = [({}, {})] * len(tasks)
-        for k, answer in self.answers(tasks, lanes=range(len(tasks))):
-            why = f"a process that trains a stack {answer}"
-            parts[k] = ({}, {why: len(tasks[k])}) if isinstance(answer, Ended) else answer
+        with contextlib.closing(self.answers(tasks, lanes=range(len(tasks)))) as answers:
+            for k, answer in answers:
+                why = f"a process that trains a stack {answer}"
+                parts[k] = ({}, {why: len(tasks[k])}) if isinstance(answer, Ended) else answer
         return parts
 
 

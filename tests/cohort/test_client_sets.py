@@ -195,7 +195,8 @@ def test_clients_of_a_stack_whose_process_is_killed_train_one_by_one() -> None:
 
 def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
-    processes._send(here, tmp_path, {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)})
+    sent = {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)}
+    processes._send(here, [str(tmp_path / "full"), str(tmp_path)], sent)  # the first has no room
     assert len([*tmp_path.iterdir()]) == 1
     assert processes._read(there)["b"].tolist() == [1.0, 1.0]
     assert not any(tmp_path.iterdir())

@@ -9,6 +9,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,14 @@ class Workers(WorkerPool):
         tasks = [(m, c, _seed(m), settings) for m, c in zip(messages, contexts, strict=True)]
         replies: dict[int, Message] = {}
         # two messages to one client: the second needs the state after the first
-        for k, answer in self.answers(tasks, lanes=[*map(id, contexts)]):
-            if isinstance(answer, Ended):
-                client = contexts[k].node_config.get("partition-id", contexts[k].node_id)
-                why = f"the process of client {client} {answer}"
-                replies[k] = failure(messages[k], RuntimeError(why))
-            else:
-                replies[k], contexts[k].state = answer
+        with closing(self.answers(tasks, lanes=[*map(id, contexts)])) as answers:
+            for k, answer in answers:
+                if isinstance(answer, Ended):
+                    client = contexts[k].node_config.get("partition-id", contexts[k].node_id)
+                    why = f"the process of client {client} {answer}"
+                    replies[k] = failure(messages[k], RuntimeError(why))
+                else:
+                    replies[k], contexts[k].state = answer
         return [replies[k] for k in range(len(messages))]
 
 
@@ -96,6 +98,8 @@ def _server(app: ClientApp) -> Callable[[Any], tuple[Message, Any]]:
         message, context, seed, settings = task
         for name, value in settings.items():
             getattr(torch, f"set_{name}")(value)
+        if mode := settings.get("deterministic_debug_mode"):  # for torch.compile, too
+            torch.use_deterministic_algorithms(True, warn_only=mode == 1)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # for code that draws so
         torch.manual_seed(seed)
