@@ -329,9 +329,8 @@ class LocalTraining:
                 self._tap.check(output)
             counts = self._ctx.label_counts
             if counts is not None and isinstance(output, Tensor) and output.ndim == 2:
-                absent = max(
-                    output.shape[1] - len(counts), 0
-                )  # an entry for each class of the output
+                # an entry for each class of the output
+                absent = max(output.shape[1] - len(counts), 0)
                 counts = nn.functional.pad(counts, (0, absent))
             self._ctx = changed(self._ctx, label_counts=counts, batch_size=size)
         self._losses.append(base.detach())

@@ -73,7 +73,7 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = Tr
     """
     if not callable(client_fn):
         raise TypeError(
-            f"client_app needs a function of a context, not a {type(client_fn).__name__}"
+            f"client_app needs a function context -> NumPyClient, not a {type(client_fn).__name__}"
         )
     return NumPyClientApp(client_fn, mods, once)
 
@@ -132,7 +132,12 @@ class NumPyClientApp(ClientApp):
 
 
 def _called(
-    client: Any, kind: str, message: Message, context: Context, parcel: Parcel, memory: Memory
+    client: NumPyClient | Client,
+    kind: str,
+    message: Message,
+    context: Context,
+    parcel: Parcel,
+    memory: Memory,
 ) -> Message:
     """Call a user's own client, or one of ours whose `fit` or `evaluate` is, as Flower does.
 

@@ -29,7 +29,7 @@ from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import to_record, unreadable
 from flwr_regs.wire.text import read_json
 
-Arrays = list[Any]
+ArrayList = list[Any]
 Config = Mapping[str, Any]
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
@@ -165,13 +165,13 @@ class RegClient(Spelled, NumPyClient):
         client.fit = refusing  # type: ignore[method-assign]
         return client
 
-    def get_parameters(self, config: Config) -> Arrays:
+    def get_parameters(self, config: Config) -> ArrayList:
         """Return the model's ``state_dict`` values; PermissionError if some are pinned to this client."""
         if kept := sorted(pinned(self.private, uncompiled(self.model))):
             raise PermissionError(f"this client keeps {kept} to itself (private={self.private!r})")
         return [to_numpy(v).copy() for v in uncompiled(self.model).state_dict().values()]
 
-    def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
+    def fit(self, parameters: ArrayList, config: Config) -> tuple[ArrayList, int, dict[str, Any]]:
         """Train for one round from the global model: for whoever calls a NumPyClient by hand.
 
         The `config` names the arrays (``"regs.names"``, as JSON), and holds terms' records as safetensors
@@ -198,7 +198,7 @@ class RegClient(Spelled, NumPyClient):
         given = zip(message.records[keys.ARRAYS], parameters, strict=True)
         return [arrays.get(n, a) for n, a in given], metrics.pop("num-examples"), metrics
 
-    def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: ArrayList, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Return (mean loss, examples, metrics) on `eval_data`; the `config` is as for :meth:`fit`.
 
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
@@ -252,7 +252,7 @@ def client_class(strategy: Any) -> type[RegClient]:
     return type(f"{kind.__name__}Client", (RegClient,), {"method": kind.method, "terms": terms})
 
 
-def _message(parameters: Arrays, config: Config) -> tuple[Parcel, Memory]:
+def _message(parameters: ArrayList, config: Config) -> tuple[Parcel, Memory]:
     """Return (a message's plain values, what the client remembers), as whoever calls by hand gives them."""
     values = dict(config)
     held = values.pop(keys.MEMORY, {})

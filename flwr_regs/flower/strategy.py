@@ -225,7 +225,7 @@ class RegStrategy(Strategy):
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
 
-        `start` calls this first. Call it yourself if other work comes before.
+        `start` checks this first. Call it yourself if other work comes before.
         """
         Training.begin(self.options, views_of(initial_arrays))
 

@@ -38,8 +38,12 @@ def check_method(
     *,
     settings: Mapping[str, Any] | None = None,
     neutral: Mapping[str, Any] | RegStrategy | None = None,
+    neutral_is_exact: bool = False,
+    oracle_settings: Mapping[str, Any] | None = None,
+    tolerance: float = 1e-10,
+    fixed_point: Callable[..., float] | None = None,
+    settling: Mapping[str, Any] | None = None,
     exempt: Mapping[str, str | Exempt] | None = None,
-    **more: Any,
 ) -> Report:
     """Check the laws of a federated method; raise LawBroken at the first that is broken.
 
@@ -80,7 +84,7 @@ def check_method(
     oracle_settings : mapping, optional
         The oracle's further arguments.
     tolerance : float
-        The largest difference from the oracle; 1e-10 by default.
+        The largest difference from the oracle.
     fixed_point : callable, optional
         ``fixed_point(curvatures, centres, weights, lr, steps) -> v``: where two clients with losses
         ``a/2 (v − c)²`` settle, such as :func:`flwr_regs.testing.problem.settled`; `settling` are further
@@ -119,8 +123,20 @@ def check_method(
     runs = built.term.terms
     terms = runs if terms is None else chain(terms).terms
     client = client_class(built) if client in (None, RegClient) else client
-    more |= {"settings": settings or {}, "neutral": neutral, "exempt": given}
-    method = Method(strategy, client, terms, oracle, **more)
+    method = Method(
+        strategy,
+        client,
+        terms,
+        oracle,
+        settings=settings or {},
+        neutral=neutral,
+        neutral_is_exact=neutral_is_exact,
+        oracle_settings=oracle_settings or {},
+        tolerance=tolerance,
+        fixed_point=fixed_point,
+        settling=settling or {},
+        exempt=given,
+    )
     if runs != terms:
         raise ValueError(f"the strategy runs {runs}, not terms={terms}")
     report = Report()

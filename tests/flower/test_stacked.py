@@ -591,7 +591,7 @@ def test_autocast_is_near() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"memory": 0}, "memory must be a whole number"),
+        ({"memory": 0}, "memory must be a number of bytes"),
         ({"precision": "half"}, "precision must be one of float32, bfloat16, not 'half'"),
         *(({"check": c}, "check must be 'first', a number of rounds or") for c in (0, True, "no")),
     ],

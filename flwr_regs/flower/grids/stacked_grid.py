@@ -78,7 +78,8 @@ class StackedGrid(InProcessGrid):
         compile: bool = False,
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
-        COUNT.check("StackedGrid", "memory", memory)
+        if not memory >= 1:
+            raise ValueError(f"memory must be a number of bytes, at least 1, not {memory}")
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
         if check != "first" and check is not False and not COUNT.fits(check):
