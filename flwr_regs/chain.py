@@ -348,8 +348,10 @@ def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:
         pid: {key: (tuple(a.shape), str(a.dtype)) for key, a in upload.items()}
         for pid, upload in sorted(uploads.items())
     }
-    keys = {key for of_one in kinds.values() for key in of_one}
-    usual = {key: mode(k[key] for k in kinds.values() if key in k) for key in keys}
+    by_key: dict[str, list[Any]] = {}
+    for key, kind in (pair for of_one in kinds.values() for pair in of_one.items()):
+        by_key.setdefault(key, []).append(kind)
+    usual = {key: mode(of_key) for key, of_key in by_key.items()}
     return {
         pid: f"'{key}' is {kind}, but most clients' {usual[key]}"
         for pid, of_one in kinds.items()

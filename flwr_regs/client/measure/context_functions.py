@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.batches import Replay, batch_size, on_device
+from flwr_regs.client.train.batches import NO_DATA, Replay, batch_size, on_device
 from flwr_regs.client.train.task import Task, gradients
 from flwr_regs.term import Arrays, ClientContext
 
@@ -191,6 +191,8 @@ class Measures:
                 for name, value in sums(inputs, targets).items():
                     total[name] = total.get(name, 0) + value
                 count += batch_size(targets)
+        if not total:
+            raise ValueError(NO_DATA)
         return {name: value / count for name, value in total.items()}
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:

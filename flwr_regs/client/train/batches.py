@@ -97,7 +97,9 @@ class Pairs:
         if len(candidates) == 1:
             return candidates[0]
         what = f"no entry for its targets, such as {names[0]!r}"
-        if candidates:
+        if self.target_key is not None:
+            what = f"no entry target_key='{self.target_key}'"
+        elif candidates:
             what = f"several entries that may be its targets: {candidates}"
         batch = f"a batch with the keys {batch_keys}"
         raise ValueError(f"{batch} has {what}; name the one to use with target_key=")
