@@ -94,7 +94,9 @@ class Loop:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
             try:
-                new, metrics = self.strategy.run("train", number, arrays, self.train, self.grid)
+                new, metrics = self.strategy.run_round(
+                    "train", number, arrays, self.train, self.grid
+                )
                 break
             except TooFewReplies as error:
                 options = self.strategy.training.options
@@ -116,7 +118,7 @@ class Loop:
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        metrics = self.strategy.run("evaluate", number, arrays, self.evaluate, self.grid)
+        metrics = self.strategy.run_round("evaluate", number, arrays, self.evaluate, self.grid)
         history: list[dict[str, Any]] = self.strategy.training.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})

@@ -306,7 +306,7 @@ class RegStrategy(Strategy):
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.train_metrics or {})})
 
-    def run(
+    def run_round(
         self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Any:
         """Run a round ("train") or an evaluation ("evaluate") on the clients.

@@ -69,7 +69,7 @@ def bounded_shares(weights: Numbers, most: float | None) -> Numbers:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the server measured of one reply: see :class:`flwr_regs.term.ReplyStats`."""
+    """What the server measured of one reply: see :class:`flwr_regs.hook_contexts.ReplyStats`."""
 
     _pid: int
     _reply: Reply
