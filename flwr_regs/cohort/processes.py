@@ -226,8 +226,9 @@ class StackProcesses(WorkerPool):
         parts: list[Part] = [({}, {})] * len(tasks)
         with contextlib.closing(self.answers(tasks, lanes=range(len(tasks)))) as answers:
             for k, answer in answers:
-                why = f"a process that trains a stack {answer}"
-                parts[k] = ({}, {why: len(tasks[k])}) if isinstance(answer, Ended) else answer
+                if isinstance(answer, Ended):
+                    answer = {}, {f"a process that trains a stack {answer}": len(tasks[k])}
+                parts[k] = answer
         return parts
 
 
