@@ -174,9 +174,9 @@ def test_a_client_that_raises_has_the_error_that_it_has_without_workers(
 
 def messages_to(grid: InProcessGrid, pids: list[int], **config: Any) -> list[Message]:
     """Send each client a train message as other strategies have it; return the replies."""
-    for context in grid._contexts.values():
-        context.run_config = {"method": "FedAvg" if config else "counting", **config}
     nodes = list(grid.get_node_ids())
+    for node in nodes:
+        grid._contexts[node].run_config = {"method": "FedAvg" if config else "counting", **config}
     arrays = ArrayRecord(make_model().state_dict())
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": 1})})
     sent = [grid.create_message(content, "train", nodes[pid], "1") for pid in pids]
