@@ -183,8 +183,8 @@ class Stack:
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
-        each = [{"client": m.client, "broadcast": m.broadcast} for m in members]
-        told = to_device(tree_map(lambda *of: torch.stack(of), *each), shared.device)
+        slots = {"client": [m.client for m in members], "broadcast": [m.broadcast for m in members]}
+        told: dict[str, Any] = to_device({k: _stacked(of) for k, of in slots.items()}, shared.device)
         ids = [m.asked.message.config.get(keys.CLIENT_KEY, -1) for m in members]
         told["id"] = torch.tensor(ids, device=shared.device)
         for name in steps.keys() - alike.keys():
@@ -432,6 +432,14 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
     yield
     if any(t._version != version for t, version in before):
         raise CannotStack(f"its model or loss writes to its {what}")
+
+
+def _stacked(slots: Sequence[Slot]) -> Slot:
+    """Return the members' slots, which have the same entries, as one."""
+    return {
+        t: {key: torch.stack([of[t][key] for of in slots]) for key in slot}
+        for t, slot in slots[0].items()
+    }
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

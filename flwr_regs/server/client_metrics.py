@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from flwr_regs.wire.arrays import LARGEST, ProtocolError
@@ -60,15 +61,15 @@ def common_metrics(metrics: Mapping[int, Metrics]) -> tuple[list[Metrics], dict[
     a usable number is kept as it is: a loss of NaN is news.
     """
     single = {p: {k: v for k, v in m.items() if is_number(v)} for p, m in metrics.items()}
-    numbers = Counter(name for m in single.values() for name in m)
-    usable_ones = Counter(name for m in single.values() for name, v in m.items() if usable(v))
+    good = {p: {k for k, v in m.items() if abs(v) <= LARGEST} for p, m in single.items()}
+    numbers, usable_ones = (Counter(chain(*of.values())) for of in (single, good))
     kept = sorted(name for name, n in numbers.items() if 2 * n > len(single))
     strict = {name for name in kept if 2 * usable_ones[name] > len(single)}
     left_out: dict[int, list[str]] = {}
     averaged: list[Metrics] = []
     for pid, m in single.items():
-        lacking = [n for n in kept if n not in m or (n in strict and not usable(m[n]))]
-        if odd := sorted({*lacking, *(set(m) - set(kept))}):
+        lacking = {*kept} - m.keys() | (strict - good[pid])
+        if odd := sorted(lacking | (m.keys() - {*kept})):
             left_out[pid] = odd[:MOST_NAMES]
         if not lacking:
             averaged.append({name: m[name] for name in kept})

@@ -139,6 +139,11 @@ class Parcel:
 
 def scalar_bytes(scalars: Mapping[str, Any]) -> int:
     """Return the bytes of names and values: 8 for a number, its length for a text."""
-    lists = (value if isinstance(value, list) else [value] for value in scalars.values())
-    sizes = (len(v) if isinstance(v, (str, bytes)) else 8 for values in lists for v in values)
-    return sum(map(len, scalars)) + sum(sizes)
+    nbytes = 0
+    for name, value in scalars.items():
+        nbytes += len(name)
+        if isinstance(value, list):
+            nbytes += sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in value)
+        else:
+            nbytes += len(value) if isinstance(value, (str, bytes)) else 8
+    return nbytes

@@ -265,7 +265,7 @@ class LocalNetwork:
     def _ended(self, asked: Asked, served: member.Answer) -> Parcel:
         """Keep what a client leaves for the next round; return its reply."""
         config = asked.message.config
-        node = self._node(asked.pid, config)
+        node = self._nodes[asked.pid]
         node.memory = served.memory
         if keys.DOWNLINK_KEY in config:
             node.model = served.model
