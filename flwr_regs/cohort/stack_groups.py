@@ -234,7 +234,7 @@ class Group:
         recipe, was, half = self.recipe, self.recipe.arrays, self.recipe.config.get(keys.HALF_KEY)
         uploads, kept = _tables(result.upload), _tables(result.client)
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        coder, ends, code = None, dict[str, Tensor](), NDArrays()
+        coder, ends, code = None, dict[str, Tensor](), Table({})
         if not recipe.probes:
             common |= clients.model_entries(recipe.config, was, self.layout, result.output_layer)
             for n in [*was, *self.layout.private]:
@@ -243,7 +243,8 @@ class Group:
                     value = first.expand(len(self.members), *first.shape)
                 ends[n] = value
             if (coder := recipe.term.coder("finish")) is not None:
-                code = {n: to_numpy(d).astype(was[n].dtype) for n, d in result.delta.items()}
+                deltas = in_code_order(result.delta, result.delta)
+                code = Table({n: to_numpy(d).astype(was[n].dtype) for n, d in deltas.items()})
         private = Table({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
         sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in ends.items()}
         if coder is not None:
@@ -253,7 +254,7 @@ class Group:
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
             slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
-            said, decoded = [f"lost {what}" for what in c.begun.lost], None
+            said = [f"lost {what}" for what in c.begun.lost]
             records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
             metrics: dict[str, Any] = {"num-examples": data.count_examples(c.plan.data)}
             if not recipe.probes:
@@ -261,8 +262,7 @@ class Group:
                 said += [keys.LOSS_ROSE] * result.rose[row]
                 records[keys.ARRAYS] = Row(table, row)
                 if coder is not None:
-                    decoded = {n: d[row, ...] for n, d in code.items()}
-                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(decoded, decoded))]
+                    config[keys.STEPS_KEY] = [coder.encode(dict(Row(code, row)))]
                     rest = records[keys.ARRAYS].items()
                     records[keys.ARRAYS] = {n: a for n, a in rest if (a != was[n]).any()}
                 metrics |= {
@@ -273,7 +273,7 @@ class Group:
                 }
             config |= clients.reply_entries(message, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            reply = Parcel(records, config, metrics, decoded=decoded)
+            reply = Parcel(records, config, metrics, decoded=Row(code, row) if code else None)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
 

@@ -104,9 +104,11 @@ def pieces(size: int, width: int = PIECE) -> Iterator[slice]:
 
 def square_sum(array: np.ndarray) -> float:
     """Return the sum of an array's squares, added up in float64."""
-    vector = array.reshape(-1)
-    wide = (vector[part].astype(np.float64) for part in pieces(vector.size))
-    return sum((float(np.dot(part, part)) for part in wide), 0.0)
+    vector, total = array.reshape(-1), 0.0
+    for part in pieces(vector.size):
+        wide = vector[part].astype(np.float64)
+        total += float(np.dot(wide, wide))
+    return total
 
 
 def digest(model: Arrays) -> str:

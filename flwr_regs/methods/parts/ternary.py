@@ -42,6 +42,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -179,6 +180,10 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
     CodecError that names the first array that cannot be coded.
     """
     flats: NDArrays = {name: np.asarray(a).reshape(-1) for name, a in arrays.items()}
+    n, dtypes = sum(flat.size for flat in flats.values()), {flat.dtype for flat in flats.values()}
+    if len(flats) > 1 == len(dtypes) and n <= CHUNK:  # many small arrays cost more than one
+        with suppress(CodecError):  # which array it is shows below
+            return encode({"": np.concatenate([*flats.values()])})
     surveys = {name: _survey(name, flat) for name, flat in flats.items()}
     plus = sum(count for _, count, _ in surveys.values())
     minus = sum(count for _, _, count in surveys.values())
@@ -191,7 +196,6 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
                 f"array '{name}' is not ternary with the others: its entries have magnitude "
                 f"{size!s} ({size.dtype}), those of '{widest}' {mu!r}"
             )
-    n = sum(flat.size for flat in flats.values())
     body = b""
     if plus + minus:
         coder, model = _library().stack.AnsCoder(), _model(n, plus, minus)

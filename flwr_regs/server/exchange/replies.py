@@ -132,10 +132,11 @@ class Reader:
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
                 raise ProtocolError(f"'{keys.FROZEN_DIGEST_KEY}' is no digest: {quoted(digest)}")
-            update, coded, expected = NDArrays(), None, model
+            update: Model = {}
+            coded, expected = None, model
             if keys.STEPS_KEY in entries:
                 coded = self._decoder(entries[keys.STEPS_KEY], trained)
-                update = {**parcel.decoded} if parcel.decoded else coded()
+                update = parcel.decoded or coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(parcel, config, count)
             if steps is None and (setting := self.options.counts_steps):
