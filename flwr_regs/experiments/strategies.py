@@ -113,7 +113,8 @@ def build(calls: Calls, folder: str = "", only_check: bool = False, **common: An
     shared: dict[str, Any] = {}  # by the strategies
     settings = {k: v for k, v in common.items() if k in Options.names()}
     extra = {k: v for k, v in common.items() if k not in settings}
-    if len(calls) > 1 and (alone := [c.target for c in calls if c.target in REFERENCES]):
+    several = len(calls) > 1
+    if several and (alone := [c.target for c in calls if c.target in REFERENCES]):
         raise ValueError(f"'{text_of(calls)}': {alone[0]} is no method; it goes with nothing")
     for call in calls:
         check_name(call)
@@ -124,13 +125,13 @@ def build(calls: Calls, folder: str = "", only_check: bool = False, **common: An
             check_ranges({k: v for k, v in of_every.items() if v is not None or k not in drawn})
             kind = find(call, folder, of)
             is_strategy = isinstance(kind, type) and issubclass(kind, base)
-            if len(calls) == 1 and is_strategy:
-                return _strategy(kind, call, common)
             for name, value in of_every.items():
                 if given.setdefault(name, value) != value:
                     raise ValueError(f"another part says {name}={given[name]!r}: give it once")
             if is_strategy:
-                made = _strategy(kind, call, extra)
+                made: RegStrategy = _made(kind, call, call.kwargs, extra if several else common)
+                if not several:
+                    return made
                 chosen = {name: getattr(made, name) for name in SHARED}
                 shared = {k: v for k, v in chosen.items() if v != getattr(Options, k)} | shared
                 terms += made.term.terms
@@ -167,16 +168,6 @@ def is_private(strategy: RegStrategy) -> bool:
     return any(isinstance(t, Withholds | Personalises | FineTunes) for t in strategy.term.terms)
 
 
-def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
-    signature = inspect.signature(kind)
-    check_bound(signature, call, call.kwargs)
-    # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
-    known = Options.names() | set(signature.parameters)
-    positional = [*signature.parameters][: len(call.args)]
-    common = {k: v for k, v in common.items() if k in known and k not in positional}
-    return kind(*call.args, **{**common, **call.kwargs})
-
-
 def _terms(kind: Any, call: Call) -> list[Term]:
     """Return the terms of a part that is no strategy: a class, a function, a term or a list of terms."""
     made = kind
@@ -184,8 +175,7 @@ def _terms(kind: Any, call: Call) -> list[Term]:
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        check_bound(inspect.signature(kind), call, kwargs)
-        made = kind(*call.args, **kwargs)
+        made = _made(kind, call, kwargs)
     terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):
         expected = "expected a strategy that derives from RegStrategy, a term, or a list of terms"
@@ -219,17 +209,24 @@ def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:
     return of(call.target)
 
 
-def check_bound(takes: Signature, call: Call, kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument of a call that is missing, unknown or too many."""
+def _made(kind: Any, call: Call, kwargs: Mapping[str, Any], common: Mapping[str, Any] = {}) -> Any:
+    """Return what a class or function makes of a call, with those of the `common` arguments that it takes.
+
+    Raises TypeError for an argument of the call that is missing, unknown or too many.
+    """
+    takes = inspect.signature(kind)
     names = [n for n, p in takes.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    known = {*names, *Options.names()}
     try:
         takes.bind(*call.args, **kwargs)
     except TypeError as error:
         row = METHODS.get(call.target)
         example = row.example if row else f"{call.target}({', '.join(n + '=...' for n in names)})"
-        known = {*names, *Options.names()}
         odd = [f"; there is no argument '{n}'{nearest(n, known)}" for n in kwargs if n not in known]
         raise TypeError(f"{error}{''.join(odd)}; for example {example}") from None
+    # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
+    further = common.keys() & known - {*names[: len(call.args)]}
+    return kind(*call.args, **{**{name: common[name] for name in further}, **kwargs})
 
 
 def with_values(call: Call) -> Call:
@@ -241,11 +238,9 @@ def with_values(call: Call) -> Call:
         if value.target not in VALUES:
             known = ", ".join(VALUES)
             raise ValueError(f"an argument may be a call of {known}; not of {value.target}")
-        kind = getattr(flwr_regs, value.target)
         with named(str(value)):
-            check_bound(inspect.signature(kind), value, value.kwargs)
             value = with_values(value)
-            return kind(*value.args, **value.kwargs)
+            return _made(getattr(flwr_regs, value.target), value, value.kwargs)
 
     kwargs = {name: made(value) for name, value in call.kwargs.items()}
     return replace(call, args=tuple(map(made, call.args)), kwargs=kwargs)

@@ -10,12 +10,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +38,6 @@ from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
-
-Job = Callable[[], list[RunRecord]]
-"""What one process of a pool does."""
 
 
 def execute(
@@ -95,20 +93,21 @@ def execute(
             announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
         if runner == "ray":
             progress.say("Ray starts for each seed; that may take a minute, which is not counted")
+    trained: Iterable[RunRecord]
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:
             raise missing_extra("ray", "Flower's simulation", "ray")
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = ([run for run in lacking if run.seed == seed] for seed in seeds)
-        jobs = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
-        trained = _in_processes(jobs, folder, progress, 1)
+        rays = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
+        trained = chain.from_iterable(_in_processes(rays, folder, progress, 1))
     elif workers > 1:
-        jobs = [partial(_in_worker, run, folder, runner) for run in lacking]
+        jobs = [partial(train, run, folder, _ToParent(), runner) for run in lacking]
         trained = _in_processes(jobs, folder, progress, workers)
     else:
         trained = (train(run, folder, progress, runner, grid) for run in lacking)
-    with progress:
+    with progress.screen:
         for record in trained:
             ended[record.label, record.seed] = record
             progress.ended(record.label, record.seed, record.stopped)
@@ -155,22 +154,23 @@ _CHECKED: set[tuple[Any, ...]] = set()
 
 
 def _in_processes(
-    jobs: Sequence[Job], folder: Path | None, progress: Progress, workers: int
-) -> Iterator[RunRecord]:
+    jobs: Sequence[Callable[[], Any]], folder: Path | None, progress: Progress, workers: int
+) -> Iterator[Any]:
+    """Do the jobs in processes of their own, some at a time, and yield what they return."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
     try:
         # as the workers begin, which start here
         with nullcontext() if os.name == "nt" else _ctrl_c_blocked():
-            waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
+            waiting: set[Future[Any]] = {pool.submit(job) for job in jobs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
                 news, told = queue.get()
                 getattr(progress, news)(*told)
             for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
-                yield from future.result()
+                yield future.result()
     except BrokenProcessPool as error:
         again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
         raise RuntimeError(f"a worker was killed, perhaps for want of memory{again}") from error
@@ -227,10 +227,6 @@ class _ToParent(Progress):
 
     def within(self, *told: Any) -> None:
         _QUEUE.put(("within", told))
-
-
-def _in_worker(run: Run, folder: Path | None, runner: str) -> list[RunRecord]:
-    return [train(run, folder, _ToParent(), runner)]
 
 
 def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:

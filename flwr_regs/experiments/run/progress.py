@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flwr_regs.experiments.experiment import Run
@@ -29,17 +30,13 @@ class Progress:
     """
 
     quiet = True
+    screen: AbstractContextManager[Any] = nullcontext()
+    """What leaves the screen in order."""
 
     def __init__(self, runs: Sequence[Run] = ()) -> None:
         self.rounds: dict[tuple[str, int], int] = {run.key: run.settings.rounds for run in runs}
         self.seen = dict.fromkeys(self.rounds, 0)
         self.first: tuple[float, int] | None = None  # the first news: its time, the rounds done
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the screen in order."""
 
     def round(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
         """Note that a run has trained a round (0: tested the initial model) and show it."""
@@ -128,19 +125,13 @@ class Bars(Progress):
 
         fields = (TextColumn(f"{{task.fields[{name}]}}") for name in ("accuracy", "left"))
         short = TextColumn("{task.description}", markup=False)
-        self.bars = RichProgress(short, BarColumn(None), MofNCompleteColumn(), *fields, expand=True)
+        columns = (short, BarColumn(None), MofNCompleteColumn(), *fields)
+        self.bars = self.screen = RichProgress(*columns, expand=True)
         self.tasks = {}
         for label in dict.fromkeys(label for label, _ in self.rounds):
             name = label if len(label) <= 30 else label[:29] + "…"
             total = sum(rounds for (of, _), rounds in self.rounds.items() if of == label)
             self.tasks[label] = self.bars.add_task(name, total=total, accuracy="", left="")
-
-    def __enter__(self) -> Bars:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
 
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Move a label's bar."""
