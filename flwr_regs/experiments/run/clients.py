@@ -23,7 +23,7 @@ from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.app import MessageContext
-from flwr_regs.flower.client import client_class
+from flwr_regs.flower.client import RegClient, client_class
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -73,7 +73,7 @@ class ClientFactory:
         # Shuffled batches; each is one indexing of the tensors.
         sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
         planned = settings.local_steps or settings.local_epochs * len(sampler)
-        client: NumPyClient = self._class(
+        return self._class(
             model=self.new_model(),
             train_data=DataLoader(train, batch_size=None, sampler=sampler),
             eval_data=None if test is None else DataLoader(test, batch_size=1000),
@@ -81,10 +81,9 @@ class ClientFactory:
             share_label_counts=True,  # simulated data has no secrets
             step_budget=clients.step_budget(server_round, pid, planned),
         )
-        return client
 
     @cached_property
-    def _class(self) -> Any:
+    def _class(self) -> type[RegClient]:
         return client_class(self.run.strategy())
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:

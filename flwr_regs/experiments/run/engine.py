@@ -212,8 +212,7 @@ def _begin_worker(queue: Any, workers: int) -> None:
 
 def _end_with_parent() -> None:
     """End this process when its parent is gone: whoever resumes must be the only one to write."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         parent.join()
         end_descendants(os.getpid())
         os._exit(1)
