@@ -346,10 +346,9 @@ class Experiment:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if self.baseline and any(run.settings.held_out_clients for run in self.ends):
             raise ValueError("bench tests on the test set: leave held-out-clients out")
-        methods = [row.calls for row in self.rows]
         for space in self.tune:
-            if not any(map(space.applies, methods)):
-                texts = ", ".join(map(text_of, methods))
+            if not any(space.applies(row.calls) for row in self.rows):
+                texts = ", ".join(text_of(row.calls) for row in self.rows)
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
         if not self.smoke:
             refuse_dead(self.ends, but="test-on-clients")
@@ -375,18 +374,17 @@ class Experiment:
         made = strategies.check_apart(methods, tests[0].settings.code_dir)
         given = [run.settings for run in tests]
         asked = any(of.test_on_clients or of.dataset.endswith("-domains") for of in given)
-        on_clients = asked or any(map(strategies.is_private, made.values()))
-        more = {"test-on-clients": True} if on_clients else {}
-        return replace(panel, settings={**panel.settings, **more})
+        if asked or any(map(strategies.is_private, made.values())):
+            return replace(panel, settings={**panel.settings, "test-on-clients": True})
+        return panel
 
     def only(self, *panels: Panel) -> Experiment:
         """Return the experiment with these panels alone, and the rows that they have."""
         names = {panel.name for panel in panels}
         rows = [row for row in self.rows if any(panel.has(row) for panel in panels)]
         tune = tuple(s for s in self.tune if any(s.applies(row.calls) for row in rows))
-        kept = [tuple(name for name in row.panels if name in names) for row in rows]
-        those = tuple(replace(row, panels=of) for row, of in zip(rows, kept, strict=True))
-        return replace(self, panels=panels, rows=those, tune=tune)
+        kept = tuple(replace(r, panels=tuple(n for n in r.panels if n in names)) for r in rows)
+        return replace(self, panels=panels, rows=kept, tune=tune)
 
     def given(self, settings: Values) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned.

@@ -109,8 +109,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
     @property
     def model_arguments(self) -> tuple[str, str, int, str, str, int]:
         """The arguments of :func:`flwr_regs.experiments.models.models.build`."""
-        source = self.dataset, self.model, self.seed, self.data_dir, self.code_dir
-        return (*source, self.projection)
+        return self.dataset, self.model, self.seed, self.data_dir, self.code_dir, self.projection
 
     def check(self) -> None:
         """Raise ValueError for settings that do not go together, or a folder that is not there."""
