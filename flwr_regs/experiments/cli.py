@@ -115,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flwr-regs {flwr_regs.__version__}")
     verbs = parser.add_subparsers(dest="command", required=True)
 
-    types = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
     told = table_beside(__file__)
     for name, verb in told["commands"].items():
         text = verb["help"]
@@ -130,9 +129,8 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(runner="process", gpus_per_client=0.0, **verb["defaults"])
         shared = [option for group in verb.get("groups", ()) for option in told["groups"][group]]
         for option in [*shared, *verb["options"]]:
-            kind = {"type": types[option["type"]]} if "type" in option else {}
-            named = {k: v for k, v in option.items() if k != "name"}
-            made.add_argument(*option["name"], **{**named, **kind})
+            named = {k: TYPES[v] if k == "type" else v for k, v in option.items() if k != "name"}
+            made.add_argument(*option["name"], **named)
     return parser
 
 
@@ -151,3 +149,7 @@ def _span(text: str) -> tuple[float, float]:
         if low < high:
             return low, high
     raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")
+
+
+TYPES: dict[str, Any] = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
+"""Type in cli.toml -> what reads an option's text."""
