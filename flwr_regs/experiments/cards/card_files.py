@@ -83,13 +83,10 @@ def read(text: str, name: str) -> Experiment:
             raise ValueError(f"it lacks '{key}': {KEYS[key][1]}")
     if "methods" in values:
         values["rows"] = values.pop("methods")
-    if base:
-        under = _base(base, picked)
-        for key in ("settings", "reduced"):
-            values[key] = {**getattr(under, key), **values.get(key, {})}
-        card = replace(under, name=name, **values)
-    else:
-        card = Experiment(**{"name": name, "baseline": True, "settings": {}, **values})
+    under = _base(base, picked) if base else Experiment({}, (), baseline=True)
+    for key in ("settings", "reduced"):
+        values[key] = {**getattr(under, key), **values.get(key, {})}
+    card = replace(under, name=name, **values)
     if made is None and not card.metrics:
         raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     _check(card)
@@ -259,15 +256,15 @@ def _panels(given: Any, where: str) -> tuple[Panel, ...]:
 
 
 def _rows(given: Any, where: str) -> tuple[Row, ...]:
-    return tuple(_row(*pair) for pair in _table(given, where).items())
-
-
-def _row(name: str, given: Any) -> Row:
-    table = {"call": given} if isinstance(given, str) else given
-    fields = _fields(table, ROW_KEYS, f"method '{name}'")
-    if "call" not in fields:
-        raise ValueError(f"method '{name}' must be a call, or a table with a call, not {given!r}")
-    return Row(name, fields.pop("call"), **fields)
+    rows = []
+    for name, one in _table(given, where).items():
+        fields = _fields(
+            {"call": one} if isinstance(one, str) else one, ROW_KEYS, f"method '{name}'"
+        )
+        if "call" not in fields:
+            raise ValueError(f"method '{name}' must be a call, or a table with a call, not {one!r}")
+        rows.append(Row(name, fields.pop("call"), **fields))
+    return tuple(rows)
 
 
 def _call(value: Any, where: str) -> Calls:

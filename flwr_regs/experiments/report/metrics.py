@@ -5,14 +5,13 @@ Also what went wrong.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flwr_regs.experiments.calls import REFERENCES
+from flwr_regs.experiments.extras import table_beside
 from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
@@ -67,8 +66,7 @@ class Metric(NamedTuple):
     beside: bool = False
 
 
-_FILE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-METRICS = {name: Metric(**row) for name, row in tomllib.loads(_FILE).items()}
+METRICS = {name: Metric(**row) for name, row in table_beside(__file__).items()}
 """Name -> metric, as a card names it; :func:`figures` has a run's."""
 
 
@@ -113,10 +111,9 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     names = dict.fromkeys([*COUNTED, *SPREAD, *MEANS, *SOME, *METRICS])
     table = pd.DataFrame([_counted(run) for run in runs], index, [*names], dtype=float)
     if first:
-        of_first = index.get_level_values("label") == first  # perhaps none
-        base = table[of_first].droplevel("label")
-        for name in (name for name, metric in METRICS.items() if metric.beside):
-            table[name] = table[name].sub(base[name], level="seed")
+        beside = [name for name, metric in METRICS.items() if metric.beside]
+        of_first = table[index.get_level_values("label") == first]  # perhaps none
+        table[beside] = table[beside].sub(of_first[beside].droplevel("label"), level="seed")
     return table
 
 
@@ -126,9 +123,8 @@ def _counted(run: RunRecord) -> dict[str, Any]:
     row: dict[str, Any] = {status: run.status == status for status in ENDS}
     row["failures"] = run.rejected
     if run.ended:
-        reached = of_run["rounds-to"]
-        row |= {"reached": reached is not None, "rounds_to_target": reached}
-        row["mb_to_target"] = of_run["megabytes-to"]
+        reached, mb = of_run["rounds-to"], of_run["megabytes-to"]
+        row |= {"reached": reached is not None, "rounds_to_target": reached, "mb_to_target": mb}
     if run.rounds:
         row |= {f"mb_{way}_turn": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
         if "clipped" in (last_round := run.rounds[-1]):
@@ -189,6 +185,22 @@ def figures(run: RunRecord) -> dict[str, float | None]:
     }
 
 
+def tests(run: RunRecord) -> pd.DataFrame:
+    """Return a run's rows of :meth:`Results.rounds`."""
+    import pandas as pd
+
+    hours = np.cumsum(deployed_rounds(run)) / 3600
+    spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock, "hours": hours})
+    spent.index += 1
+    spent.loc[0] = 0.0  # the initial model has cost nothing
+    points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
+    known = len(run.spent) == len(run.test)  # Ctrl-C may come between the two
+    points["processor_seconds"] = run.spent if known else np.nan
+    points.insert(0, "method", run.label)
+    points.insert(1, "seed", run.seed)
+    return points.join(spent, on="round")
+
+
 def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
     """Return the value of round `number`, or the last one; None if there is none, as of a kept trial."""
     return values[number - 1] if values and number is not None and number <= len(values) else None
@@ -210,12 +222,6 @@ def deployed_rounds(run: RunRecord) -> list[float]:
         computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
         each.append(down / DOWN_MB + up / UP_MB + computed)
     return each
-
-
-def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return label -> its runs, in order."""
-    labels = dict.fromkeys(run.label for run in runs)
-    return {label: [run for run in runs if run.label == label] for label in labels}
 
 
 def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float]:
@@ -258,35 +264,46 @@ def exploded(run: RunRecord) -> bool:
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
-    """Say which methods diverged, failed, collapsed, had replies rejected or are equal: a sentence each."""
-    sentences = []
-    for label, of_label in by_label(runs).items():
+    """Say which methods diverged, failed, collapsed, had replies rejected or are equal: a sentence each.
+
+    Rows that are the same in every test of every seed: a parameter, or a term, has done nothing.
+    """
+    sentences, same = [], dict[str, list[str]]()
+    for label in dict.fromkeys(run.label for run in runs):
+        of_label = [run for run in runs if run.label == label]
+        whole = [run for run in of_label if run.whole]
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
         flaws = [(run, _flaws(run)) for run in of_label]
         for kind, what in FLAWS.items():
             if bad := [(run, of_run[kind]) for run, of_run in flaws if kind in of_run]:
                 what = what.format(untrained=np.mean([run.untrained for run, _ in bad]))
                 sentences.append(f"{label}: {len(bad)} of {seeds} {what}; {bad[0][1]}")
-        whole = [r for r in of_label if r.whole]
-        logged = [text for r in of_label for text in r.warnings]
-        logged += [e["divergence"] for r in whole for e in r.rounds if "divergence" in e]
+        logged = [text for run in of_label for text in run.warnings]
+        logged += [e["divergence"] for run in whole for e in run.rounds if "divergence" in e]
         sentences += [f"{label}: {text}" for text in [*dict.fromkeys(logged)][:2]]
-        if rejecting := [r for r in whole if r.rejected]:
-            entry = next(e for e in rejecting[0].rounds if e.get("failures"))
-            pid, why = next(iter(entry["failures"].items()))
-            first = f"round {entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
-            replies = f"{sum(r.rejected for r in whole)} replies were rejected"
-            sentences.append(f"{label}: {replies}, the first in {first}")
-    return [*sentences, *identical(runs)]
+        rejected = [
+            f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
+            for run in whole
+            for entry in run.rounds
+            for pid, why in entry.get("failures", {}).items()
+        ]
+        if rejected:
+            replies = f"{len(rejected)} replies were rejected"
+            sentences.append(f"{label}: {replies}, the first in {rejected[0]}")
+        if whole:
+            tests = sorted((run.seed, str(run.test)) for run in whole)
+            same.setdefault(str(tests), []).append(label)
+    equal = [" and ".join(labels) for labels in same.values() if len(labels) > 1]
+    return sentences + [f"{labels} are the same in every round of every seed" for labels in equal]
 
 
 def _flaws(run: RunRecord) -> dict[str, str]:
     """Return what is wrong with a run: a key of `FLAWS` -> what is said of the first such seed."""
     if run.status in ENDS:
         return {run.status: f"seed {run.seed}: {run.stopped}"}
-    flaws, seed = dict[str, str](), f"seed {run.seed}"
     if not run.whole:
-        return flaws
+        return {}
+    flaws, seed = dict[str, str](), f"seed {run.seed}"
     best = max(run.trained, key=lambda test: float(test["accuracy"]))
     highest = f"{best['accuracy']:.1%}"
     if len(run.accuracy) >= MANY and 0 < run.untrained > best["accuracy"] - LITTLE:
@@ -301,16 +318,6 @@ def _flaws(run: RunRecord) -> dict[str, str]:
         ends = f"{seed} ends at {run.accuracy[-1]:.1%}"
         flaws["collapsed"] = f"{ends}, its best was {highest} in round {best['round']}"
     return flaws
-
-
-def identical(runs: Sequence[RunRecord]) -> list[str]:
-    """Say which rows are the same in every test of every seed: a parameter, or a term, has done nothing."""
-    same: dict[str, list[str]] = {}
-    for label, of_label in by_label(runs).items():
-        whole = {run.seed: run.test for run in of_label if run.whole}
-        same.setdefault(str(sorted(whole.items())) if whole else label, []).append(label)
-    equal = (" and ".join(labels) for labels in same.values() if len(labels) > 1)
-    return [f"{labels} are the same in every round of every seed" for labels in equal]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -111,34 +111,16 @@ class Results:
         """The data, the partition and the clients in words."""
         split = _either(split_in_words(run.job) for run in self.runs)
         clients = _either(map(_population, self.runs))
-        return f"{self._of('dataset')}, partition {split}, {clients}"
-
-    @property
-    def _title(self) -> str:
-        """The title of a picture: also a model and a rate that all runs have and that are no defaults."""
-        said = self.title
-        for setting, unit in (("model", ""), ("lr", "lr ")):
-            value, *others = {run.job[setting] for run in self.runs}
-            if not others and value != DEFAULTS[setting]:
-                said += f", {unit}{value}"
-        return said
-
-    @property
-    def _left(self) -> str:
-        """What is left of the data set, in brackets, where that is not all."""
-        parts = _either(run.left for run in self.runs if run.left)
-        return f" ({parts})" * bool(parts)
-
-    def _of(self, setting: str) -> str:
-        """Return a setting's value, or its values where the runs differ."""
-        return _either(run.job[setting] for run in self.runs)
+        data = _either(run.job["dataset"] for run in self.runs)
+        return f"{data}, partition {split}, {clients}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
-        interim = self.baseline and self.lacking
         needed("pandas", "pandas", "the table")
-        untested = {"p": None, "p_holm": None, "decided": False} if interim else {}
-        return [row | untested for row in metrics.rows(self.runs, self.baseline)]
+        rows = metrics.rows(self.runs, self.baseline)
+        if self.baseline and self.lacking:
+            rows = [row | {"p": None, "p_holm": None, "decided": False} for row in rows]
+        return rows
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each label.
@@ -217,21 +199,26 @@ class Results:
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
-        said: dict[str, Any] = {"title": self._title, "look": look}
+        title = self.title
+        for setting, unit in (("model", ""), ("lr", "lr ")):
+            value, *others = {run.job[setting] for run in self.runs}
+            if not others and value != DEFAULTS[setting]:
+                title += f", {unit}{value}"
         if x == "differences":
             if not (rows := self.compared()):
                 needs = "a baseline, two seeds of it and of a method, when all runs have ended"
                 raise ValueError(f"differences need {needs}")
-            said["seeds"] = {row["method"]: row["n"] for row in rows}
-            return plots.differences({"": rows}, self.baseline, last=self._last, **said)
+            seeds, last = {row["method"]: row["n"] for row in rows}, self._last
+            how: Any = {"last": last, "seeds": seeds, "title": title, "look": look}
+            return plots.differences({"": rows}, self.baseline, **how)
         points = self._clients() if x == "clients" else self._points()
         if x == "seconds" and points["processor_seconds"].notna().all():
             x = "processor_seconds"
-        if y == "accuracy" and x != "clients":
-            said["target"] = 100 * self.target
-        said["kind"] = "expected" if x == "clients" and not self._clients_test else "test"
-        said["heading"] = "" if self.heading == "method" else self.heading
-        return plots.over_rounds(points, x, y, ordered=self.ordered, **said)
+        kind = "expected" if x == "clients" and not self._clients_test else "test"
+        target = 100 * self.target if y == "accuracy" and x != "clients" else None
+        heading = self.heading.removeprefix("method")
+        how = {"ordered": self.ordered, "title": title, "heading": heading, "look": look}
+        return plots.over_rounds(points, x, y, target=target, kind=kind, **how)
 
     def rounds(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each test of a model, of each run.
@@ -242,19 +229,7 @@ class Results:
         """
         import pandas as pd
 
-        tables = []
-        for run in self.runs:
-            hours = np.cumsum(metrics.deployed_rounds(run)) / 3600
-            spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock, "hours": hours})
-            spent.index += 1
-            spent.loc[0] = 0.0  # the initial model has cost nothing
-            points = pd.DataFrame(run.test, columns=["round", "accuracy", "loss"]).astype(float)
-            known = len(run.spent) == len(run.test)  # Ctrl-C may come between the two
-            points["processor_seconds"] = run.spent if known else np.nan
-            points.insert(0, "method", run.label)
-            points.insert(1, "seed", run.seed)
-            tables.append(points.join(spent, on="round"))
-        return pd.concat(tables, ignore_index=True)
+        return pd.concat(map(metrics.tests, self.runs), ignore_index=True)
 
     def clients(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each client of each run that ended.
@@ -265,13 +240,10 @@ class Results:
         """
         import pandas as pd
 
-        rows = [
-            (run.label, run.seed, client, accuracy, self._clients_test)
-            for run in self.runs
-            if run.whole
-            for client, accuracy in enumerate(run.per_client.get("clients", ()))
-        ]
-        return pd.DataFrame(rows, columns=["method", "seed", "client", "accuracy", "measured"])
+        runs = [(run, run.per_client.get("clients", ())) for run in self.runs if run.whole]
+        rows = [(r.label, r.seed, client, a) for r, each in runs for client, a in enumerate(each)]
+        table = pd.DataFrame(rows, columns=["method", "seed", "client", "accuracy"])
+        return table.assign(measured=self._clients_test)
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
@@ -289,16 +261,14 @@ class Results:
         """Return the runs' tests, and what they cost, as `plots` takes them."""
         import pandas as pd
 
-        of_runs = self.rounds().rename(columns={"method": "label"}).groupby(["label", "seed"])
         tables = []
         for run in self.runs:
-            if not (run.accuracy or (run.diverged and run.test)):
-                continue
-            points = of_runs.get_group((run.label, run.seed)).reset_index(drop=True)
-            points["accuracy"] *= 100
-            part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
-            tables.append(points.assign(part=part))
-            if run.diverged:  # as the table's means take it
+            if run.accuracy or (run.diverged and run.test):
+                points = metrics.tests(run).rename(columns={"method": "label"})
+                points["accuracy"] *= 100
+                part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
+                tables.append(points.assign(part=part))
+            if run.diverged and run.test:  # as the table's means take it
                 rounds = pd.RangeIndex(run.job["rounds"] + 1, name="round")
                 rest = points.set_index("round").reindex(rounds)
                 rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
@@ -334,23 +304,19 @@ class Results:
         reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.3g}"
         if several:
             reached += f" ({row['reached']} of {row['n'] - row['unfinished']})"
+        second = "difference" if self.baseline else "final"
+        names = {"last5": self._last, "difference": f"vs {self.baseline}", "final": "final"}
+        if len(self.baseline) > BRIEF:
+            names["difference"] = "vs first"
         cells = {self.heading: row["method"]}
-        cells[self._last] = per_cent(row["last5"], row["last5_interval"])
-        if self.baseline:
-            first = self.baseline if len(self.baseline) <= BRIEF else "first"
-            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
-        else:
-            cells["final"] = per_cent(row["final"], row["final_interval"])
+        for name in ("last5", second):
+            cells[names[name]] = per_cent(row[name], row[f"{name}_interval"])
         if not several:
             cells["best"] = per_cent(row["best"])
-        cells |= {f"to {self._goal}": reached, "worst": per_cent(row["worst_client"])}
-        seconds = {"s": row["seconds"]} if self._by_clock else {"CPU s": row["processor_seconds"]}
-        return cells | {name: number(of) for name, of in {"MB": row["mb"], **seconds}.items()}
-
-    @property
-    def _goal(self) -> str:
-        """The target in per cent."""
-        return f"{100 * self.target:.4g}%"
+        cells[f"to {100 * self.target:.4g}%"] = reached
+        cells |= {"worst": per_cent(row["worst_client"]), "MB": number(row["mb"])}
+        seconds = ("s", "seconds") if self._by_clock else ("CPU s", "processor_seconds")
+        return cells | {seconds[0]: number(row[seconds[1]])}
 
     @property
     def _clients_test(self) -> bool:
@@ -360,7 +326,7 @@ class Results:
 
     def _legend(self) -> list[str]:
         job, counts = self.runs[0].job, Counter(run.label for run in self.runs).values()
-        n, least = max(counts), min(counts)
+        n, least, rounds = max(counts), min(counts), _either(run.job["rounds"] for run in self.runs)
         data = "the server's test set"
         if job["held-out-clients"]:
             data = "the held-out clients' data"
@@ -380,18 +346,20 @@ class Results:
         spread += f"n = {n} (seed{'s' * (n > 1)} {', '.join(map(str, self.seeds))})"
         spread += "; two seeds say little" * (n == 2)
         spread += f"; not all runs are there: rows have {least} to {n} seeds" * (least < n)
-        clock = "; s: by the clock, as a run was resumed or in Ray" * self._by_clock
+        left = _either(run.left for run in self.runs if run.left)
+        said = f"{self.title}{f' ({left})' * bool(left)}, {rounds} round{'s' * (rounds != '1')}; "
+        said += f"accuracy in % on {data}; {spread}."
+        means = f"{self._last}: mean over the {self._last} round{'s' * (self._last != 'last 1')}; "
+        means += f"to {100 * self.target:.4g}%: rounds to it"
+        means += ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
+        means += f"; {worst}; MB: per client, both ways, the whole training"
+        means += "; s: by the clock, as a run was resumed or in Ray" * self._by_clock + "."
         by_examples = self._labels(lambda run: run.weighting == "num-examples")
-        equal, weights = self._labels(lambda run: run.weighting == "uniform"), ""
+        equal = self._labels(lambda run: run.weighting == "uniform")
         if by_examples and equal:
-            weights = f" Clients are weighted by their examples in {by_examples}, but equally in {equal}; "
-            weights += "weighting=uniform weights them equally in all."
-        rounds = self._of("rounds") + " round" + "s" * (self._of("rounds") != "1")
-        mean = f"mean over the {self._last} round{'s' * (self._last != 'last 1')}"
-        mean_of = ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
-        said = f"{self.title}{self._left}, {rounds}; accuracy in % on {data}; {spread}."
-        means = f"{self._last}: {mean}; to {self._goal}: rounds to it{mean_of}; {worst}; MB: per client, "
-        return [said, f"{means}both ways, the whole training{clock}.{weights}"]
+            means += f" Clients are weighted by their examples in {by_examples}, but equally in {equal}; "
+            means += "weighting=uniform weights them equally in all."
+        return [said, means]
 
     def _labels(self, has: Callable[[RunRecord], bool]) -> str:
         """Return the labels of the runs that have something."""
