@@ -22,11 +22,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-from scipy import stats
 
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
-from flwr_regs.experiments.report.statistics import LEVEL, Ranks
+from flwr_regs.experiments.report.statistics import LEVEL, Ranks, half_interval
 from flwr_regs.wire.config import nearest
 
 X = {
@@ -38,8 +37,8 @@ X = {
     "clients": "quantile of the clients (%): 0 is the worst, 100 the best",
 }
 Y = {"accuracy": "test accuracy (%)", "loss": "test loss"}
-OTHER = {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
-"""What an accuracy is that is no test's -> its axis."""
+Y |= {"expected": "expected accuracy (%)", "held-out": "accuracy on held-out data (%)"}
+"""What is measured, or what an accuracy is that is no test's -> its axis."""
 DECIDED = {True: "#0072b2", False: "#d55e00"}
 """Whether a decided difference is positive -> its colour."""
 LONG = 10
@@ -55,7 +54,7 @@ def over_rounds(
     y: str = "accuracy",
     *,
     target: float | None = None,
-    kind: str = "test",
+    kind: str = "",
     seeds: Mapping[str, int] | None = None,
     title: str = "",
     heading: str = "",
@@ -77,8 +76,8 @@ def over_rounds(
     x : a key of `X`; megabytes are logarithmic if the labels' totals differ by more than 30 times
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
-    kind : what an accuracy is: "test", or a key of `OTHER`. On held-out data, the line is the
-        first "seed", with stripes to the second
+    kind : what an accuracy is that is no test's: "expected" or "held-out". On held-out data, the line
+        is the first "seed", with stripes to the second
     seeds : label -> how many runs its points are means of, where they are; by default, the points' seeds
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
@@ -149,7 +148,7 @@ def over_rounds(
             axes.set_xlim(left=min(axes.get_xlim()[0], -0.015 * points["x"].max()))
             ticks = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             axes.xaxis.set_major_locator(ticks)
-        axes.set(xlabel=X[x], ylabel=OTHER.get(kind, Y[y]) if y == "accuracy" else Y[y])
+        axes.set(xlabel=X[x], ylabel=Y[kind or y])
         words, parts = seeds_in_words(seeds or counted), {*points["part"]}
         over = ("", "", "Mean over ", "Mean and 95 % interval over ")[min(max(counted.values()), 3)]
         if best and over:
@@ -232,16 +231,15 @@ def _draw_mean(axes: Axes, points: pd.DataFrame, line: Style, band: Style, most:
     The band ends at 0 and at `most`, beyond which no value can be. A hatched one reaches from the
     first run to the second, and the line is the first.
     """
-    seeds = points["seed"].nunique()
-    rounds = points[points.groupby("round")["x"].transform("size") == seeds].groupby("round")
-    across, mean = rounds["x"].mean(), rounds["y"].mean()
-    if mean.empty:
+    by_seed = points.pivot(index="round", columns="seed", values=["x", "y"]).dropna()
+    if by_seed.empty:  # the seeds have no round in common
         return
-    label = points["label"].iloc[0]
-    interval = stats.t.ppf(1 - LEVEL / 2, seeds - 1) * rounds["y"].sem()
+    label, seeds = points["label"].iloc[0], points["seed"].nunique()
+    across, heights = by_seed["x"].mean(axis=1), by_seed["y"]
+    mean, interval = heights.mean(axis=1), half_interval(heights)
     low, high = mean - interval, mean + interval
     if "hatch" in band:
-        mean, low, high = (rounds["y"].agg(of) for of in ("first", "min", "max"))
+        mean, low, high = heights.iloc[:, 0], heights.min(axis=1), heights.max(axis=1)
     if seeds > (1 if "hatch" in band else 2):
         band = {"color": line["color"], "zorder": 2, "gid": f"band {label}", **band}
         axes.fill_between(across, low.clip(lower=0), high.clip(upper=most), **band)
@@ -422,11 +420,11 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
             axes.plot(across[short], up[short], "ow", markersize=3, gid=f"short {label}")
             coloured = dots if y else coloured
             axes.plot(across[lost], up[lost], "x", color="0.4", markersize=4, gid=f"lost {label}")
+            ring: Style = {"color": circled, "fillstyle": "none", "clip_on": False}
             marks = zip(of_label.index[~lost], ("best", "second"), "*o", (15, 10), strict=False)
             for at, name, marker, size in marks:  # around the points
-                mark: Style = {"marker": marker, "markersize": size, "fillstyle": "none"}
-                mark |= {"color": circled, "clip_on": False, "gid": f"{name} {label}"}
-                axes.plot(across[at], up[at], **mark)
+                mark: Style = {"marker": marker, "markersize": size, **ring}
+                axes.plot([across[at]], [up[at]], gid=f"{name} {label}", **mark)
             axes.margins(0.15)
             sides = (axes.xaxis, x, across, axes.bbox.width), (axes.yaxis, y, up, axes.bbox.height)
             for axis, key, places, length in sides:
@@ -448,7 +446,7 @@ def over_points(trials: pd.DataFrame, *, title: str = "", look: Look | None = No
         for axes in grid.flat[len(groups) :]:
             axes.set_visible(False)
         if coloured is not None:
-            picture.colorbar(coloured, ax=grid, label=OTHER["held-out"], fraction=0.05)
+            picture.colorbar(coloured, ax=grid, label=Y["held-out"], fraction=0.05)
         caption = "Accuracy on held-out data, mean of the last rounds. "
         caption += "Star: the best point; ring: the second best; cross: diverged."
         if shorter:

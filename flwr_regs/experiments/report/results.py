@@ -214,7 +214,7 @@ class Results:
         points = self._clients() if x == "clients" else self._points()
         if x == "seconds" and points["processor_seconds"].notna().all():
             x = "processor_seconds"
-        kind = "expected" if x == "clients" and not self._clients_test else "test"
+        kind = "expected" if x == "clients" and not self._clients_test else ""
         target = 100 * self.target if y == "accuracy" and x != "clients" else None
         heading = self.heading.removeprefix("method")
         how = {"ordered": self.ordered, "title": title, "heading": heading, "look": look}

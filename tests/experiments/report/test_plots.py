@@ -245,6 +245,10 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     assert {60.0, 70.0} <= {*np.round(edges[edges[:, 0] == 2][:, 1], 6)}
     assert gap.axes[0].get_ylabel() == "accuracy on held-out data (%)"
     assert text_of(gap, "caption").endswith("with stripes to the second best; n = 1 seed.")
+    for record, name in zip(trials, ("adam", "sgd", "adam"), strict=False):  # of no whole grid
+        record.point["A.mu"] = name
+    (best,) = artists(tried.pictures(trials[:3], ["A"], Look())["tuning"], "best A")
+    assert [*best.get_xdata(), *best.get_ydata()] == [0.2, "sgd"]
     for record, lr, mu in zip(trials, (0.1, 0.1, 0.3, 0.3), (0.0, 1e-5, 0.0, 1e-5), strict=False):
         record.point = {"lr": lr, "A.mu": mu}
     grid = tried.pictures(trials[:4], ["A"], Look())["tuning"].axes[0]  # 0 has no logarithm
