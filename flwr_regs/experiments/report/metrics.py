@@ -70,8 +70,13 @@ METRICS = {name: Metric(**row) for name, row in table_beside(__file__).items()}
 """Name -> metric, as a card names it; :func:`figures` has a run's."""
 
 
-def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
-    """Return a row for each label, in order; :meth:`Results.table` says what it holds."""
+def rows(
+    runs: Sequence[RunRecord], baseline: str = "", interim: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row for each label, in order; :meth:`Results.table` says what it holds.
+
+    Differences that are `interim` are not tested.
+    """
     import pandas as pd
 
     from flwr_regs.experiments.report import statistics
@@ -84,8 +89,9 @@ def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     for name in OF_ALL:
         table[f"{name}_interval"] = statistics.half_interval(numbers[name].unstack())
     if baseline:
+        untested = {run.label for run in runs} if interim else references(runs)
         by_seed = numbers["last5"].unstack()
-        table = table.join(statistics.differences(by_seed, baseline, references(runs)))
+        table = table.join(statistics.differences(by_seed, baseline, untested))
     table = table.rename_axis("method").reset_index().astype(object)
     return [
         {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
@@ -281,15 +287,12 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
         logged = [text for run in of_label for text in run.warnings]
         logged += [e["divergence"] for run in whole for e in run.rounds if "divergence" in e]
         sentences += [f"{label}: {text}" for text in [*dict.fromkeys(logged)][:2]]
-        rejected = [
-            f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
-            for run in whole
-            for entry in run.rounds
-            for pid, why in entry.get("failures", {}).items()
-        ]
-        if rejected:
-            replies = f"{len(rejected)} replies were rejected"
-            sentences.append(f"{label}: {replies}, the first in {rejected[0]}")
+        if rejecting := [(run, e) for run in whole for e in run.rounds if e.get("failures")]:
+            run, entry = rejecting[0]
+            pid, why = next(iter(entry["failures"].items()))
+            first = f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
+            replies = f"{sum(run.rejected for run in whole)} replies were rejected"
+            sentences.append(f"{label}: {replies}, the first in {first}")
         if whole:
             tests = sorted((run.seed, str(run.test)) for run in whole)
             same.setdefault(str(tests), []).append(label)

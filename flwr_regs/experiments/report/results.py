@@ -117,10 +117,7 @@ class Results:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
         needed("pandas", "pandas", "the table")
-        rows = metrics.rows(self.runs, self.baseline)
-        if self.baseline and self.lacking:
-            rows = [row | {"p": None, "p_holm": None, "decided": False} for row in rows]
-        return rows
+        return metrics.rows(self.runs, self.baseline, interim=self.lacking > 0)
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each label.
@@ -428,11 +425,9 @@ class Results:
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
-            known = {
-                "clients": any(run.whole and run.per_client for run in self.runs),
-                "hours": np.nansum(metrics.deployed_rounds(self.runs[0])) > AN_HOUR,
-                "differences": bool(self.compared()),
-            }
+            hours = np.nansum(metrics.deployed_rounds(self.runs[0]))
+            known = {"hours": hours > AN_HOUR, "differences": bool(self.compared())}
+            known["clients"] = any(run.whole and run.per_client for run in self.runs)
             for name, axes in PICTURES.items():
                 if known.get(name, True):
                     drawing.save(self._picture(*axes, look or drawing.Look()), folder / name)
@@ -490,12 +485,9 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
     installed = {"python": platform.python_version(), **versions()}
     with suppress(PackageNotFoundError):
         installed["ray"] = version("ray")
-    return {
-        "command": [*command],
-        "versions": installed,
-        "commit": _commit(),
-        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}",
-    }
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}"
+    made = {"command": [*command], "versions": installed, "commit": _commit()}
+    return {**made, "platform": machine}
 
 
 def processor() -> str:
