@@ -258,9 +258,8 @@ def _panels(given: Any, where: str) -> tuple[Panel, ...]:
 def _rows(given: Any, where: str) -> tuple[Row, ...]:
     rows = []
     for name, one in _table(given, where).items():
-        fields = _fields(
-            {"call": one} if isinstance(one, str) else one, ROW_KEYS, f"method '{name}'"
-        )
+        table = {"call": one} if isinstance(one, str) else one
+        fields = _fields(table, ROW_KEYS, f"method '{name}'")
         if "call" not in fields:
             raise ValueError(f"method '{name}' must be a call, or a table with a call, not {one!r}")
         rows.append(Row(name, fields.pop("call"), **fields))

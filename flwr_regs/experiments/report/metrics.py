@@ -294,8 +294,8 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             replies = f"{sum(run.rejected for run in whole)} replies were rejected"
             sentences.append(f"{label}: {replies}, the first in {first}")
         if whole:
-            tests = sorted((run.seed, str(run.test)) for run in whole)
-            same.setdefault(str(tests), []).append(label)
+            every = sorted((run.seed, str(run.test)) for run in whole)
+            same.setdefault(str(every), []).append(label)
     equal = [" and ".join(labels) for labels in same.values() if len(labels) > 1]
     return sentences + [f"{labels} are the same in every round of every seed" for labels in equal]
 

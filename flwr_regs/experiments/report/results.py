@@ -205,15 +205,15 @@ class Results:
             if not (rows := self.compared()):
                 needs = "a baseline, two seeds of it and of a method, when all runs have ended"
                 raise ValueError(f"differences need {needs}")
-            seeds, last = {row["method"]: row["n"] for row in rows}, self._last
-            how: Any = {"last": last, "seeds": seeds, "title": title, "look": look}
+            seeds = {row["method"]: row["n"] for row in rows}
+            how: Any = {"last": self._last, "seeds": seeds, "title": title, "look": look}
             return plots.differences({"": rows}, self.baseline, **how)
         points = self._clients() if x == "clients" else self._points()
         if x == "seconds" and points["processor_seconds"].notna().all():
             x = "processor_seconds"
         kind = "expected" if x == "clients" and not self._clients_test else ""
         target = 100 * self.target if y == "accuracy" and x != "clients" else None
-        heading = self.heading.removeprefix("method")
+        heading = "" if self.heading == "method" else self.heading
         how = {"ordered": self.ordered, "title": title, "heading": heading, "look": look}
         return plots.over_rounds(points, x, y, target=target, kind=kind, **how)
 
@@ -265,11 +265,11 @@ class Results:
                 points["accuracy"] *= 100
                 part = {"ended": "whole", "unfinished": "unfinished"}.get(run.status, "stopped")
                 tables.append(points.assign(part=part))
-            if run.diverged and run.test:  # as the table's means take it
-                rounds = pd.RangeIndex(run.job["rounds"] + 1, name="round")
-                rest = points.set_index("round").reindex(rounds)
-                rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
-                tables.append(rest.ffill().reset_index().assign(part="filled"))
+                if run.diverged:  # as the table's means take it
+                    rounds = pd.RangeIndex(run.job["rounds"] + 1, name="round")
+                    rest = points.set_index("round").reindex(rounds)
+                    rest["accuracy"] = rest["accuracy"].fillna(100 * run.untrained)
+                    tables.append(rest.ffill().reset_index().assign(part="filled"))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
         return pd.concat(tables)
@@ -301,13 +301,13 @@ class Results:
         reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.3g}"
         if several:
             reached += f" ({row['reached']} of {row['n'] - row['unfinished']})"
-        second = "difference" if self.baseline else "final"
-        names = {"last5": self._last, "difference": f"vs {self.baseline}", "final": "final"}
-        if len(self.baseline) > BRIEF:
-            names["difference"] = "vs first"
         cells = {self.heading: row["method"]}
-        for name in ("last5", second):
-            cells[names[name]] = per_cent(row[name], row[f"{name}_interval"])
+        cells[self._last] = per_cent(row["last5"], row["last5_interval"])
+        if self.baseline:
+            first = self.baseline if len(self.baseline) <= BRIEF else "first"
+            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
+        else:
+            cells["final"] = per_cent(row["final"], row["final_interval"])
         if not several:
             cells["best"] = per_cent(row["best"])
         cells[f"to {100 * self.target:.4g}%"] = reached
