@@ -231,11 +231,11 @@ def _draw_mean(axes: Axes, points: pd.DataFrame, line: Style, band: Style, most:
     The band ends at 0 and at `most`, beyond which no value can be. A hatched one reaches from the
     first run to the second, and the line is the first.
     """
-    by_seed = points.pivot(index="round", columns="seed", values=["x", "y"]).dropna()
-    if by_seed.empty:  # the seeds have no round in common
+    heights = points.pivot(index="round", columns="seed", values="y").dropna()
+    if heights.empty:  # the seeds have no round in common
         return
     label, seeds = points["label"].iloc[0], points["seed"].nunique()
-    across, heights = by_seed["x"].mean(axis=1), by_seed["y"]
+    across = points.groupby("round")["x"].mean()[heights.index]
     mean, interval = heights.mean(axis=1), half_interval(heights)
     low, high = mean - interval, mean + interval
     if "hatch" in band:
