@@ -16,6 +16,7 @@ from flwr_regs.experiments.settings import Settings
 from flwr_regs.wire.config import nearest
 
 Array = np.ndarray[Any, Any]
+Some = Array | None
 
 PREFIX = "fds:"
 """What the partitions of Flower Datasets begin with."""
@@ -26,11 +27,7 @@ BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 
 
 def partition(
-    labels: Array,
-    settings: Settings,
-    num_clients: int,
-    groups: Array | None = None,
-    coarse: Array | None = None,
+    labels: Array, settings: Settings, num_clients: int, groups: Some = None, coarse: Some = None
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 
@@ -104,13 +101,15 @@ def partition(
     of, n, kind = np.asarray(labels), num_clients, settings.partition
     by_group = "domains" if groups is not None else "iid"
     like = by_group if kind == "label-swaps-rounds" else kind
+    needs = dict.fromkeys(BY_GROUP, (groups, "group (writer, speaker, user or domain)"))
+    needs["pachinko"] = coarse, "coarse label"
     try:
         if n > len(of) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
-        if like in BY_GROUP:
-            of = _told(groups, "group (writer, speaker, user or domain)")
-        elif like == "pachinko":
-            of = np.stack([_told(coarse, "coarse label"), of])
+        values, what = needs.get(like, (of, "label"))
+        if values is None:
+            raise ValueError(f"the data does not say the {what} of each example")
+        of = np.stack([values, of]) if like == "pachinko" else np.asarray(values)
         if like.startswith(PREFIX):
             parts = _of_flower(kind, of, groups, n, settings.seed)
         else:
@@ -134,13 +133,6 @@ def partition_hash(parts: Sequence[Array]) -> str:
     """
     every = np.concatenate([[len(p) for p in parts], *parts])
     return hashlib.sha256(every.astype("<i8").tobytes()).hexdigest()[:16]
-
-
-def _told(values: Array | None, what: str) -> Array:
-    """Return what the data says of each example; ValueError if it does not."""
-    if values is None:
-        raise ValueError(f"the data does not say the {what} of each example")
-    return np.asarray(values)
 
 
 def _of_flower(kind: str, labels: Array, groups: Any, num_clients: int, seed: int) -> list[Array]:

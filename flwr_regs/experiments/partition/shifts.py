@@ -51,24 +51,19 @@ def in_domain(x: Array, domain: int, seed: int) -> Array:
     return np.ascontiguousarray(x, dtype=np.float32)
 
 
-def noise_variance(client: int, num_clients: int, level: float) -> float:
-    """Return the variance of client k's noise: σ·(k + 1)/N, clients counted from 0.
-
-    NIID-Bench (Li et al. 2022): ``Gau(σ·i/N)`` for party i of N, counted from 1, "a Gaussian
-    distribution with mean 0 and variance σ·i/N". Its code takes σ·(i − 1)/(N − 1) as the standard
-    deviation, and draws anew whenever an example is read; its paper does not, and nor does this.
-    """
-    return level * (client + 1) / num_clients
-
-
 def noisy(x: Array, client: int, num_clients: int, level: float, seed: int, part: int = 0) -> Array:
     """Return inputs plus the client's Gaussian noise, in their own dtype and in their own units.
+
+    The variance of client k's is σ·(k + 1)/N, clients counted from 0. NIID-Bench (Li et al. 2022):
+    ``Gau(σ·i/N)`` for party i of N, counted from 1, "a Gaussian distribution with mean 0 and variance
+    σ·i/N". Its code takes σ·(i − 1)/(N − 1) as the standard deviation, and draws anew whenever an example
+    is read; its paper does not, and nor does this.
 
     Parameters
     ----------
     x : array of floats, ``(n, ...)``
     client, num_clients, level : int, int, float
-        See :func:`noise_variance`.
+        k, N and σ.
     seed, part : int
         They draw the noise, with the client; `part` tells a client's test inputs (1) from its training
         inputs (0).
@@ -78,7 +73,7 @@ def noisy(x: Array, client: int, num_clients: int, level: float, seed: int, part
     if x.dtype.kind != "f":
         raise ValueError(f"noise is added to inputs of floats, not of {x.dtype}")
     rng = np.random.default_rng((seed, client, part, _NOISE))
-    deviation = np.sqrt(noise_variance(client, num_clients, level))
+    deviation = np.sqrt(level * (client + 1) / num_clients)
     noise = deviation * rng.standard_normal(x.shape, np.float32)
     return np.asarray(x + noise, x.dtype)
 

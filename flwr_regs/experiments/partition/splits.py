@@ -31,35 +31,25 @@ def iid(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
 noise = iid
 
 
-def shards(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
-    """Return FedADC's sort-and-partition: each of n clients gets s shards of one label each."""
+def shards(labels: Array, n: int, rng: Rng, s: Settings, one_label: bool = True) -> list[Array]:
+    """Return FedADC's sort-and-partition: each of n clients gets s shards of one label each.
+
+    Or McMahan et al.'s, with shards of equal size, without `one_label` or with fewer shards than labels.
+    """
     classes, count = _by_label(labels), n * s.shards_per_client
-    if len(classes) > count:
-        return shards_mcmahan(labels, n, rng, s)
-    _check_shards(labels, count)
-    sizes = np.array([len(rows) for rows in classes])
-    cuts = _cuts(sizes, count, sizes)
-    shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
-    return _dealt(shards, n, rng)
-
-
-def shards_mcmahan(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
-    """Return McMahan et al.'s split: each of n clients gets s of n·s equal shards."""
-    _check_shards(labels, n * s.shards_per_client)
-    order = np.argsort(labels, kind="stable")
-    return _dealt(np.array_split(order, n * s.shards_per_client), n, rng)
-
-
-def _check_shards(labels: Array, count: int) -> None:
     if count > len(labels):
         hint = "use fewer clients or shards-per-client"
         raise ValueError(f"{count} shards of {len(labels)} examples: some would be empty: {hint}")
-
-
-def _dealt(shards: list[Array], n: int, rng: Rng) -> list[Array]:
-    """Return the hands of n clients that get the shards at random."""
-    hands = np.array_split(rng.permutation(len(shards)), n)
+    shards = np.array_split(np.concatenate(classes), count)
+    if one_label and len(classes) <= count:
+        sizes = np.array([len(rows) for rows in classes])
+        cuts = zip(classes, _cuts(sizes, count, sizes), strict=True)
+        shards = [part for rows, k in cuts for part in np.array_split(rows, k)]
+    hands = np.array_split(rng.permutation(count), n)
     return [np.concatenate([shards[j] for j in hand]) for hand in hands]
+
+
+shards_mcmahan = partial(shards, one_label=False)
 
 
 def classes(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array]:
