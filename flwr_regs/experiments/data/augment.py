@@ -6,15 +6,18 @@ pictures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from flwr_regs.experiments.extras import needed, table_beside
+
+Steps = Mapping[str, Mapping[str, Any]]
+"""Name of a transform -> its arguments."""
 
 
 @dataclass(frozen=True)
@@ -22,29 +25,31 @@ class Augmentation:
     """One way to change pictures, float32 ``(n, channels, height, width)``; see augment.toml."""
 
     meaning: str
-    training: Sequence[Any] = ()
-    testing: Sequence[Any] = ()
+    training: Steps = field(default_factory=dict)
+    testing: Steps = field(default_factory=dict)
     standardised: bool = False
 
     def train(self, x: Tensor) -> Tensor:
         """Return a training batch, changed at random."""
-        return self._changed(self.training, x, lambda change: torch.stack([*map(change, x)]))
+        change = composed(self.training, [*x.shape[2:]])
+        return self._standardised(torch.stack([*map(change, x)]))
 
     def test(self, x: Tensor) -> Tensor:
         """Return other pictures, changed without draws."""
-        return self._changed(self.testing, x, lambda change: change(x))
+        return self._standardised(composed(self.testing, [*x.shape[2:]])(x))
 
-    def _changed(self, steps: Sequence[Any], x: Tensor, apply: Callable[[Any], Tensor]) -> Tensor:
-        if not steps:
-            return x
+    def _standardised(self, x: Tensor) -> Tensor:
+        return by_picture(x) if self.standardised else x
+
+
+def composed(steps: Steps, size: list[int]) -> nn.Sequential:
+    """Return torchvision's transforms, one after another, for pictures of this size."""
+    transforms = []
+    for name, arguments in steps.items():
         v2 = needed("torchvision.transforms.v2", "torchvision", "an augmentation")
-        transforms = []
-        for name, *arguments in steps:
-            named = arguments.pop() if isinstance([name, *arguments][-1], dict) else {}
-            given = [[*x.shape[2:]] if one == "size" else one for one in arguments]
-            transforms.append(getattr(v2, name)(*given, **named))
-        changed = apply(v2.Compose(transforms))
-        return by_picture(changed) if self.standardised else changed
+        given = {key: size if of == "size" else of for key, of in arguments.items()}
+        transforms.append(getattr(v2, name)(**given))
+    return nn.Sequential(*transforms)
 
 
 def by_picture(x: Tensor) -> Tensor:

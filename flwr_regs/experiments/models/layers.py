@@ -1,7 +1,7 @@
 """The layers of the package's models: a function is a model of architectures.toml, or makes some of them.
 
-It takes what the data says, a shape or a vocabulary, and returns a :class:`Body`: the layers up to the
-output layer, and how many features they make. Weights are drawn from torch's random state.
+It takes what the data says, a shape or a vocabulary, and returns a `Body`: the layers up to the output
+layer, and how many features they make. Weights are drawn from torch's random state.
 
 torchvision's models are made for images of 224 x 224. Below 64 x 64 their first layers do not shrink the
 image: the first convolution has stride 1 (and is 3 x 3 in a ResNet), and a ResNet has no pooling after it.
@@ -10,9 +10,7 @@ image: the first convolution has stride 1 (and is 3 x 3 in a ResNet), and a ResN
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,15 +24,8 @@ Shape = Sequence[int]
 SMALL = 64  # below this side, the first layers keep the image's size
 
 
-@dataclass(frozen=True)
-class Body:
-    """The layers up to the output layer, and the length of a feature vector.
-
-    The layers follow each other; their order is that in which their weights were drawn.
-    """
-
-    layers: list[nn.Module]
-    features: int
+Body = tuple[list[nn.Module], int]
+"""The layers up to the output layer, in the order in which their weights were drawn; their features."""
 
 
 def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
@@ -44,14 +35,14 @@ def model(body: Body, classes: int, projection: int = 0) -> nn.Sequential:
     `projection` outputs (Li, He, Song 2021, Sec. 4.1: 256). It is the layer ``projection``; its output is
     the input of the output layer, ``classifier``. Without a head the layers have numbers.
     """
-    layers = OrderedDict((str(i), layer) for i, layer in enumerate(body.layers))
-    if projection:
-        features = body.features
-        to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
-        layers["projection"] = nn.Sequential(to_many, nn.ReLU(), to_few)
-    name = "classifier" if projection else str(len(layers))
-    layers[name] = nn.Linear(projection or body.features, classes)
-    return nn.Sequential(layers)
+    layers, features = body
+    if not projection:
+        return nn.Sequential(*layers, nn.Linear(features, classes))
+    to_many, to_few = nn.Linear(features, features), nn.Linear(features, projection)
+    net = nn.Sequential(*layers)
+    net.add_module("projection", nn.Sequential(to_many, nn.ReLU(), to_few))
+    net.add_module("classifier", nn.Linear(projection, classes))
+    return net
 
 
 def mlp(shape: Shape) -> Body:
@@ -97,17 +88,17 @@ def stacked(
     with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
         features = body.eval()(torch.zeros(1, *shape)).shape[1]
     layers = [*body.train()]
-    if any(isinstance(layer, Block) for layer in layers):
-        for layer in body.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight)
+    blocks = any(isinstance(layer, Block) for layer in layers)
+    for layer in body.modules():
+        if blocks and isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
     for step in hidden:
         if isinstance(step, list):
             layers.append(getattr(nn, step[0])(*step[1:]))
         else:
             add(nn.Linear(features, step, bias=bias), nn.BatchNorm1d(step))
             features = step
-    return Body(layers, features)
+    return layers, features
 
 
 class Block(nn.Module):
@@ -133,17 +124,7 @@ class Block(nn.Module):
         return F.relu(out + x)
 
 
-def resnet18_gn(shape: Shape) -> Body:
-    """torchvision's ResNet-18 with GroupNorm of 32 groups in place of BatchNorm (Hsieh et al. 2020)."""
-    return _resnet("resnet18", shape, partial(nn.GroupNorm, 32))
-
-
-def resnet50(shape: Shape) -> Body:
-    """torchvision's ResNet-50, with BatchNorm."""
-    return _resnet("resnet50", shape, nn.BatchNorm2d)
-
-
-def _resnet(name: str, shape: Shape, norm: Any) -> Body:
+def _resnet(name: str, norm: Any, shape: Shape) -> Body:
     models = needed("torchvision.models", "torchvision", "this model")
     net = getattr(models, name)(num_classes=1, norm_layer=norm)
     features = net.fc.in_features
@@ -154,20 +135,25 @@ def _resnet(name: str, shape: Shape, norm: Any) -> Body:
     elif shape[0] != 3:
         net.conv1 = nn.Conv2d(shape[0], 64, 7, 2, padding=3, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
-    return Body([net], features)
+    return [net], features
+
+
+resnet18_gn = partial(_resnet, "resnet18", partial(nn.GroupNorm, 32))
+"""torchvision's ResNet-18 with GroupNorm of 32 groups in place of BatchNorm (Hsieh et al. 2020)."""
+resnet50 = partial(_resnet, "resnet50", nn.BatchNorm2d)
+"""torchvision's ResNet-50, with BatchNorm."""
 
 
 def mobilenetv2_gn(shape: Shape) -> Body:
     """torchvision's MobileNetV2 with GroupNorm of 8 groups and no dropout, as in the Field Guide's code."""
     models = needed("torchvision.models", "torchvision", "this model")
-    groups = partial(nn.GroupNorm, 8)
-    net = models.mobilenet_v2(num_classes=1, norm_layer=groups, dropout=0.0)
+    net = models.mobilenet_v2(num_classes=1, norm_layer=partial(nn.GroupNorm, 8), dropout=0.0)
     first = net.features[0][0]
     if shape[0] != 3 or min(shape[1:]) < SMALL:
         stride = 1 if min(shape[1:]) < SMALL else 2
         net.features[0][0] = nn.Conv2d(shape[0], first.out_channels, 3, stride, 1, bias=False)
         nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
-    return Body([net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()], net.last_channel)
+    return [net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()], net.last_channel
 
 
 class Last(nn.Module):
@@ -189,7 +175,7 @@ def char_lstm(vocabulary: int) -> Body:
 
     819,920 parameters with LEAF's 80 characters. (Keras has one bias where torch has two: 2,048 fewer.)
     """
-    return Body([Last(nn.Embedding(vocabulary, 8))], 256)
+    return [Last(nn.Embedding(vocabulary, 8))], 256
 
 
 def sentiment_lstm(vocabulary: int, vectors: torch.Tensor | None = None) -> Body:
@@ -201,7 +187,7 @@ def sentiment_lstm(vocabulary: int, vectors: torch.Tensor | None = None) -> Body
     embedding = nn.Embedding(vocabulary, 300)
     if vectors is not None:
         embedding = nn.Embedding.from_pretrained(vectors)  # type: ignore[no-untyped-call]
-    return Body([Last(embedding), nn.Linear(256, 256), nn.ReLU()], 256)
+    return [Last(embedding), nn.Linear(256, 256), nn.ReLU()], 256
 
 
 class Quadratic(nn.Module):
