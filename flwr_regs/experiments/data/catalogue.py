@@ -47,7 +47,8 @@ class Source:
         try:
             return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
         except Missing as error:
-            what = f"dataset '{self.name}' needs {str(error) or self.files.replace('`', '')}"
+            detail = f" ({error})" if str(error) else ""
+            what = f"dataset '{self.name}' needs {self.files.replace('`', '')}{detail}"
             where = f"data-dir, {root(data_dir)}" if data_dir else "data-dir, which is not set"
             hint = f"{self.how}, and set data-dir to their folder"
             raise FileNotFoundError(f"{what} in {where}; {hint}") from error

@@ -133,12 +133,10 @@ def reduced(data: Data, examples: int, num_classes: int) -> Data:
         Only the classes below; 0: all.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
-    of_training, of_test = (
-        ("train_x", "train_y", "groups", "coarse"),
-        ("test_x", "test_y", "test_groups"),
-    )
+    of_training = ("train_x", "train_y", "groups", "coarse"), examples
+    of_test = ("test_x", "test_y", "test_groups"), test
     kept: dict[str, Any] = {}
-    for names, count in ((of_training, examples), (of_test, test)):
+    for names, count in (of_training, of_test):
         labels = getattr(data, names[1])
         rows = np.random.default_rng(0).permutation(len(labels))
         rows = rows[labels[rows] < (num_classes or np.inf)][: count or None]

@@ -24,7 +24,7 @@ DOWNLOADS = "~/.cache/flwr_regs"
 
 
 class Missing(Exception):
-    """A data set's files are not there; its text says which, if the catalogue does not."""
+    """A data set's files are not there; its text says more than the catalogue which they are."""
 
 
 def root(data_dir: str) -> Path:
@@ -45,7 +45,8 @@ def matching(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list
 def one_of_each(data_dir: str, folders: Iterable[str], *names: str) -> list[Path]:
     """Return the files of these names, from the first folder that has them; `Missing` without them."""
     if not (found := matching(data_dir, folders, *names)):
-        raise Missing
+        gone = [name for name in names if not (root(data_dir) / name).exists()]
+        raise Missing(f"{len(names)} files such as {gone[0]}")
     return [file for (file,) in found]
 
 
@@ -77,7 +78,7 @@ def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) 
         raise ValueError(f"size must be at least 1, not {size}")
     if gone := [of for of in sources if isinstance(of, Path) and not of.is_file()]:
         many = f"{len(sources)} pictures, of which {len(gone)} are missing"
-        raise Missing(f"{many}, such as {gone[0]},")
+        raise Missing(f"{many}, such as {gone[0]}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for pixels, source in zip(out, sources, strict=True):
         if isinstance(source, np.ndarray):

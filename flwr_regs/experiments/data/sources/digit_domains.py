@@ -29,17 +29,16 @@ def digits_five(data_dir: str, domains: Names, share: float) -> Parts:
     tenths = round(share * PARTS_OF_DIGITS)
     if not 1 <= tenths <= PARTS_OF_DIGITS:
         raise ValueError(f"share must be from 0.1 to 1, not {share}")
-    parts = [f"partitions/train_part{k}.pkl" for k in range(tenths)]
-    train = {i: [f"{domain}/{part}" for part in parts] for i, domain in enumerate(domains)}
-    test = {i: [f"{domain}/test.pkl"] for i, domain in enumerate(domains)}
-    needed = [path for paths in (*train.values(), *test.values()) for path in paths]
-    folder = _folder(data_dir, ("", "digit_dataset", "data"), needed)
+    parts = [*(f"partitions/train_part{k}.pkl" for k in range(tenths)), "test.pkl"]
+    names = [f"{domain}/{part}" for domain in domains for part in parts]
+    found = files.one_of_each(data_dir, ("", "digit_dataset", "data"), *names)
+    paths = np.reshape(np.array(found, object), (len(domains), len(parts)))
 
-    def read(paths: list[str]) -> tuple[Array, Array]:
-        images, labels = zip(*(_digits(folder / path) for path in paths), strict=True)
+    def read(paths: Sequence[Path]) -> tuple[Array, Array]:
+        images, labels = zip(*map(_digits, paths), strict=True)
         return np.concatenate(images), np.concatenate(labels)
 
-    return files.by_group(train, test, read)
+    return files.by_group(dict(enumerate(paths[:, :-1])), dict(enumerate(paths[:, -1:])), read)
 
 
 def _digits(path: Path) -> tuple[Array, Array]:
@@ -64,8 +63,8 @@ def listed(
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     needed = [f"{within}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
-    folder = _folder(data_dir, ("", "data", ".."), needed)
-    pairs = [_pair(folder / path) for path in needed]
+    found = files.one_of_each(data_dir, ("", "data", ".."), *needed)
+    folder, pairs = found[0].parents[1], [*map(_pair, found)]
     fewest = int(min(len(paths) for paths, _ in pairs[::2]) * share)
     if fewest == 0:
         raise ValueError(f"share={share} of the smallest domain's training images is none")
@@ -81,15 +80,6 @@ def listed(
 
     groups = dict(enumerate(train)), dict(enumerate(pairs[1::2]))
     return {**files.by_group(*groups, read), "augment": "flip-rotate"}
-
-
-def _folder(data_dir: str, below: Names, needed: Names) -> Path:
-    """Return the first of these folders that has all the files that are needed."""
-    for folder in (files.root(data_dir) / name for name in below):
-        if all((folder / path).is_file() for path in needed):
-            return folder
-    gone = [path for path in needed if not (files.root(data_dir) / path).is_file()]
-    raise files.Missing(f"{len(needed)} files such as {gone[0]}")
 
 
 def _pair(path: Path) -> tuple[Any, Any]:

@@ -87,19 +87,13 @@ def _of_table(table: Any, writers: int) -> list[Users]:
 
 
 def cifar(
-    data_dir: str,
-    classes: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    augment: str,
-    hub: bool,
-    superclasses: Sequence[int],
+    data_dir: str, classes: int, moments: Any, superclasses: Sequence[int], augment: str, hub: bool
 ) -> Parts:
     """Return CIFAR from parquet files, torchvision's raw files, or the hub (`hub`).
 
     With the augmentation ``crop-24`` the pixels stay in [0, 255], because each image is standardised by
-    itself after it was cut out; otherwise they are standardised by channel. With
-    `superclasses`, ``coarse`` has those of the training images.
+    itself after it was cut out; otherwise they are standardised by channel, by `moments`: means and
+    deviations. With `superclasses`, ``coarse`` has those of the training images.
     """
     name, splits = f"cifar{classes}", {"train": "train*.parquet", "test": "test*.parquet"}
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
@@ -112,12 +106,13 @@ def cifar(
     else:
         images = [files.pictures(files.column(t, "img", "image"), "RGB", 32) for t in both]
         labels = [np.array(files.column(t, "label", "fine_label"), np.int64) for t in both]
+    mean, std = np.array(moments, np.float32)[:, :, None, None]
     for x in images:
         if augment == "crop-24":
             x *= 255
         else:
-            x -= np.array(mean, np.float32)[:, None, None]
-            x /= np.array(std, np.float32)[:, None, None]
+            x -= mean
+            x /= std
     parts = files.parts_of(*zip(images, labels, strict=True))
     if superclasses:
         parts["coarse"] = np.array(superclasses, np.int64)[labels[0]]

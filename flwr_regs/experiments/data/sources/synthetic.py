@@ -30,19 +30,19 @@ def synthetic(_: str, alpha: float, beta: float, clients: int, seed: int, iid: b
     shift, centre = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
     spread = np.sqrt(np.arange(1, INPUTS + 1) ** -1.2)
     if iid:
-        model = rng.normal(0, 1, (INPUTS, CLASSES)), rng.normal(0, 1, CLASSES)
+        shift = np.zeros(clients)
     train, test = {}, {}
     for k in range(clients):
         mean = np.zeros(INPUTS) if iid else rng.normal(centre[k], 1, INPUTS)
-        if not iid:
-            model = rng.normal(shift[k], 1, (INPUTS, CLASSES)), rng.normal(shift[k], 1, CLASSES)
-        weights, bias = model
+        if k == 0 or not iid:
+            weights = rng.normal(shift[k], 1, (INPUTS, CLASSES))
+            bias = rng.normal(shift[k], 1, CLASSES)
         x = rng.normal(mean, spread, (sizes[k], INPUTS))
         y = (x @ weights + bias).argmax(axis=1)
         cut = int(TRAINED * sizes[k])
-        train[k] = x[:cut].astype(np.float32), y[:cut]
-        test[k] = x[cut:].astype(np.float32), y[cut:]
-    return files.by_group(train, test)
+        train[k], test[k] = zip(*(np.split(of, [cut]) for of in (x, y)), strict=True)
+    parts = files.by_group(train, test)
+    return parts | {name: parts[name].astype(np.float32) for name in ("train_x", "test_x")}
 
 
 def quadratics(

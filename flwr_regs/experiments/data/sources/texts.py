@@ -241,15 +241,14 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
     other, begin, end = words + 1, words + 2, words + 3
 
     def convert(columns: tuple[Any]) -> tuple[Array, Array]:
-        x, y = [np.zeros((0, length), np.int32)], [np.zeros(0, np.int64)]
+        pairs = [(np.zeros((0, length), np.int32), np.zeros(0, np.int64))]
         for sentence in columns[0][:most]:
             text = sentence.decode() if isinstance(sentence, bytes) else str(sentence)
             known = [place.get(word, other) for word in text.split()]
             tokens = [*[PADDING] * (length - 1), begin, *[*known, end][:length]]
-            before, token = _next(np.array(tokens), length)
-            x.append(before)
-            y.append(token)
-        return np.concatenate(x), np.concatenate(y)
+            pairs.append(_next(np.array(tokens), length))
+        x, y = map(np.concatenate, zip(*pairs, strict=True))
+        return x, y
 
     first, last = files.hdf5(train, test, users, "tokens")
     return files.by_group(first, last, convert)
