@@ -90,7 +90,7 @@ def _further(name: str, value: Any, counts: Mapping[str, int]) -> Any:
 def _named(returned: Any) -> Mapping[str, Any]:
     """Return by their names the parts of what a user's function returned."""
     if is_dataclass(returned) and not isinstance(returned, type):
-        return {field.name: getattr(returned, field.name) for field in fields(returned)}
+        returned = {field.name: getattr(returned, field.name) for field in fields(returned)}
     if isinstance(returned, Mapping):
         if missing := [name for name in NAMES if name not in returned]:
             raise ValueError(f"it returned a mapping without '{missing[0]}'; {EXPECTED}")

@@ -282,12 +282,11 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     for number, of_client in enumerate(held):
         if not len(test_parts[number]):
             commonest = kinds[of_client.argmax()]
-            counts = [np.count_nonzero(test[rows] == commonest) for rows in test_parts]
-            most = int(np.argmax(counts))
-            if counts[most] > 1:
-                taken = test_parts[most][test[test_parts[most]] == commonest][:1]
-                test_parts[most] = np.setdiff1d(test_parts[most], taken)
-                test_parts[number] = taken
+            of_kind = [rows[test[rows] == commonest] for rows in test_parts]
+            most = int(np.argmax([*map(len, of_kind)]))
+            if len(of_kind[most]) > 1:
+                test_parts[number] = of_kind[most][:1]
+                test_parts[most] = np.setdiff1d(test_parts[most], test_parts[number])
     if none := sum(len(rows) == 0 for rows in test_parts):
         lack = f"{none} of {len(parts)} clients would get no test data by their training data's"
         raise ValueError(f"{lack} distribution: use fewer clients, or test-split=classes")
