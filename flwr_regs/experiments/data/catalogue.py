@@ -29,7 +29,7 @@ class Source:
     tokens: Any = 0
     groups: str = ""
     hash: str = ""
-    how: str = ""
+    how: str = "try again, or put them there"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

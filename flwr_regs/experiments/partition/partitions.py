@@ -16,7 +16,8 @@ from flwr_regs.experiments.settings import Settings
 from flwr_regs.wire.config import nearest
 
 Array = np.ndarray[Any, Any]
-Some = Array | None
+Kinds = Array | None
+"""The group or coarse label of each example, where the data says it."""
 
 PREFIX = "fds:"
 """What the partitions of Flower Datasets begin with."""
@@ -27,7 +28,7 @@ BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 
 
 def partition(
-    labels: Array, settings: Settings, num_clients: int, groups: Some = None, coarse: Some = None
+    labels: Array, settings: Settings, num_clients: int, groups: Kinds = None, coarse: Kinds = None
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 

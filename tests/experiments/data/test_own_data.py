@@ -2,7 +2,6 @@
 
 import random
 import re
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ LINE = failing.__code__.co_firstlineno + 1
         (None, "it returned a value of type NoneType; expected (train_x, train_y, test_x, test_y), "),
         ((X, Y), "it returned a pair whose training part is of type ndarray and shape (12,"),
         ({"train": 1, "test": 2}, "it returned a mapping without 'train_x'; expected"),
-        (make_dataclass("Two", ["train", "test"])(1, 2), "it returned a mapping without 'train_x'; "),
+        (data.kind_of("digits"), "it returned a mapping without 'train_x'; expected"),  # a dataclass
         ((TRAIN, 3), "it returned a pair whose test part is of type int; expected"),
         ((TensorDataset(), TEST), "reading the training data failed"),
         (datasets(lambda x, y: {"a": x, "b": x}), "no entry for its targets, such as 'label'"),

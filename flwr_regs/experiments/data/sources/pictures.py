@@ -209,7 +209,4 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
         return parts
     except Exception as error:  # of torchvision, urllib, zipfile or the disk
         why = next(iter(str(error).splitlines()), "").rstrip(": ") or type(error).__name__
-        also = ", or train*.parquet and test*.parquet of the hub" if kind[:5] == "CIFAR" else ""
-        put = f"put torchvision's raw files of {kind} there{also}, set data-dir to their folder"
-        absent = f"dataset '{kind}' is not in {root}, and the download failed ({why})"
-        raise OSError(f"{absent}: {put}, or try again") from error
+        raise files.Missing(f"not in {root}, and the download failed: {why}") from error

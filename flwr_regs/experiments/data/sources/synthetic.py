@@ -40,9 +40,9 @@ def synthetic(_: str, alpha: float, beta: float, clients: int, seed: int, iid: b
         x = rng.normal(mean, spread, (sizes[k], INPUTS))
         y = (x @ weights + bias).argmax(axis=1)
         cut = int(TRAINED * sizes[k])
-        train[k], test[k] = zip(*(np.split(of, [cut]) for of in (x, y)), strict=True)
-    parts = files.by_group(train, test)
-    return parts | {name: parts[name].astype(np.float32) for name in ("train_x", "test_x")}
+        halves = (np.split(of, [cut]) for of in (x.astype(np.float32), y))
+        train[k], test[k] = zip(*halves, strict=True)
+    return files.by_group(train, test)
 
 
 def quadratics(

@@ -245,4 +245,5 @@ def test_missing_files_are_named_with_their_place(
         if not source.files.startswith("none"):
             with pytest.raises(OSError, match=r"^[^\n]*data-dir[^\n]*$") as caught:
                 data.load(name, str(tmp_path))
-            assert str(tmp_path) in str(caught.value)
+            assert f"needs {source.files.replace('`', '')}" in str(caught.value)
+            assert f"data-dir, {tmp_path}; {source.how}" in str(caught.value)
