@@ -24,7 +24,7 @@ DOWNLOADS = "~/.cache/flwr_regs"
 
 
 class Missing(Exception):
-    """A data set's files are not there; its text says more than the catalogue which they are."""
+    """A data set's files are not there; its text adds to what the catalogue says of them."""
 
 
 def root(data_dir: str) -> Path:

@@ -191,7 +191,7 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
 
     What is missing or incomplete comes into a temporary folder first, and moves when all is there. A packed
     file of MNIST (``.gz``) that is there already is not downloaded again. torchvision checks the files' MD5
-    sums before it reads CIFAR's pickles.
+    sums before it reads CIFAR's pickles. Raises `Missing` if the download fails.
     """
     datasets = needed("torchvision.datasets", "torchvision", kind)
     root, make = files.root(data_dir), getattr(datasets, kind)

@@ -30,7 +30,7 @@ def synthetic(_: str, alpha: float, beta: float, clients: int, seed: int, iid: b
     shift, centre = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
     spread = np.sqrt(np.arange(1, INPUTS + 1) ** -1.2)
     if iid:
-        shift = np.zeros(clients)
+        shift = np.zeros(clients)  # of the one model, which is drawn for the first client
     train, test = {}, {}
     for k in range(clients):
         mean = np.zeros(INPUTS) if iid else rng.normal(centre[k], 1, INPUTS)
