@@ -184,7 +184,9 @@ class Stack:
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
         slots = {"client": [m.client for m in members], "broadcast": [m.broadcast for m in members]}
-        told: dict[str, Any] = to_device({k: _stacked(of) for k, of in slots.items()}, shared.device)
+        told: dict[str, Any] = to_device(
+            {k: _stacked(of) for k, of in slots.items()}, shared.device
+        )
         ids = [m.asked.message.config.get(keys.CLIENT_KEY, -1) for m in members]
         told["id"] = torch.tensor(ids, device=shared.device)
         for name in steps.keys() - alike.keys():

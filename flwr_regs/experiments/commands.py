@@ -405,7 +405,9 @@ def _verify(args: Namespace) -> int:
         args.runner = made["command"][made["command"].index("--runner") + 1]
     (new,) = _again([run], kept, args).values()
     present = provenance([])
-    if other := [what for what in ("versions", "platform") if present[what] != made.get(what)]:
+    # what a stack rounds may change with its code
+    must = ("versions", "platform", *["commit"] * (args.runner == "stacked"))
+    if other := [what for what in must if present[what] != made.get(what)]:
         there = ", ".join(f"{what} {made.get(what)} there, {present[what]} here" for what in other)
         _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
         return int(not _is_equal(old, new, args.tolerance))

@@ -117,8 +117,7 @@ def models(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("command", "times"),
-    [("run", 2), *(pytest.param(c, 30, marks=BULK) for c in ("run", "bench"))],
+    ("command", "times"), [("run", 2), *(pytest.param(c, 30, marks=BULK) for c in ("run", "bench"))]
 )
 def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
     command: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

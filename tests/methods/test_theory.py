@@ -26,11 +26,7 @@ CURVATURES, CENTRES, HALVES = (1.0, 4.0), (-1.0, 2.0), (0.5, 0.5)
 
 
 def path(
-    name: str,
-    steps: int,
-    rounds: int,
-    budgets: dict[int, int] | None = None,
-    **settings: Any,
+    name: str, steps: int, rounds: int, budgets: dict[int, int] | None = None, **settings: Any
 ) -> list[float]:
     """Return w from 0 after each round of a method, with uniform weights."""
     options = {"weighting": "uniform", "on_divergence": "warn", "fraction_evaluate": 0.0, "seed": 3}

@@ -2,6 +2,7 @@
 
 import math
 
+from flwr_regs.server import client_metrics
 from flwr_regs.server.client_metrics import MOST_ENTRIES, common_metrics, read_metrics
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.text import MOST_NAMES
@@ -35,3 +36,8 @@ def test_a_list_without_end_is_left_out() -> None:
     lists = {"long": [0.0] * (MOST_ENTRIES + 1), "short": [0.0] * MOST_ENTRIES}
     kept, _ = read_metrics(0, Parcel(metrics={"num-examples": 2, **lists}), "num-examples")
     assert sorted(kept) == ["num-examples", "short"]
+
+
+def test_a_metrics_mean_is_weighed_by_examples() -> None:
+    each = [{"n": 1, "loss": 2.0, "lr": 0.1}, {"n": 3, "loss": 4.0, "lr": 0.1}]
+    assert client_metrics.weighted_mean(each, "n") == {"loss": 3.5, "lr": 0.1}

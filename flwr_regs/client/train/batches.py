@@ -84,7 +84,7 @@ class Pairs:
         inputs = {k: v for k, v in batch.items() if k != key and k not in others}
         if not inputs:
             raise ValueError(
-                f"a batch with the keys {list(batch)} has no inputs beside target_key='{key}'"
+                f"a batch with the keys {list(batch)} has no inputs beside its targets, '{key}'"
             )
         if len(inputs) == 1 and not self.keywords:
             return next(iter(inputs.values())), batch[key]

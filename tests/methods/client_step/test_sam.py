@@ -10,12 +10,7 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.term import Term
-from flwr_regs.testing.problem import (
-    Point,
-    half_squared_error,
-    quadratic_clients,
-    settled,
-)
+from flwr_regs.testing.problem import Point, half_squared_error, quadratic_clients, settled
 from tests.conftest import close, make_clients, make_model
 from tests.methods.test_theory import CENTRES, CURVATURES, path
 
