@@ -442,7 +442,7 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
 
 def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     """Return the terms of a client of class `who`; TypeError unless they are a list of classes."""
-    for term in _list(terms, who, "classes of terms, such as terms=[Proximal]"):
+    for term in _list(terms, who, "classes of terms, such as [Proximal]"):
         if not _is_term_class(term):
             hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
             raise TypeError(f"{who}'s terms are classes, such as Proximal, not {named(term)}{hint}")

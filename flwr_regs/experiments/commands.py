@@ -85,6 +85,8 @@ _say: Callable[[str], None] = partial(print, flush=True)
 def _check_runner(args: Namespace, experiment: Experiment) -> None:
     """Raise ValueError for options of a runner that cannot be, or do nothing."""
     gpus, in_ray = args.gpus_per_client, args.runner == "ray"
+    if not gpus >= 0:
+        raise ValueError(f"--gpus-per-client must be at least 0, not {gpus:g}")
     if gpus and not in_ray:
         raise ValueError("--gpus-per-client goes with --runner ray")
     if in_ray and args.workers > 1:

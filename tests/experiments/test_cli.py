@@ -105,6 +105,8 @@ def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    module = [sys.executable, "-m", "flwr_regs", "--version"]
+    assert subprocess.check_output(module, env=env, text=True).startswith("flwr-regs ")
 
 
 @pytest.mark.parametrize("command", ["run", "sweep", "bench"])

@@ -76,12 +76,14 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
 
 
 def _of_table(table: Any, writers: int) -> list[Users]:
-    users = np.array(files.column(table, "writer_id"), str)
+    import pandas as pd  # other pictures need not wait for it
+
+    users = pd.Series(files.column(table, "writer_id")).astype(str)
+    rows_of = users.groupby(users).indices
     labels, packed = (np.array(files.column(table, name)) for name in ("character", "image"))
     parts: list[Users] = [{}, {}]
-    for user in files.drawn(set(users.tolist()), writers):
-        rows = np.flatnonzero(users == user)
-        for part, chosen in zip(parts, files.cut(rows, TRAINED), strict=True):
+    for user in files.drawn(rows_of, writers):
+        for part, chosen in zip(parts, files.cut(rows_of[user], TRAINED), strict=True):
             part[user] = files.pictures([*packed[chosen]], "L", 28), labels[chosen]
     return parts
 
