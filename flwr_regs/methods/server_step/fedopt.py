@@ -109,10 +109,11 @@ class TorchServerOptimizer(Term, Steps):
         # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
         state = {key: torch.tensor(a) for key, a in server.items() if key[0] != "#"}
         load_state(optimizer, params, state)
+        factor = self.schedule(ctx.round) if self.schedule else 1.0
         for i, group in enumerate(optimizer.param_groups):
             for what, value in under(server, f"#{i}|").items():
                 group[what] = type(group[what])(value)
-            group["lr"] = group["lr"] * (self.schedule(ctx.round) if self.schedule else 1.0)
+            group["lr"] = group["lr"] * factor
         optimizer.step()
         new: Slot = {key: value.numpy() for key, value in state_of(optimizer, params).items()}
         for i, group in enumerate(optimizer.param_groups):
