@@ -45,8 +45,8 @@ def matching(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list
 def one_of_each(data_dir: str, folders: Iterable[str], *names: str) -> list[Path]:
     """Return the files of these names, from the first folder that has them; `Missing` without them."""
     if not (found := matching(data_dir, folders, *names)):
-        gone = [name for name in names if not (root(data_dir) / name).exists()]
-        raise Missing(f"{len(names)} files such as {gone[0]}")
+        gone = (name for name in names if not (root(data_dir) / name).exists())
+        raise Missing(f"{len(names)} files such as {next(gone, names[0])}")
     return [file for (file,) in found]
 
 
