@@ -81,7 +81,7 @@ def _further(name: str, value: Any, counts: Mapping[str, int]) -> Any:
     if name not in legal:
         every = ", ".join((*NAMES, *counts, *legal, "vectors"))
         raise ValueError(f"it returned a mapping with the key '{name}'; expected {every}")
-    if value not in [*legal[name]]:  # it need not be hashable
+    if not isinstance(value, str) or value not in legal[name]:  # an array may equal a text
         words = ", ".join(map(repr, legal[name]))
         raise ValueError(f"{name} must be one of {words}, not {value!r}")
     return value

@@ -107,7 +107,7 @@ LINE = failing.__code__.co_firstlineno + 1
         ({"test_y": Y[8:] - 1}, "test_y has the number -1; expected one integer from 0 on"),
         ({"group": [1]}, "with the key 'group'; expected train_x"),
         ({"groups": [0, 1]}, "groups has the shape (2,) and entries of type int64; expected one"),
-        ({"augment": ["mixup"]}, "augment must be one of '', 'crop-flip', "),
+        ({"augment": np.array(["crop-flip"])}, "augment must be one of '', 'crop-flip', "),
         ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'")
     ]
 )  # fmt: skip
