@@ -225,8 +225,9 @@ def _made(kind: Any, call: Call, kwargs: Mapping[str, Any], common: Mapping[str,
         odd = [f"; there is no argument '{n}'{nearest(n, known)}" for n in kwargs if n not in known]
         raise TypeError(f"{error}{''.join(odd)}; for example {example}") from None
     # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
-    further = common.keys() & known - {*names[: len(call.args)]}
-    return kind(*call.args, **{**{name: common[name] for name in further}, **kwargs})
+    free = known - {*names[: len(call.args)]}
+    further = {name: value for name, value in common.items() if name in free}
+    return kind(*call.args, **{**further, **kwargs})
 
 
 def with_values(call: Call) -> Call:
