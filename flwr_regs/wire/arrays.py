@@ -104,11 +104,12 @@ def pieces(size: int, width: int = PIECE) -> Iterator[slice]:
 
 def square_sum(array: np.ndarray) -> float:
     """Return the sum of an array's squares, added up in float64."""
-    vector, total = array.reshape(-1), 0.0
+    vector = array.reshape(-1)
+    squares: list[float] = []
     for part in pieces(vector.size):
         wide = vector[part].astype(np.float64)
-        total += float(np.dot(wide, wide))
-    return total
+        squares.append(float(np.dot(wide, wide)))
+    return sum(squares, 0.0)  # it rounds less than one by one, from Python 3.12 on
 
 
 def digest(model: Arrays) -> str:
