@@ -61,10 +61,16 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
     folder.mkdir(exist_ok=True)
     held = [{"client": client, "train": rows.tolist()} for client, rows in enumerate(clients.parts)]
     changed = (f"{name}={v}" for name, v in settings.changed.items() if name not in PLACES)
-    words = {"title": title, "name": json.dumps(title), "words": shlex.join(changed)}
-    number = {"clients": len(clients.parts), "examples": sum(map(len, clients.parts))}
-    of = {"dataset": settings.dataset, "hash": clients.hash, "version": __version__}
-    card = CARD.format(**words, **number, **of)
+    card = CARD.format(
+        title=title,
+        name=json.dumps(title),
+        dataset=settings.dataset,
+        hash=clients.hash,
+        clients=len(clients.parts),
+        examples=sum(map(len, clients.parts)),
+        version=__version__,
+        words=shlex.join(changed),
+    )
     texts = {"clients.jsonl": "".join(json.dumps(of) + "\n" for of in held), "README.md": card}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

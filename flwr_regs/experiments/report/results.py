@@ -486,8 +486,12 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
     with suppress(PackageNotFoundError):
         installed["ray"] = version("ray")
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} x {processor()}"
-    made = {"command": [*command], "versions": installed, "commit": _commit()}
-    return {**made, "platform": machine}
+    return {
+        "command": [*command],
+        "versions": installed,
+        "commit": _commit(),
+        "platform": machine,
+    }
 
 
 def processor() -> str:
