@@ -78,7 +78,7 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
 def _of_table(table: Any, writers: int) -> list[Users]:
     import pandas as pd  # other pictures need not wait for it
 
-    users = pd.Series(files.column(table, "writer_id")).astype(str)
+    users = pd.Series(np.array(files.column(table, "writer_id"), str))
     rows_of = users.groupby(users).indices
     labels, packed = (np.array(files.column(table, name)) for name in ("character", "image"))
     parts: list[Users] = [{}, {}]
