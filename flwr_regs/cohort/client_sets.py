@@ -50,6 +50,9 @@ class OneClient:
 class ClientSets(Spelled):
     """What `flwr_regs.Clients` holds, without Flower; its docstring has the arguments."""
 
+    by_round = False
+    """Whether `sets_of`, which a subclass may have of its own, differs from round to round."""
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -143,7 +146,7 @@ class ClientSets(Spelled):
         if model is vars(self).get("model") and any(issubclass(t, Withholds) for t in terms):
             self.reset()
 
-    def sets_of(self, pid: int) -> tuple[Batches, Batches | None]:
+    def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:
         """Return a client's (training data, test data) as batches."""
         train = _checked(self._train[pid], "train_sets", pid)
         batches, size = _batches(train, self.batch_size, shuffle=True), self.batch_size
@@ -216,9 +219,9 @@ class ClientSets(Spelled):
             return None  # its clients say it better
         return output if isinstance(output, Tensor) else None
 
-    def client(self, pid: int, identity: Identity) -> OneClient:
+    def client(self, pid: int, identity: Identity, server_round: int = 0) -> OneClient:
         """Return a client of a method."""
-        sets = self.sets_of(pid)
+        sets = self.sets_of(pid, server_round)
         return OneClient(
             self.model, *sets, self.task, identity, self.optimizer, self.device, self.classifier
         )

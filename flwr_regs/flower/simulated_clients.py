@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,26 +61,26 @@ class Clients(ClientSets):
         if isinstance(client_class, type) and not issubclass(client_class, RegClient):
             given = named(client_class)
             raise TypeError(f"app takes a client class, such as FedFORClient, not {given}")
-        return client_app(partial(_client_of, self, client_class), mods)
+        return client_app(partial(self.made, client_class), mods)
 
     def app_of(self, who: Identity) -> ClientApp:
         """Return a ClientApp of these clients for any method."""
-        make = partial(_of_method, who.method, tuple(who.terms))
-        return client_app(partial(_client_of, self, make))
+        return client_app(partial(self.made, partial(_of_method, who.method, tuple(who.terms))))
 
-
-def _client_of(clients: Clients, make: Any, context: MessageContext) -> RegClient:
-    """Return the client of a context."""
-    pid = int(context.node_config["partition-id"])
-    if not 0 <= pid < len(clients):
-        raise ValueError(f"there is no client {pid}: the clients are 0 to {len(clients) - 1}")
-    shared = {n: getattr(clients, n) for n in ("optimizer", "device", "classifier")}
-    shared |= {**vars(clients.task), "share_label_counts": True}  # simulated data has no secrets
-    budget = clients.step_budget(pid, int(context.config.get(keys.ROUND_KEY, 0)))
-    data = clients.sets_of(pid)
-    client: RegClient = make(clients.fresh_model(), *data, step_budget=budget, **shared)
-    clients.begin(client.model, client.identity.terms)
-    return client
+    def made(self, make: Callable[..., RegClient], context: MessageContext) -> RegClient:
+        """Return the client of a message, which `make` makes as a client class does."""
+        pid, number = (
+            int(context.node_config["partition-id"]),
+            context.config.get(keys.ROUND_KEY, 0),
+        )
+        if not 0 <= pid < len(self):
+            raise ValueError(f"there is no client {pid}: the clients are 0 to {len(self) - 1}")
+        shared = {n: getattr(self, n) for n in ("optimizer", "device", "classifier")}
+        shared |= {**vars(self.task), "share_label_counts": True}  # simulated data has no secrets
+        budget, sets = self.step_budget(pid, int(number)), self.sets_of(pid, int(number))
+        client = make(self.fresh_model(), *sets, step_budget=budget, **shared)
+        self.begin(client.model, client.identity.terms)
+        return client
 
 
 def _of_method(method: str, terms: Sequence[type[Term]], *args: Any, **settings: Any) -> RegClient:

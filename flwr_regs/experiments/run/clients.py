@@ -1,20 +1,20 @@
-"""The client side: one client's examples as tensors, and a client of the method that the server runs."""
+"""The client side: the clients of a run as data, and a client of the method that the server runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from flwr_regs import client_app
+from flwr_regs import Clients, client_app
+from flwr_regs.client.train.batches import Batches
 from flwr_regs.experiments.data.augment import Augmented
 from flwr_regs.experiments.data.datasets import untouched
 from flwr_regs.experiments.data.losses import LOSSES
@@ -36,66 +36,56 @@ Examples = tuple[TensorDataset, TensorDataset | None]
 """What a client trains on, and what it tests on if it tests."""
 
 
-class ClientFactory:
-    """Makes the clients of one run, from the run and the clients' data by value.
+class RunClients(Clients):
+    """The clients of one run, from the run and the clients' data by value.
 
     Parameters
     ----------
     run : Run
-    clients : ClientData
+    data : ClientData
 
     Attributes
     ----------
     told : callable or None
-        Called with the type and the round of each message, before its client begins.
+        Called with the round when a client begins.
     """
 
-    def __init__(self, run: Run, clients: ClientData) -> None:
-        self.run, self.clients = run, clients
-        self.told: Callable[[str, int], None] | None = None
-        self._kept: dict[int, Examples] = {}
+    def __init__(self, run: Run, data: ClientData) -> None:
+        self.run, self.data, settings = run, data, run.settings
+        self.told: Callable[[int], None] | None = None
+        self.by_round = data.by_round or data.data.train_x.nbytes > MOST_KEPT
         self._drawn: nn.Module | None = None
-
-    def app(self, once: bool = False) -> ClientApp:
-        """Return the app of these clients; `once`: each is made once, if it is the same in each round."""
-        settings = self.run.settings
-        changing = self.clients.by_round or settings.straggler_share or settings.drop_out
-        return client_app(self, once=once and not changing)
-
-    def __call__(self, context: MessageContext) -> NumPyClient:
-        """Return the client of ``node_config["partition-id"]``."""
-        settings, clients = self.run.settings, self.clients
-        pid = int(context.node_config["partition-id"])
-        server_round = int(context.config.get("server-round", 0))  # a query has none
-        if self.told is not None:
-            self.told(context.message_type, server_round)
-        train, test = self.examples(pid, server_round)
-        # Shuffled batches; each is one indexing of the tensors.
-        sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
-        planned = settings.local_steps or settings.local_epochs * len(sampler)
-        return self._class(
-            model=self.new_model(),
-            train_data=DataLoader(train, batch_size=None, sampler=sampler),
-            eval_data=None if test is None else DataLoader(test, batch_size=1000),
-            loss_fn=LOSSES[clients.data.loss],
-            share_label_counts=True,  # simulated data has no secrets
-            step_budget=clients.step_budget(server_round, pid, planned),
+        tests = settings.personalise or settings.test_on_clients
+        super().__init__(
+            self.new_model,
+            *(self.sets_of, self.sets_of if tests else None),
+            batch_size=settings.batch_size,
+            loss_fn=LOSSES[data.data.loss],
+            num_clients=data.num_clients,
         )
 
-    @cached_property
-    def _class(self) -> type[RegClient]:
-        return client_class(self.run.strategy())
+    def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:
+        """Return a client's (training data, test data) in a round as batches, each of them one indexing."""
+        train, test = self.examples(pid, server_round)
+        sampler = BatchSampler(RandomSampler(train), self.batch_size, drop_last=False)
+        tests = None if test is None else DataLoader(test, batch_size=1000)
+        return DataLoader(train, batch_size=None, sampler=sampler), tests
+
+    def step_budget(self, pid: int, server_round: int) -> int | None:
+        """Return the most local steps of a client that begins in a round; None if there is no limit."""
+        if self.told is not None:
+            self.told(server_round)
+        settings, (_, trained) = (
+            self.run.settings,
+            self.data.split(self.data.rows(pid, server_round)),
+        )
+        batches = ceil(len(trained) / settings.batch_size)
+        planned = settings.local_steps or settings.local_epochs * batches
+        return self.data.step_budget(server_round, pid, planned)
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
         """Return a client's training data in a round, and its test data if it tests."""
-        anew = self.clients.by_round or self.clients.data.train_x.nbytes > MOST_KEPT
-        kept = {} if anew else self._kept
-        if pid not in kept:
-            kept[pid] = self._made(pid, server_round)
-        return kept[pid]
-
-    def _made(self, pid: int, server_round: int) -> Examples:
-        settings, clients, data = self.run.settings, self.clients, self.clients.data
+        settings, clients, data = self.run.settings, self.data, self.data.data
         held_out, trained = clients.split(clients.rows(pid, server_round))
 
         def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,13 +107,6 @@ class ClientFactory:
             return train, None
         return train, TensorDataset(*tensors(x, y, 1))
 
-    def train(self, strategy: RegStrategy, grid: Grid, **how: Any) -> None:
-        """Train the clients on a grid from the initial model, as the settings say; `how` is the rest."""
-        settings, arrays = self.run.settings, ArrayRecord(self.new_model().state_dict())
-        how["train_config"] = ConfigRecord(settings.train_config)
-        how["evaluate_config"] = ConfigRecord(settings.evaluate_config)
-        strategy.start(grid=grid, initial_arrays=arrays, num_rounds=settings.rounds, **how)
-
     def new_model(self) -> nn.Module:
         """Return a new model; the server's weights replace its own.
 
@@ -136,23 +119,33 @@ class ClientFactory:
         self._drawn = self._drawn or models.build(*settings.model_arguments)
         return deepcopy(self._drawn)
 
+    def start(self, strategy: RegStrategy, grid: Grid, **how: Any) -> None:
+        """Train on a grid from the initial model, as the settings say; `how` is the rest."""
+        settings, arrays = self.run.settings, ArrayRecord(self.new_model().state_dict())
+        how["train_config"] = ConfigRecord(settings.train_config)
+        how["evaluate_config"] = ConfigRecord(settings.evaluate_config)
+        strategy.start(grid=grid, initial_arrays=arrays, num_rounds=settings.rounds, **how)
 
-def client_of(runs: tuple[Run, ...], context: MessageContext) -> NumPyClient:
+
+def client_of(runs: tuple[Run, ...], context: MessageContext) -> RegClient:
     """Return the client of ``node_config["partition-id"]``, of the method that the message is for.
 
     The `runs` share their data; what their clients need is made once in a process. Of another method, it
     is a client of the first run, which refuses the message.
     """
-    factories = _factories(runs, int(context.node_config["num-partitions"]))
-    first = next(iter(factories.values()))
-    return factories.get(str(context.config.get("regs.method", "")), first)(context)
+    clients, kinds = _shared(runs, int(context.node_config["num-partitions"]))
+    first = next(iter(kinds.values()))
+    return clients.made(kinds.get(str(context.config.get("regs.method", "")), first), context)
 
 
 @lru_cache(maxsize=2)
-def _factories(runs: tuple[Run, ...], num_clients: int) -> dict[str, ClientFactory]:
-    """Return method -> the factory of its clients."""
-    shared = client_data_of(runs[0].settings, num_clients)
-    return {run.strategy().method_name: ClientFactory(run, shared) for run in runs}
+def _shared(
+    runs: tuple[Run, ...], num_clients: int
+) -> tuple[RunClients, dict[str, type[RegClient]]]:
+    """Return the clients, and method -> its kind of client."""
+    strategies = [run.strategy() for run in runs]
+    kinds = {strategy.method_name: client_class(strategy) for strategy in strategies}
+    return RunClients(runs[0], client_data_of(runs[0].settings, num_clients)), kinds
 
 
 @lru_cache(maxsize=2)
@@ -161,7 +154,7 @@ def _runs_of(config: tuple[tuple[str, Any], ...]) -> tuple[Run, ...]:
     return tuple(experiment.tests(experiment.panel))
 
 
-def client_fn(context: MessageContext) -> NumPyClient:
+def client_fn(context: MessageContext) -> RegClient:
     """Return a client of ``flwr run``, whose run config says what is compared."""
     return client_of(_runs_of(tuple(context.run_config.items())), context)
 

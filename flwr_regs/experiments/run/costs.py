@@ -22,7 +22,7 @@ from flwr_regs.experiments.calls import Call
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import RunClients
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
@@ -52,16 +52,16 @@ def _trained(run: Run, rounds: int, one: bool, grid: Callable[..., Grid], **chan
     Raises RuntimeError if the run would fail.
     """
     settings = replace(run.settings, rounds=rounds, drop_out=0.0, **changes)
-    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
-    strategy, share = factory.run.strategy(), one / settings.num_clients
+    clients = RunClients(replace(run, settings=settings), client_data_of(settings))
+    strategy, share = clients.run.strategy(), one / settings.num_clients
     strategy.fraction_evaluate = min(strategy.fraction_evaluate, share)
     if one:
         strategy.fraction_train, strategy.min_replies, strategy.aggregator = share, 1, Mean()
-    made = grid(factory.app(), settings.num_clients)
+    made = grid(clients)
     with quiet(), threads(1), torch.random.fork_rng(devices=[]):
         warm_up()
         try:
-            factory.train(strategy, made)
+            clients.start(strategy, made)
         except Exception as error:
             raise RuntimeError(f"{run.method}: {type(error).__name__}: {error}") from error
     return strategy, made
@@ -115,11 +115,11 @@ def timed(run: Run) -> Timed:
 
     Where a step is quick, also what a client's turn takes beside its steps counts, of plain FedAvg.
     """
-    settings, clients = run.settings, client_data_of(run.settings)
-    factory = ClientFactory(run, clients)
-    model, test = factory.new_model(), ServerTest(factory.new_model(), clients, 1)
-    model, loss_fn = model.to(test.device), LOSSES[clients.data.loss]
-    train, _ = factory.examples(0, 1)
+    settings, data = run.settings, client_data_of(run.settings)
+    clients = RunClients(run, data)
+    model, test = clients.new_model(), ServerTest(clients.new_model(), data, 1)
+    model, loss_fn = model.to(test.device), LOSSES[data.data.loss]
+    train, _ = clients.examples(0, 1)
     x, y = (part.to(test.device) for part in train[: settings.batch_size])
     optimizer = optimizer_of(settings.train_config)(model.parameters(), lr=settings.lr)
 

@@ -31,7 +31,7 @@ from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run.clients import ClientFactory, client_of
+from flwr_regs.experiments.run.clients import RunClients, client_of
 from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
@@ -122,11 +122,13 @@ def train(
     nodes = 0 if grid is None else len([*grid.get_node_ids()])
     with quiet() as warned, threads(1) as allowed:
         warm_up()
-        factory = ClientFactory(run, client_data_of(run.settings, nodes))
+        clients, stacked = RunClients(run, client_data_of(run.settings, nodes)), runner == "stacked"
         kind = References if run.calls[0].target in REFERENCES else Trainer
-        trainer = kind(factory, folder, progress, allowed)
+        trainer = kind(clients, folder, progress, allowed)
+        if not stacked:  # in a stack all begin at once
+            clients.told = trainer.client_begins
         here = grid is None or kind is References
-        grid = _grid(factory, runner == "stacked") if grid is None else grid
+        grid = _grid(clients, stacked) if grid is None else grid
         with trainer.heartbeat:
             record = trainer.train(grid, here, warned)
         if record.ended and getattr(grid, "fallbacks", None) == {}:
@@ -134,12 +136,12 @@ def train(
         return record
 
 
-def _grid(factory: ClientFactory, stacked: bool) -> Grid:
+def _grid(clients: RunClients, stacked: bool) -> Grid:
     """Return the grid of a run. A process compares each method's stack with clients alone once."""
     if not stacked:
-        return InProcessGrid(factory.app(), factory.clients.num_clients)
-    check: Literal["first", False] = False if _kind(factory.run) in _CHECKED else "first"
-    return StackedGrid(factory.app(once=True), factory.clients.num_clients, check=check)
+        return InProcessGrid(clients)
+    check: Literal["first", False] = False if _kind(clients.run) in _CHECKED else "first"
+    return StackedGrid(clients, check=check)
 
 
 def _kind(run: Run) -> tuple[Any, ...]:

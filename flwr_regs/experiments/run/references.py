@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.report.run_records import diverged
-from flwr_regs.experiments.run.clients import ClientFactory, Examples
+from flwr_regs.experiments.run.clients import Examples, RunClients
 from flwr_regs.experiments.run.trainer import Trainer
 from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
@@ -36,17 +36,21 @@ Curve = list[list[float]]
 """Of a model after each turn: its loss, its accuracy, and its accuracy for each of its members."""
 
 
-class _OneClient(ClientFactory):
-    """Makes one client, which trains on the data of all `members`."""
+class _OneClient(RunClients):
+    """One client, which trains on the data of all `members`."""
 
-    def __init__(self, run: Run, clients: ClientData, members: Sequence[int]) -> None:
-        super().__init__(run, clients)
+    def __init__(self, run: Run, data: ClientData, members: Sequence[int]) -> None:
+        super().__init__(run, data)
         self.members = members
 
-    def _made(self, pid: int, server_round: int) -> Examples:
-        each = [super(_OneClient, self)._made(k, server_round)[0].tensors for k in self.members]
+    def __len__(self) -> int:
+        return 1
+
+    def examples(self, pid: int, server_round: int = 0) -> Examples:
+        """Return the training data of the members in a round."""
+        each = [super(_OneClient, self).examples(k, server_round)[0].tensors for k in self.members]
         whole = [torch.cat(tensors) for tensors in zip(*each, strict=True)]
-        augment = self.clients.data.augment
+        augment = self.data.data.augment
         return Augmented(augment, *whole) if augment else TensorDataset(*whole), None
 
 
@@ -56,26 +60,26 @@ class References(Trainer):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.record.weighting = ""  # no server weighs clients
-        self._model = self.factory.new_model().eval()
+        self._model, self._examples = self.clients.new_model().eval(), cache(self.clients.examples)
 
     def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train each model from its first turn to its last, and then record the means of each round."""
         settings = replace(self.run.settings, straggler_share=0.0, drop_out=0.0)
-        number, last_round = self.factory.clients.num_clients, settings.rounds
-        clients = client_data_of(settings, number)
+        number, last_round = self.clients.data.num_clients, settings.rounds
+        data = client_data_of(settings, number)
         share = max(int(settings.fraction_train * number), 1) / number
         groups = [[client] for client in range(number)]
         turns = [ceil(share * t - 1e-9) for t in range(last_round + 1)]  # after each round
         if self.run.calls[0].target == "Pooled":
             groups, turns = [[*range(number)]], [*range(last_round + 1)]
-            epoch = np.ceil(clients.label_counts.sum(1) / settings.batch_size).sum()
+            epoch = np.ceil(data.label_counts.sum(1) / settings.batch_size).sum()
             steps = settings.local_steps * number or settings.local_epochs * epoch
             settings = replace(settings, local_steps=max(round(share * steps), 1))
         alone = replace(self.run, settings=replace(settings, rounds=turns[-1]))
         record, curves, histories = self.record, list[Curve](), list[Any]()
         for done, members in enumerate(groups, 1):
             self.heartbeat.at(f"model {done}/{len(groups)}")
-            factory = _OneClient(alone, clients, members)
+            one = _OneClient(alone, data, members)
             strategy = build(
                 self.run.calls,
                 seed=self.run.seed,
@@ -86,9 +90,9 @@ class References(Trainer):
                 min_available_nodes=1,
             )
             curves.append([])
-            test, one = partial(self._tested, members, curves[-1]), InProcessGrid(factory.app(), 1)
+            test = partial(self._tested, members, curves[-1])
             try:
-                factory.train(strategy, one, evaluate_fn=test)
+                one.start(strategy, InProcessGrid(one), evaluate_fn=test)
             except RoundFailed as failed:
                 record.error = f"{type(failed).__name__}: {failed}"
                 record.diverged = record.ended = diverged(record.error, strategy.history)
@@ -125,8 +129,8 @@ class References(Trainer):
             curve.append([figures["loss"], figures["accuracy"], *each])
             return
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        loss_fn = LOSSES[self.factory.clients.data.loss]
-        tests = [test.tensors for pid in members if (test := self.factory.examples(pid)[1])]
+        loss_fn = LOSSES[self.clients.data.data.loss]
+        tests = [test.tensors for pid in members if (test := self._examples(pid)[1])]
         with torch.no_grad():
             outputs = [(self._model(x), y) for x, y in tests]
         accuracies = [float((output.argmax(1) == y).double().mean()) for output, y in outputs]

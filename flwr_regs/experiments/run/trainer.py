@@ -22,7 +22,7 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import FULL, CannotWrite, write, writing
 from flwr_regs.experiments.report.metrics import on_clients
 from flwr_regs.experiments.report.run_records import RunRecord, record_path
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import RunClients
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
@@ -34,8 +34,7 @@ class Trainer:
 
     Parameters
     ----------
-    factory : ClientFactory
-        Of the run's clients; it also makes the model.
+    clients : RunClients
     folder : Path or None
         It gets the record, round by round, checkpoints as the settings say, and at the end the model. A run
         that it holds checkpoints of goes on from there.
@@ -51,24 +50,24 @@ class Trainer:
     """
 
     def __init__(
-        self, factory: ClientFactory, folder: Path | None, progress: Progress, threads: int
+        self, clients: RunClients, folder: Path | None, progress: Progress, threads: int
     ) -> None:
-        self.run, self.factory, self.folder, self.progress = factory.run, factory, folder, progress
+        self.run, self.clients, self.folder, self.progress = clients.run, clients, folder, progress
         self.heartbeat = Heartbeat(partial(progress.within, *self.run.key))
-        self.strategy, run, clients = self.run.strategy(), self.run, factory.clients
-        factory.told = self._client_begins
+        self.strategy, run, data = self.run.strategy(), self.run, clients.data
         self._test: ServerTest | None = None
         if not run.settings.test_on_clients:
-            self._test = ServerTest(factory.new_model(), clients, threads, self._testing)
+            self._test = ServerTest(clients.new_model(), data, threads, self._testing)
         self.record = RunRecord(
-            *(run.label, run.method, run.seed, run.settings.config, clients.num_clients),
+            *(run.label, run.method, run.seed, run.settings.config, data.num_clients),
             self.strategy.term.config(),
-            *(left(run.settings, clients), run.row, {**run.point}, self.strategy.weighting),
+            *(left(run.settings, data), run.row, {**run.point}, self.strategy.weighting),
         )
 
-    def _client_begins(self, kind: str, server_round: int) -> None:
+    def client_begins(self, server_round: int) -> None:
         """Tell that one more client of this exchange begins."""
-        phase = "evaluate" if kind == "evaluate" else "train"
+        # a round is in the history once its clients have trained
+        phase = "evaluate" if len(self.strategy.history) == server_round else "train"
         share = getattr(self.strategy, f"fraction_{phase}")
         total = max(int(share * self.record.clients), 1)
         self.heartbeat.one_more(self._at(server_round, phase), total)
@@ -144,7 +143,7 @@ class Trainer:
 
     def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train, test and record all rounds."""
-        self.factory.train(self.strategy, grid, evaluate_fn=self._after_round, resume_from=resumed)
+        self.clients.start(self.strategy, grid, evaluate_fn=self._after_round, resume_from=resumed)
 
     def _resumed(self, folder: Path, checkpoints: Path) -> Path | None:
         """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.

@@ -208,11 +208,17 @@ class LocalNetwork:
             asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
             return None
 
-        for pid in parcels:
-            attempt(pid, begun)
         apart = self.workers > 1  # other processes also evaluate
         evaluates = kind == "evaluate" and not apart
         stacks = self.stacks if len(parcels) > 1 and (kind in TRAINING or evaluates) else None
+
+        def alone(pid: int) -> Parcel:
+            return self._alone(kind, asked.pop(pid))
+
+        for pid in parcels:
+            attempt(pid, begun)
+            if pid in asked and not stacks and not apart:
+                attempt(pid, alone)
         if stacks and evaluates:
             came |= stacks.evaluate(list(asked.values()))
         elif stacks:
@@ -227,7 +233,7 @@ class LocalNetwork:
             if apart:
                 others[pid] = parcels[pid]
             else:
-                attempt(pid, lambda pid: self._alone(kind, asked[pid]))
+                attempt(pid, alone)
         elsewhere = Request(kind, others, request.nodes)
         more = self._by_messages(elsewhere) if others else Replies({})
         came, failures = {**came, **more.came}, {**failures, **more.failures}
@@ -238,10 +244,12 @@ class LocalNetwork:
 
     def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, member.Answer]:
         """Return what came of the clients that train in stacks, in this process or in others."""
-        if self.workers == 1 or len(asked) < FEW or not isinstance(self.source, Clients):
+        source = self.source
+        here = self.workers == 1 or not isinstance(source, Clients) or source.by_round
+        if here or len(asked) < FEW:
             return stacks.train(asked)
         if self._processes is None:
-            self._processes = StackProcesses(self.source, self.who, stacks.settings, self.workers)
+            self._processes = StackProcesses(source, self.who, stacks.settings, self.workers)
         served: dict[int, member.Answer] = {}
         for part, fallbacks in self._processes.train(asked):
             served |= part
@@ -275,12 +283,13 @@ class LocalNetwork:
         """Return a client; None if messages alone reach it."""
         source = self.source
         if isinstance(source, Clients):
-            if pid not in self._clients:
-                self._clients[pid] = source.client(pid, self.who)
-            if source.step_budgets is not None:
-                number = config.get(keys.ROUND_KEY, 0)
-                self._clients[pid].step_budget = source.step_budget(pid, number)
-            return self._clients[pid]  # type: ignore[no-any-return]
+            number = config.get(keys.ROUND_KEY, 0)
+            budget = source.step_budget(pid, number)
+            client = self._clients.get(pid) or source.client(pid, self.who, number)
+            client.step_budget = budget
+            if not source.by_round:
+                self._clients[pid] = client
+            return client
         if kind == keys.LABELS:  # only the client says whether it shares them
             return None
         made, why = self._made(source, pid, kind, config), ""

@@ -12,7 +12,7 @@ from flwr_regs.experiments.data.augment import AUGMENTATIONS, Augmented
 from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import client_data, shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import RunClients
 from flwr_regs.experiments.settings import DEFAULTS, Settings
 from tests.experiments.runs import runs_of
 
@@ -30,9 +30,9 @@ def clients_of(data: Data = DIGITS, **settings: Any) -> ClientData:
     return ClientData(settings_of(**settings), data, 10)
 
 
-def factory_of(data: Data = DIGITS, **settings: Any) -> ClientFactory:
+def run_clients(data: Data = DIGITS, **settings: Any) -> RunClients:
     (run,) = runs_of(methods="FedAvg", **settings)
-    return ClientFactory(run, replace(client_data_of(run.settings), data=data))
+    return RunClients(run, replace(client_data_of(run.settings), data=data))
 
 
 def arrays(part: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +40,7 @@ def arrays(part: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_client_tests_on_data_like_its_own() -> None:
-    natural = factory_of(GROUPED, partition="natural", test_on_clients=True)
+    natural = run_clients(GROUPED, partition="natural", test_on_clients=True)
     train, test = map(arrays, natural.examples(4))
     np.testing.assert_array_equal(train[0], DIGITS.train_x[GROUPED.groups == 4])
     assert sorted(test[1]) == sorted(DIGITS.test_y[GROUPED.test_groups == 4])
@@ -59,7 +59,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data() -> None:
     """Each training input of this data set is even, each test input odd."""
     x = np.arange(200, dtype=np.float32)[:, None]
     data = Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
-    share = factory_of(data, partition="iid", held_out_share=0.3, num_clients=5)
+    share = run_clients(data, partition="iid", held_out_share=0.3, num_clients=5)
     for pid in range(5):
         train, held_out = ({*arrays(part)[0][:, 0].tolist()} for part in share.examples(pid))
         assert not train & held_out
@@ -100,18 +100,20 @@ def test_what_a_long_tail_holds_out_is_never_trained_on() -> None:
 def test_held_out_examples_are_not_augmented() -> None:
     pictures = np.random.default_rng(0).random((20, 3, 32, 32), np.float32)
     data = Data(pictures, np.arange(20) % 4, pictures, np.arange(20) % 4, augment="crop-24")
-    factory = factory_of(data, partition="iid", num_clients=2, held_out_share=0.4)
-    train, held_out = factory.examples(0)
+    clients = run_clients(data, partition="iid", num_clients=2, held_out_share=0.4)
+    train, held_out = clients.examples(0)
     assert isinstance(train, Augmented)
     assert not isinstance(held_out, Augmented)
-    rows, _ = factory.clients.split(factory.clients.parts[0])
+    rows, _ = clients.data.split(clients.data.parts[0])
     want = AUGMENTATIONS["crop-24"].test(torch.from_numpy(pictures[rows]))
     np.testing.assert_array_equal(arrays(held_out)[0], want.numpy())
 
 
 def test_a_clients_labels_follow_the_round_alone() -> None:
-    swapped = factory_of(partition="label-swaps-rounds", swap_probability=1.0, test_on_clients=True)
-    plain = factory_of(partition="iid", test_on_clients=True)
+    swapped = run_clients(
+        partition="label-swaps-rounds", swap_probability=1.0, test_on_clients=True
+    )
+    plain = run_clients(partition="iid", test_on_clients=True)
     for server_round in (0, 1, 4):
         labels = shifts.swapped(10, server_round, 7, 1.0)
         for part, want in zip(swapped.examples(2, server_round), plain.examples(2), strict=True):

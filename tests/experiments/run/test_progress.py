@@ -10,7 +10,7 @@ import pytest
 from flwr_regs.experiments.cli import main
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.run import costs, engine, progress
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import RunClients
 from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from tests.experiments.runs import runs_of
@@ -73,9 +73,9 @@ def test_a_training_says_its_cost_and_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "PIPED", 0.15)
-    examples, outputs = ClientFactory.examples, ServerTest.outputs
+    examples, outputs = RunClients.examples, ServerTest.outputs
 
-    def slowly(self: ClientFactory, *args: Any) -> Any:
+    def slowly(self: RunClients, *args: Any) -> Any:
         time.sleep(0.3)
         return examples(self, *args)
 
@@ -84,7 +84,7 @@ def test_a_training_says_its_cost_and_what_it_is_at(
         time.sleep(0.5)
         return outputs(self, *args)
 
-    monkeypatch.setattr(ClientFactory, "examples", slowly)
+    monkeypatch.setattr(RunClients, "examples", slowly)
     monkeypatch.setattr(ServerTest, "outputs", late)
     runs = runs_of(methods="FedAvg", **QUICK)
     engine.execute(runs, None, Lines(runs))

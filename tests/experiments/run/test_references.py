@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import RunClients
 from tests.experiments.runs import runs_of, trained
 
 SMALL = {
@@ -47,7 +47,7 @@ def parts(run: Run) -> tuple[Any, Any, list[Any]]:
     data = clients.data
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     examples = [(x[rows], y[rows]) for rows in clients.parts]
-    return ClientFactory(run, clients).new_model(), data, examples
+    return RunClients(run, clients).new_model(), data, examples
 
 
 def test_local_clients_train_as_often_as_they_are_in_a_cohort_on_average() -> None:
