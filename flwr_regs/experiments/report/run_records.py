@@ -175,13 +175,13 @@ class Recorder:
 
     def __init__(self, folder: Path | None, run: RunRecord) -> None:
         self._path = None if folder is None else record_path(folder, run.label, run.seed)
-        self._run, self._rounds = run, len(run.rounds)
+        self._run, self._rounds, self._check = run, len(run.rounds), 0
         lines: list[dict[str, Any]] = [{"run": {name: getattr(run, name) for name in HEAD}}]
         lines += [{"round": entry} for entry in run.rounds]
         lines += [{"test": point} for point in run.test]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write(self._path, "".join(map(_line, lines)))
+            write(self._path, self._checked(lines))
 
     def round(self) -> None:
         """Write what is new since the last call: rounds, and the last test."""
@@ -196,17 +196,16 @@ class Recorder:
         self._rounds = len(self._run.rounds)
         if self._path is not None:
             with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(map(_line, lines)))
+                file.write(self._checked(lines))
 
-
-def _line(content: dict[str, Any]) -> str:
-    text = json.dumps(strict(content))
-    return f'{text[:-1]}, "check": "{_check(text)}"}}\n'
-
-
-def _check(text: str) -> str:
-    """Return what shows that a line is as it was written."""
-    return f"{zlib.crc32(text.encode()):08x}"
+    def _checked(self, lines: Iterable[dict[str, Any]]) -> str:
+        """Return lines as text, each with a check of itself and of all before it."""
+        whole = ""
+        for line in lines:
+            text = json.dumps(strict(line))
+            self._check = zlib.crc32(text.encode(), self._check)
+            whole += f'{text[:-1]}, "check": "{self._check:08x}"}}\n'
+        return whole
 
 
 def record_path(folder: Path, label: str, seed: int) -> Path:
@@ -237,7 +236,7 @@ def read(path: Path) -> RunRecord:
     """
     *lines, rest = path.read_bytes().split(b"\n")
     checked = b'"check": ' in b"".join(lines[:1])  # older records have none
-    run: RunRecord | None = None
+    run, so_far = None, 0
     try:
         for number, text in enumerate(lines, start=1):
             try:
@@ -245,8 +244,9 @@ def read(path: Path) -> RunRecord:
             except ValueError as error:
                 raise ValueError(f"line {number} is no JSON") from error
             check = content.pop("check", "")
-            if checked and check != _check(json.dumps(content)):
-                raise ValueError(f"line {number} is not as it was written")
+            so_far = zlib.crc32(json.dumps(content).encode(), so_far)
+            if checked and check != f"{so_far:08x}":
+                raise ValueError(f"line {number}, or one before it, is not as it was written")
             run = run or RunRecord(**content["run"])
             if "round" in content:
                 run.rounds.append(content["round"])

@@ -30,7 +30,7 @@ def clients_of(data: Data = DIGITS, **settings: Any) -> ClientData:
     return ClientData(settings_of(**settings), data, 10)
 
 
-def run_clients(data: Data = DIGITS, **settings: Any) -> RunClients:
+def made_of(data: Data = DIGITS, **settings: Any) -> RunClients:
     (run,) = runs_of(methods="FedAvg", **settings)
     return RunClients(run, replace(client_data_of(run.settings), data=data))
 
@@ -40,7 +40,7 @@ def arrays(part: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_client_tests_on_data_like_its_own() -> None:
-    natural = run_clients(GROUPED, partition="natural", test_on_clients=True)
+    natural = made_of(GROUPED, partition="natural", test_on_clients=True)
     train, test = map(arrays, natural.examples(4))
     np.testing.assert_array_equal(train[0], DIGITS.train_x[GROUPED.groups == 4])
     assert sorted(test[1]) == sorted(DIGITS.test_y[GROUPED.test_groups == 4])
@@ -59,7 +59,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data() -> None:
     """Each training input of this data set is even, each test input odd."""
     x = np.arange(200, dtype=np.float32)[:, None]
     data = Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
-    share = run_clients(data, partition="iid", held_out_share=0.3, num_clients=5)
+    share = made_of(data, partition="iid", held_out_share=0.3, num_clients=5)
     for pid in range(5):
         train, held_out = ({*arrays(part)[0][:, 0].tolist()} for part in share.examples(pid))
         assert not train & held_out
@@ -100,7 +100,7 @@ def test_what_a_long_tail_holds_out_is_never_trained_on() -> None:
 def test_held_out_examples_are_not_augmented() -> None:
     pictures = np.random.default_rng(0).random((20, 3, 32, 32), np.float32)
     data = Data(pictures, np.arange(20) % 4, pictures, np.arange(20) % 4, augment="crop-24")
-    clients = run_clients(data, partition="iid", num_clients=2, held_out_share=0.4)
+    clients = made_of(data, partition="iid", num_clients=2, held_out_share=0.4)
     train, held_out = clients.examples(0)
     assert isinstance(train, Augmented)
     assert not isinstance(held_out, Augmented)
@@ -110,10 +110,8 @@ def test_held_out_examples_are_not_augmented() -> None:
 
 
 def test_a_clients_labels_follow_the_round_alone() -> None:
-    swapped = run_clients(
-        partition="label-swaps-rounds", swap_probability=1.0, test_on_clients=True
-    )
-    plain = run_clients(partition="iid", test_on_clients=True)
+    swapped = made_of(partition="label-swaps-rounds", swap_probability=1.0, test_on_clients=True)
+    plain = made_of(partition="iid", test_on_clients=True)
     for server_round in (0, 1, 4):
         labels = shifts.swapped(10, server_round, 7, 1.0)
         for part, want in zip(swapped.examples(2, server_round), plain.examples(2), strict=True):

@@ -55,7 +55,8 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     assert not records.read(path).torn
     torn = path.read_text().replace('"round"', '"round', 1)
     junk = path.read_text() + "x\n"  # a whole line
-    for damaged in ("", "{", "[1]\n", '{"run": {"label": "A"}}\n', torn, junk):
+    gone = "".join(path.read_text().splitlines(True)[::2])
+    for damaged in ("", "{", "[1]\n", '{"run": {"label": "A"}}\n', torn, junk, gone):
         path.write_text(damaged)
         said = r"FedAvg-seed7.jsonl is damaged .*--resume trains the run again"
         with pytest.raises(ValueError, match=said):
