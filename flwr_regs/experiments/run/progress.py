@@ -161,7 +161,8 @@ class Heartbeat:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell, self._stop = tell, threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._silence = SILENCE if sys.stdout.isatty() else PIPED
+        stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # the bars stand before it
+        self._silence = SILENCE if stdout.isatty() else PIPED
         self.what = ""
         self.at("")
 

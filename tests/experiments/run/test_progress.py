@@ -1,6 +1,7 @@
 """What is said of a run before and while it trains: its cost, and what it is at."""
 
 import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,14 @@ def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PIPED", 0.5)
+@pytest.mark.parametrize("after", ["SILENCE", "PIPED"])
+def test_a_heartbeat_tells_of_what_takes_long_alone(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, after, 0.5)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: after == "SILENCE")
     told: list[str] = []
-    with Heartbeat(told.append) as heartbeat:
+    with progress.progress([]).screen, Heartbeat(told.append) as heartbeat:
         for done in range(4):  # each part is quick, the whole is not
             heartbeat.at("testing examples", 1000 * done, 8000)
             time.sleep(0.3)
