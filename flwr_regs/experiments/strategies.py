@@ -105,7 +105,10 @@ def build(calls: Calls, folder: str = "", only_check: bool = False, **common: An
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
-    own = any(":" in call.target for call in calls)
+    own = [call for call in calls if ":" in call.target]
+    for call in own:  # a file that is not there is named before torch loads
+        with named(str(call)):
+            find(call, folder)
     of = light if only_check and not own else partial(getattr, flwr_regs)
     base: type[RegStrategy] = of("RegStrategy")
     terms: list[Term] = []

@@ -85,6 +85,7 @@ run methods=FedAvg dp-clip-norm=1
 methods SparseTernary
 run dp-noise=2
 run --resume nowhere
+run methods=nowhere.py:Clip
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
 bench --tune FedFOR.alfa=1..2
 """

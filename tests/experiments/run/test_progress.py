@@ -1,7 +1,6 @@
 """What is said of a run before and while it trains: its cost, and what it is at."""
 
 import re
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -31,21 +30,18 @@ def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["SILENCE", "PIPED"])
-def test_a_heartbeat_tells_of_what_takes_long_alone(
-    after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_takes_long_is_told(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, after, 0.5)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: after == "SILENCE")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: after == "SILENCE")
     told: list[str] = []
     with progress.progress([]).screen, Heartbeat(told.append) as heartbeat:
         for done in range(4):  # each part is quick, the whole is not
             heartbeat.at("testing examples", 1000 * done, 8000)
             time.sleep(0.3)
-        heartbeat.at("a moment")
-        time.sleep(0.3)
-        heartbeat.at("")
-        time.sleep(0.8)
-    assert re.fullmatch(r"testing examples, [12],000 of 8,000, [\d.]+ s left", told[0])
+        for what, seconds in (("a moment", 0.3), ("", 0.8)):
+            heartbeat.at(what)
+            time.sleep(seconds)
+    assert any(re.fullmatch(r"testing examples, [123],000 of 8,000, [\d.]+ s left", t) for t in told)
     assert not any("moment" in text for text in told)
     assert len(told) <= 2  # seldom, as it goes on
 
@@ -119,15 +115,13 @@ def test_a_cost_is_arithmetic_over_a_step_and_a_test_batch(monkeypatch: pytest.M
     known: dict[Any, Any] = {}
     lines = [*costs.estimate([*runs, *again], 1, known, {})]
     assert len(asked) == 1
-    each = f"2 x {duration(cost.run)} (1 trial and 1 test), 4 local steps a round"
-    assert lines[2] == f"{'FedAvg':<50}  {each}"
-    each = each.replace(" (1 trial and 1 test)", "")
-    assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}; and, not counted, a gradient of each")
+    each, steps = f"2 x {duration(cost.run)}", "4 local steps a round"
+    assert lines[2] == f"{'FedAvg':<50}  {each} (1 trial and 1 test), {steps}"
+    assert lines[3].startswith(f"{'EFL(1.0)':<50}  {each}, {steps}; and, not counted, a gradient ")
     whole = f"4 runs, about {duration(4 * cost.run)} with 1 at a time"
     assert lines[4] == f"in all {whole}"
     (line,) = costs.estimate([*runs, *again], 1, known, {}, "card, two")
-    assert line.startswith("card, two: digits, ")
-    assert line.endswith(f", {whole}")
+    assert re.fullmatch(rf"card, two: digits, .*, {whole}", line)
     lines = [*costs.estimate(runs, 1, known, {runs[0].key: 5})]
     assert lines[1] == f"FedAvg, seed {runs[0].seed}: 5 of 10 rounds are there"
     assert lines[-1] == f"in all 2 runs, about {duration(1.5 * cost.run)} with 1 at a time"
