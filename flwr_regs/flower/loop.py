@@ -87,7 +87,8 @@ class Loop:
         used = {pid for entry in rounds for pid in entry["replies"]}
         never = {pid: why for e in rounds for pid, why in e["failures"].items() if pid not in used}
         if never:
-            log(WARNING, "in the whole training, %s", name_failures(never, what="was of no use"))
+            text = name_failures(never, what="gave no usable reply")
+            log(WARNING, "in the whole training, %s", text)
         return self.result
 
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:

@@ -176,7 +176,7 @@ def test_the_bytes_of_a_round_hold_also_those_of_clients_that_failed_on_the_way(
 def test_a_client_that_was_of_no_use_in_any_round_is_named_at_the_end(log: Log) -> None:
     app = app_of(sabotage=lambda pid, client: client if pid != 2 else None)
     run(fr.FedAvg(seed=3), None, rounds=2, grid=fr.InProcessGrid(app, 4))
-    assert log("in the whole training, 1 client (partition 2) was of no use: ")
+    assert log("in the whole training, 1 client (partition 2) gave no usable reply: ")
 
 
 def test_a_mean_of_equal_numbers_is_that_number() -> None:
