@@ -41,7 +41,7 @@ def test_only_what_takes_long_is_told(after: str, monkeypatch: pytest.MonkeyPatc
         for what, seconds in (("a moment", 0.3), ("", 0.8)):
             heartbeat.at(what)
             time.sleep(seconds)
-    assert any(re.fullmatch(r"testing examples, [123],000 of 8,000, [\d.]+ s left", t) for t in told)
+    assert any(re.fullmatch(r"testing examples, [123],000 of 8,000, .+ s left", t) for t in told)
     assert not any("moment" in text for text in told)
     assert len(told) <= 2  # seldom, as it goes on
 
