@@ -239,11 +239,13 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder)]
     if several := tried.trials(folder):
         notes.append(tried.cost(several))
-    if not (records := [*recorded(tests, folder).values()]):
+    if not (records := recorded(tests, folder)):
         raise ValueError(f"{folder} has no runs yet")
-    first = records[0].label if experiment.baseline else ""
-    lacking = len(tests) - sum(record.status != "unfinished" for record in records)
-    return Results(records, notes, experiment.heading, experiment.ordered, first, lacking)
+    done = {key for key, record in records.items() if record.status != "unfinished"}
+    lacking = [f"{run.label}, seed {run.seed}" for run in tests if run.key not in done]
+    runs = [*records.values()]
+    first = runs[0].label if experiment.baseline else ""
+    return Results(runs, notes, experiment.heading, experiment.ordered, first, lacking)
 
 
 def _train(

@@ -212,7 +212,7 @@ REFUSED = [  # method, kind, why: all that does not train
     ("FedBABU", "frozen", "shares no parameter with requires_grad=True"),  # but the head
     (r".*ternary|EFL(?!-sums-16).*", HALF, "does not go with compression"),
     (r"Fed(FOR|ADC|CM)-delta", HALF, "needs downlink='model'"),
-    (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "FedBN found no BatchNorm layer"),
+    (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "the model has no BatchNorm layer"),
 ]
 
 

@@ -80,7 +80,7 @@ class Results:
         Whether the labels are the values of an ordered parameter.
     baseline : str
         If set, a label: the table has each row's paired difference to this one.
-    lacking : int
+    lacking : sequence of str
         Planned runs that have not ended, nor failed: no difference is tested before they have.
     """
 
@@ -89,7 +89,7 @@ class Results:
     heading: str = "method"
     ordered: bool = False
     baseline: str = ""
-    lacking: int = 0
+    lacking: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse no runs at all."""
@@ -117,7 +117,7 @@ class Results:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of :meth:`table`."""
         needed("pandas", "pandas", "the table")
-        return metrics.rows(self.runs, self.baseline, interim=self.lacking > 0)
+        return metrics.rows(self.runs, self.baseline, interim=bool(self.lacking))
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each label.
@@ -374,8 +374,9 @@ class Results:
         """Say which differences to the baseline are decided, and how small ones these seeds could show."""
         if self.lacking:
             there = sum(run.status != "unfinished" for run in self.runs)
-            runs = f"{self.lacking} of {self.lacking + there} runs"
-            return [f"Interim: {runs} have not ended; differences are tested when all have."]
+            runs = f"{len(self.lacking)} of {len(self.lacking) + there} runs have not ended"
+            first = f"{'first ' * (len(self.lacking) > 1)}{self.lacking[0]}"
+            return [f"Interim: {runs} ({first}); differences are tested when all have."]
         if not (compared := self.compared()):
             return []
         labels = [[r["method"] for r in compared if r["decided"] == yes] for yes in (True, False)]

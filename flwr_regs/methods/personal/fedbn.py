@@ -49,7 +49,7 @@ class LocalBatchNorm(Term, Withholds):
         layers = {n.removesuffix(STATISTIC) for n in names if n.rpartition(".")[2] == STATISTIC}
         if not layers:
             raise ValueError(
-                "FedBN found no BatchNorm layer (no array named running_mean); for other layers use "
+                "the model has no BatchNorm layer (no array named running_mean); for other layers use "
                 "Private(patterns)"
             )
         return {n for n in names if n.rpartition(".")[0] + "." * ("." in n) in layers}

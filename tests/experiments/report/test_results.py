@@ -123,8 +123,8 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
     # 5.6535 / sqrt(3) deviations, which are 0.01 and 0.0635
     assert "12.00 points for the median method (3.26 to 20.73)" in text
     assert "80 % power" not in Results(every[::3], baseline="Base").text()  # one seed
-    interim = Results(every, baseline="Base", lacking=3)
-    assert "Interim: 3 of 12 runs have not ended" in " ".join(interim.text().split())
+    interim = Results(every, baseline="Base", lacking=["A, seed 3", "A, seed 4", "B, seed 4"])
+    assert "Interim: 3 of 12 runs have not ended (first A, seed 3); " in interim.text()
     assert "ecided" not in interim.text()
     assert "textbf" not in interim.latex()
     with pytest.raises(ValueError, match="all runs have ended"):
