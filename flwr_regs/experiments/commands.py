@@ -55,8 +55,7 @@ def train(args: Namespace) -> int:
     experiment, out = (_resumed(args), "") if args.resume else words.experiment_of(args)
     words.refuse_results(out)
     _check_runner(args, experiment)
-    with Heartbeat(_say) as heartbeat:
-        heartbeat.at("loading models and data")
+    with Heartbeat(_say, "loading models and data"):
         experiment = experiment.checked()
     if args.dry_run:
         _tell_costs(experiment, args.resume or Path("nowhere"), args.workers)
@@ -153,9 +152,10 @@ def _train_panel(
     check_records(tests, folder)
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
-    results.save(folder, pictures=not experiment.smoke)
-    if not experiment.smoke:
-        _draw_tuning(folder, folder)
+    with Heartbeat(_say, "drawing the results"):
+        results.save(folder, pictures=not experiment.smoke)
+        if not experiment.smoke:
+            _draw_tuning(folder, folder)
     _say(results.text() + f"results: {folder}")
     runs = results.runs
     failed = [run for run in runs if not run.ended]
@@ -307,8 +307,7 @@ def _tell_costs(experiment: Experiment, folder: Path, workers: int, brief: bool 
         rounds = {**trainer.begun(lacking, place / "tuning"), **trainer.begun(lacking, place)}
         if not lacking and not brief:
             _say(f"{name}{': ' * bool(name)}nothing is missing")
-        with Heartbeat(_say) as heartbeat:
-            heartbeat.at("timing a step and a test batch")
+        with Heartbeat(_say, "timing a step and a test batch"):
             lines = estimate(lacking, workers, known, rounds, name) if lacking else ()
             for line in [*lines][-1:] if brief else lines:
                 _say(line)
@@ -367,8 +366,7 @@ def plot(args: Namespace) -> int:
 
 def resources(args: Namespace) -> int:
     """Train one client, and print what it takes."""
-    with Heartbeat(_say) as heartbeat:
-        heartbeat.at("training a client, and a cohort in a stack")
+    with Heartbeat(_say, "training a client, and a cohort in a stack"):
         run, _ = words.first_run(args)
         from flwr_regs.experiments.run.costs import measure
 

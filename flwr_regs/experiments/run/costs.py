@@ -172,8 +172,7 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: B
     `begun` are the rounds that runs have trained already.
     """
     settings = runs[0].settings
-    with Heartbeat(progress.say) as heartbeat:
-        heartbeat.at("timing a client's step")
+    with Heartbeat(progress.say, "timing a client's step"):
         try:
             of_model = timed(runs[0])
             cost, most = cost_of(runs[0], of_model), client_data_of(settings).most_tested

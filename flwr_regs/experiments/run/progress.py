@@ -156,15 +156,17 @@ class Heartbeat:
     ----------
     tell : callable
         Called with the text.
+    what : str
+        What the run is at; empty: nothing that is told.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], what: str = "") -> None:
         self._tell, self._stop = tell, threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # the bars stand before it
         self._silence = SILENCE if stdout.isatty() else PIPED
         self.what = ""
-        self.at("")
+        self.at(what)
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
