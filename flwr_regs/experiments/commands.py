@@ -54,6 +54,8 @@ def train(args: Namespace) -> int:
         return _verify(args)
     experiment, out = (_resumed(args), "") if args.resume else words.experiment_of(args)
     words.refuse_results(out)
+    if not (args.resume or args.dry_run):
+        check_writable(Path(out or "results"), keep=False)
     _check_runner(args, experiment)
     with Heartbeat(_say, "loading models and data"):
         experiment = experiment.checked()

@@ -86,6 +86,7 @@ methods SparseTernary
 run dp-noise=2
 run --resume nowhere
 run methods=nowhere.py:Clip
+run out=/dev/null/results
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
 bench --tune FedFOR.alfa=1..2
 """

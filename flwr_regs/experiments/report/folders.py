@@ -27,14 +27,18 @@ def new_folder(parent: Path) -> Path:
     for number in count(1):
         folder = parent / (stamp if number == 1 else f"{stamp}.{number}")
         with suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(parents=True)  # another command may have taken the parent away
             return folder
     raise AssertionError("there is always a next number")
 
 
-def check_writable(folder: Path) -> None:
-    """Make a folder if need be; raise ValueError if no file can be written there."""
+def check_writable(folder: Path, keep: bool = True) -> None:
+    """Make a folder if need be; raise ValueError if no file can be written there.
+
+    What it makes is gone afterwards if it is not to `keep` it.
+    """
     trial = folder / f".trial-{os.getpid()}"
+    made = [] if keep else [of for of in (folder, *folder.parents) if not of.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"0")
@@ -42,6 +46,10 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         text = f"results cannot be written into {folder} ({error.strerror or error})"
         raise ValueError(f"{text}: give another out=") from error
+    finally:
+        for empty in made:
+            with suppress(OSError):  # not made, or no longer empty
+                empty.rmdir()
 
 
 class CannotWrite(OSError):
