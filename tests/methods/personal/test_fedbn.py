@@ -44,7 +44,7 @@ def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
 @pytest.mark.parametrize(
     ("strategy", "client", "match"),
     [
-        (fr.FedBN(), fr.FedBNClient, "found no BatchNorm layer"),
+        (fr.FedBN(), fr.FedBNClient, "has no BatchNorm layer"),
         (fr.FedPer("head.*"), fr.FedPerClient, r"'head.\*' matches none of the model's arrays"),
         (fr.FedPer("*"), fr.FedPerClient, "initial_arrays is empty"),
     ],
