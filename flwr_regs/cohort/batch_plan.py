@@ -6,7 +6,7 @@ A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,26 +46,23 @@ class Order:
     shuffle: bool
 
     def __post_init__(self) -> None:
-        self.examples = len(self.source[0])
-        self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
-        whole, rest = divmod(self.examples, self.size)
+        whole, rest = divmod(len(self.source[0]), self.size)
         self.sizes = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
+        kinds = tuple((t.shape[1:], t.dtype) for t in self.source)
+        self.forms = tuple((size, kinds) for size in self.sizes)
 
-    def draw(self, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the rows of the next steps, and the steps' sizes, drawn as a loader draws them."""
+    def draw(self, generator: torch.Generator, passes: int) -> Tensor:
+        """Return the rows of some passes, drawn as a loader draws them."""
         number, shuffling = torch.empty((), dtype=torch.int64), torch.Generator()
-        used, passes = sum(self.sizes), list[Tensor]()
-        for _ in range(-(-steps // len(self.sizes)) if self.sizes else 0):
+        used, rows = sum(self.sizes), [torch.arange(0)]
+        for _ in range(passes):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
                 shuffling.manual_seed(int(number.random_(generator=generator)))
-                passes.append(torch.randperm(self.examples, generator=shuffling))
+                rows.append(torch.randperm(len(self.source[0]), generator=shuffling)[:used])
             else:
-                passes.append(torch.arange(used))
-        sizes = (self.sizes * len(passes))[:steps]
-        if len(passes) != 1:
-            passes = [torch.cat([torch.arange(0), *(rows[:used] for rows in passes)])]
-        return passes[0][: sum(sizes)], sizes
+                rows.append(torch.arange(used))
+        return rows[1] if passes == 1 else torch.cat(rows)
 
 
 @dataclass(eq=False)
@@ -75,8 +72,6 @@ class Plan:
     Attributes
     ----------
     data : Pairs
-    seed : int
-        Of torch's random generator, from which they are drawn.
     after : torch.Generator
         In the state in which all that is drawn leaves it.
     sizes, forms : sequence
@@ -86,19 +81,15 @@ class Plan:
     rows : Tensor or None
         The rows of an order's source of all steps, one after the other.
     batches : sequence of (inputs, targets)
-    kind : hashable
-        What the batches of two plans share that can be in one stack.
     """
 
     data: Pairs
-    seed: int
     after: torch.Generator
     sizes: tuple[int, ...]
     forms: tuple[Any, ...]
     order: Order | None = None
     rows: Tensor | None = None
     batches: Sequence[tuple[Any, Any]] = ()
-    kind: Any = "drawn"
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -114,7 +105,7 @@ class Plan:
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
-        return draw(self.data, self.seed, None, self.order, self.after.get_state())
+        return draw(self.data, self.after.clone_state(), self.order)
 
     @property
     def nbytes(self) -> int:
@@ -122,36 +113,39 @@ class Plan:
         return sum(t.nbytes for t in tensors([self.rows, self.batches]))
 
 
-def plan_of(data: Pairs, seed: int, after: torch.Generator, batches: Sequence[Any]) -> Plan:
+def plan_of(data: Pairs, after: torch.Generator, batches: Sequence[Any]) -> Plan:
     """Return the plan of batches that are drawn already."""
     sizes = tuple(batch_size(targets) for _, targets in batches)
-    return Plan(data, seed, after, sizes, tuple(map(_form, batches)), batches=batches)
+    return Plan(data, after, sizes, tuple(map(form_of, batches)), batches=batches)
 
 
-def draw(data: Pairs, seed: int, steps: int | None, order: Order | None, state: Any = None) -> Plan:
-    """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
+def draw(
+    data: Pairs, generator: torch.Generator, order: Order | None, steps: int | None = None
+) -> Plan:
+    """Return the batches of some steps, or of one pass, as they come with torch's generator in this state.
 
-    Or with it in a `state`. None: one pass over the data. The process's random state does not change.
+    The process's random state does not change.
     """
-    generator = torch.Generator().manual_seed(seed)
-    if state is not None:
-        generator.set_state(state)
     if order is not None:
-        rows, sizes = order.draw(generator, len(order.sizes) if steps is None else steps)
-        return Plan(data, seed, generator, sizes, sizes, order, rows, kind=order.kind)
+        steps = len(order.sizes) if steps is None else steps
+        passes = -(-steps // len(order.sizes)) if order.sizes else 0
+        sizes, forms = (order.sizes * passes)[:steps], (order.forms * passes)[:steps]
+        rows = order.draw(generator, passes)[: sum(sizes)]
+        return Plan(data, generator, sizes, forms, order, rows)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
         batches = list(data if steps is None else itertools.islice(cycle(data), steps))
         generator.set_state(torch.get_rng_state())
-    return plan_of(data, seed, generator, batches)
+    return plan_of(data, generator, batches)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A stacked batch: its tensors, and how one client's is put together of them."""
+    """A stacked batch: its tensors, how one client's is put together of them, and its examples."""
 
     like: Any
     leaves: list[Tensor]
+    size: int
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
@@ -197,23 +191,23 @@ class Batches:
         if self._leaves and self.alike:
             shape = len(plans), sum(plans[0].sizes)
             leaves = [t.view(*shape, *t.shape[1:]).narrow(1, first, size) for t in self._leaves]
-            return Batch(tuple(leaves), leaves)
+            return Batch(tuple(leaves), leaves, size)
         if not self._leaves:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
-            return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
+            return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts], size)
         firsts = [self._firsts[k] + sum(self._plans[k].sizes[:step]) for k in members]
         rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]
-        return Batch(tuple(leaves), leaves)
+        return Batch(tuple(leaves), leaves, size)
 
 
 def together(plans: Sequence[Plan], device: torch.device) -> Iterator[tuple[Any, list[Batch]]]:
     """Yield (places of plans with batches of one form, their batches stacked), up to `DATA` at once."""
     alike: dict[Any, list[int]] = {}
     for place, plan in enumerate(plans):
-        alike.setdefault((plan.kind, plan.forms), []).append(place)
+        alike.setdefault(plan.forms, []).append(place)
     for places in alike.values():
         first = plans[places[0]]
         size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
@@ -243,15 +237,13 @@ def order_of(data: Pairs) -> Order | None:
         raise CannotStack("its loader has worker processes")
     dataset: Any = loader.dataset
     shuffle = type(sampler) is torchs.RandomSampler
+    kinds = torchs.DataLoader, torchs.TensorDataset, torchs.BatchSampler
     plain = (
-        type(loader) is torchs.DataLoader
-        and type(dataset) is torchs.TensorDataset
-        and len(dataset.tensors) == 2
-        and type(batches) is torchs.BatchSampler
-        and loader.collate_fn is whole
-        and not loader.pin_memory
+        (type(loader), type(dataset), type(batches)) == kinds
         and (shuffle or type(sampler) is torchs.SequentialSampler)
-        and not getattr(sampler, "replacement", False)
+        and len(dataset.tensors) == 2
+        and loader.collate_fn is whole
+        and not (loader.pin_memory or getattr(sampler, "replacement", False))
         and sampler.data_source is dataset
         and len(sampler) == len(dataset)
     )
@@ -260,16 +252,17 @@ def order_of(data: Pairs) -> Order | None:
     return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
 
 
-def _form(batch: Any) -> Any:
-    """Return the shapes and dtypes of a batch, nested as it is.
+def form_of(nested: Any) -> Hashable:
+    """Return the shapes and dtypes of a nested value's tensors, as they are nested, and what else it holds.
 
-    Raises CannotStack for a batch that holds more than tensors and plain values: a stack has the first
-    client's, and whether others are equal is not known.
+    Raises CannotStack if that is more than plain values: a stack has the first client's, and whether others
+    are equal is not known.
     """
-    nested = mapped(batch, lambda _: torch.empty(0))
     if odd := _odd(nested):
         raise CannotStack(f"its batches hold a {odd}")
-    return (repr(nested), *((t.shape, t.dtype) for t in tensors(batch)))
+    places: Any = ...
+    form = repr(mapped(nested, lambda _: places))
+    return (form, *((t.shape, t.dtype) for t in tensors(nested)))
 
 
 def _odd(value: Any) -> str:

@@ -19,7 +19,7 @@ from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
-from flwr_regs.client.train.batches import Batches, check_batches, resolve_device
+from flwr_regs.client.train.batches import Batches, check_batches, is_dataset, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT, Term
@@ -94,11 +94,9 @@ class ClientSets(Spelled):
         return len(self._train)
 
     def __repr__(self) -> str:
-        given = self._given_model
-        name = type(given).__name__ if isinstance(given, nn.Module) else _name(given)
         kinds = sorted({_name(given) for given in self._train})
         tested = ", with test sets" if self._test else ""
-        what = f"{len(self)} clients of {name} on {', '.join(kinds)}"
+        what = f"{len(self)} clients of {_name(self._given_model)} on {', '.join(kinds)}"
         return f"{type(self).__name__}({what}, batch_size={self.batch_size}{tested})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,55 +167,41 @@ class ClientSets(Spelled):
             )
         entries = {n: tuple(v.shape) for n, v in uncompiled(self.model).state_dict().items()}
         for name, shape in shapes.items():
-            if name not in entries:
-                raise ValueError(
-                    f"initial_arrays has '{name}', but the clients' model has no such entry (it has "
-                    f"{', '.join(entries):.200})"
-                )
-            if shape != entries[name]:
-                there = f"{entries[name]} in the clients' model"
-                raise ValueError(f"initial_arrays: '{name}' has the shape {shape}, but {there}")
-        tensors = [
-            (f"{name}: client {pid}", given)
-            for name, sets in (("train_sets", self._train), ("test_sets", self._test))
-            for pid, given in enumerate(sets)
-            if type(given) is data.TensorDataset
-        ]
+            has = f"(it has {', '.join(entries):.200})"
+            if (there := entries.get(name)) is None:
+                why = f"has '{name}', but the clients' model has no such entry {has}"
+                raise ValueError(f"initial_arrays {why}")
+            if shape != there:
+                why = f"'{name}' has the shape {shape}, but {there} in the clients' model"
+                raise ValueError(f"initial_arrays: {why}")
+        sets = [("train_sets", self._train), ("test_sets", self._test)]
+        each = [(f"{n}: client {pid}", given) for n, of in sets for pid, given in enumerate(of)]
+        tensors = [(w, given.tensors) for w, given in each if type(given) is data.TensorDataset]
         for whose, given in tensors:
-            if not remedies.are_finite([*given.tensors]):
-                first = next(i for i in range(len(given)) if not remedies.are_finite([*given[i]]))
-                raise ValueError(
-                    f"{whose}: example {first} holds NaN or infinity: leave it out, or fill its gaps"
-                )
-        loss_fn, known = self.task.loss_fn, dict[Any, Tensor | None]()
+            if not remedies.are_finite([*given]):
+                rows = enumerate(zip(*given, strict=True))
+                first = next(i for i, row in rows if not remedies.are_finite([*row]))
+                why = f"example {first} holds NaN or infinity: leave it out, or fill its gaps"
+                raise ValueError(f"{whose}: {why}")
+        loss_fn, outputs = self.task.loss_fn, dict[Any, Any]()
         if not remedies.is_cross_entropy(loss_fn):
             return
         try:
             model = copy.deepcopy(uncompiled(self.model)).cpu().eval()
         except Exception:  # a model that cannot be copied is not tried
             return
-        for whose, given in tensors:
-            inputs, labels = given.tensors[:2]
-            kind = inputs.dtype, inputs.shape[1:]
-            if kind not in known:
-                known[kind] = self._output(model, inputs[:1], whose)
-            if (output := known[kind]) is not None:
-                outputs = output.expand(len(labels), *output.shape[1:])
-                if why := remedies.wrong_kind(outputs, labels) or remedies.wrong_label(
-                    outputs, labels, loss_fn
-                ):
-                    raise ValueError(f"{whose}: {why}")
-
-    def _output(self, model: nn.Module, inputs: Tensor, whose: str) -> Tensor | None:
-        """Return what the model makes of an example; None if that is not known."""
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                output = self.task.output(model, inputs)
-        except Exception as error:  # whatever a user's model raises
-            if why := remedies.remedy(error, inputs, None, None, model, self.task.loss_fn):
+        for whose, (inputs, labels, *_) in tensors:
+            kind, error = (inputs.dtype, inputs.shape[1:]), None
+            if kind not in outputs:
+                try:
+                    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                        outputs[kind] = self.task.output(model, inputs[:1])
+                except Exception as raised:  # whatever a user's model raises
+                    outputs[kind], error = None, raised
+            if isinstance(output := outputs[kind], Tensor):
+                output = output.expand(len(labels), *output.shape[1:])
+            if why := remedies.remedy(error, inputs, output, labels, model, loss_fn):
                 raise ValueError(f"{whose}: {why}") from error
-            return None  # its clients say it better
-        return output if isinstance(output, Tensor) else None
 
     def client(self, pid: int, identity: Identity, server_round: int = 0) -> OneClient:
         """Return a client of a method."""
@@ -240,10 +224,8 @@ def _as_sets(given: Any, name: str, number: int | None) -> list[Any]:
     """Return what was given for each client: a checked data set, or a function that makes one."""
     if hasattr(given, "load_partition"):  # flwr-datasets
         parts = getattr(given, "partitioners", {"": given})
-        if len(parts) != 1:
-            raise ValueError(
-                f"{name}: a FederatedDataset must have one partitioner, not {len(parts)}"
-            )
+        if (count := len(parts)) != 1:
+            raise ValueError(f"{name}: a FederatedDataset must have one partitioner, not {count}")
         return [given.load_partition] * int(next(iter(parts.values())).num_partitions)
     if _is_function(given):
         if number is None:
@@ -275,14 +257,14 @@ def _checked(given: Any, name: str, pid: int) -> Any:
             raise TypeError(f"{where} has {len(given)} tensors, expected a pair (inputs, targets)")
         inputs, targets = (torch.as_tensor(a) for a in given)
         if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
-            raise ValueError(
-                f"{where} has inputs of shape {tuple(inputs.shape)} and targets of shape "
-                f"{tuple(targets.shape)}, expected equal first dimensions"
+            shapes = (
+                f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}"
             )
+            raise ValueError(f"{where} has {shapes}, expected equal first dimensions")
         given = data.TensorDataset(inputs, targets)
     if isinstance(given, Sized) and not len(given) and not isinstance(given, data.IterableDataset):
         raise ValueError(f"{where} has an empty data set")
-    if not _is_dataset(given):
+    if not is_dataset(given) and not isinstance(given, data.IterableDataset):
         try:
             check_batches(given, "train_data" if name == "train_sets" else "eval_data")
         except TypeError as error:
@@ -290,27 +272,18 @@ def _checked(given: Any, name: str, pid: int) -> Any:
     return given
 
 
-def _is_dataset(given: Any) -> bool:
-    """Whether this holds examples: torch's Dataset, or that of Hugging Face."""
-    return isinstance(given, data.Dataset) or _is_hugging_face(given)
-
-
-def _is_hugging_face(given: Any) -> bool:
-    return type(given).__module__ == "datasets.arrow_dataset"
-
-
 def _batches(given: Any, size: int, shuffle: bool) -> Batches:
     """Return a data set as batches; batches as they are."""
-    if not _is_dataset(given):
+    streamed = isinstance(given, data.IterableDataset)
+    if not is_dataset(given) and not streamed:
         return given  # type: ignore[no-any-return]
     if type(given) is data.TensorDataset:  # each batch is one indexing, in the order of any loader
         order = data.RandomSampler(given) if shuffle else data.SequentialSampler(given)
         rows = data.BatchSampler(order, size, drop_last=False)
         return data.DataLoader(given, batch_size=None, sampler=rows)
-    if _is_hugging_face(given) and given.format["type"] is None:
+    if not isinstance(given, data.Dataset) and given.format["type"] is None:  # Hugging Face's
         given = given.with_format("torch")
-    shuffle = shuffle and not isinstance(given, data.IterableDataset)
-    return data.DataLoader(given, size, shuffle)
+    return data.DataLoader(given, size, shuffle and not streamed)
 
 
 def _name(given: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,57 +26,10 @@ from flwr_regs.term import Arrays, ClientContext, Slot
 from flwr_regs.wire.parcel import Parcel
 
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
-OVER_THE_DATA = (*MEASURED, "train")
-"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
-
+NUMBERS = ("client_id", "num_steps", "planned_steps")
+"""Fields of a context that are a number of one member's own."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
-
-
-@dataclass(kw_only=True)
-class Shared:
-    """What the clients of a stack share.
-
-    Attributes
-    ----------
-    model : nn.Module
-        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
-    term : Chain
-    task : Task
-    device : torch.device
-    entries : Arrays
-        The model's at the round's start, by ``state_dict`` name; a member's own take precedence.
-    trained : sequence of str
-        The parameters that are trained; terms see those of them that `entries` has.
-    lr : float
-    make : callable
-        The optimiser's factory, as the method has adapted it.
-    broadcast : Slot
-        The terms' slots that are the same for all.
-    config : mapping
-    classifier : str or None
-    precision : torch.dtype or None
-        Of the forward pass, by torch's autocast.
-    randomness : str
-        "different": each member draws numbers of its own; "same": all draw the same.
-    compiled : hashable or None
-        What a compiled step depends on beside its arguments; None: steps are not compiled.
-    """
-
-    model: nn.Module
-    term: Chain
-    task: Task
-    device: torch.device
-    entries: Arrays
-    trained: Sequence[str]
-    lr: float
-    make: OptimizerFn
-    broadcast: Slot = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    classifier: str | None = None
-    precision: torch.dtype | None = None
-    randomness: str = "different"
-    compiled: Hashable = None
 
 
 @dataclass(eq=False)
@@ -139,42 +92,73 @@ class Number(Tensor):
 
 
 @dataclass(kw_only=True)
-class View(Shared):
-    """What each client of a stack sees of what they share; a :class:`.task.Task`, too.
+class View:
+    """What the clients of a stack share, and what each of them sees of it; a :class:`.task.Task`, too.
 
     Attributes
     ----------
+    model : nn.Module
+        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
+    term : Chain
+    task : Task
+    device : torch.device
+    entries : Arrays
+        The model's at the round's start, by ``state_dict`` name; a member's own take precedence.
+    trained : sequence of str
+        The parameters that are trained; terms see those of them that `entries` has.
+    make : callable
+        The optimiser's factory, as the method has adapted it.
+    broadcast : Slot
+        The terms' slots that are the same for all.
+    same : dict
+        Fields of the contexts that are the same for all; a `Stack` adds to them.
+    classifier : str or None
+    precision : torch.dtype or None
+        Of the forward pass, by torch's autocast.
+    randomness : str
+        "different": each member draws numbers of its own; "same": all draw the same.
+    compiled : hashable or None
+        What a compiled step depends on beside its arguments; None: steps are not compiled.
+
+    A `Stack` sets the others.
+
     start : Arrays
         ``w_t``, what terms see of it.
     rest : Arrays
         The entries of the model that are neither trained nor a buffer nor any client's own.
-    buffers : collection of str
+    buffers : sequence of str
         The names of the model's buffers.
-    alike : mapping
-        The numbers of steps, "budget" and "planned", that are the same for all.
     as_products : bool
         Whether layers run as :class:`Kernels` has them.
     tap, layers : FeatureTap, dict of str to OutputTap
         On the model, where a term needs them.
-    momentum, batch_size : float or None, int
-        As in the contexts.
     classes : int
         Of the model's output; 0 before the first forward pass.
 
-    In its methods, `told` is what one client is told (slots, id, numbers), and a `row` all that is its own:
-    its `told`; "held", the entries that are its own or change, but are not trained; and "at_start", what
-    its model held at the round's start beside what terms see.
+    In its methods, `told` is what one client is told (fields of its contexts), and a `row` all that is its
+    own: its `told`; "held", the entries that are its own or change, but are not trained; and "at_start",
+    what its model held at the round's start beside what terms see.
     """
 
-    start: Arrays
-    rest: Arrays
-    buffers: Collection[str]
-    alike: Mapping[str, int]
-    as_products: bool
+    model: nn.Module
+    term: Chain
+    task: Task
+    device: torch.device
+    entries: Arrays
+    trained: Sequence[str]
+    make: OptimizerFn
+    broadcast: Slot
+    same: dict[str, Any]
+    classifier: str | None
+    precision: torch.dtype | None
+    randomness: str = "different"
+    compiled: Hashable = None
+    start: Arrays = field(default_factory=dict)
+    rest: Arrays = field(default_factory=dict)
+    buffers: Sequence[str] = ()
+    as_products: bool = False
     tap: FeatureTap | None = None
-    layers: dict[str, OutputTap] = field(default_factory=dict)
-    momentum: float | None = None
-    batch_size: int = 0
+    layers: Mapping[str, OutputTap] = field(default_factory=dict)
     classes: int = 0
 
     def vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,40 +184,20 @@ class View(Shared):
         values.update({n: given[n] for n in values})
         return self.task.logits(output)
 
-    def holding(self, held: Mapping[str, Tensor]) -> Any:
-        """Return the task of a member whose model holds these entries."""
-        return replace(self, rest={**self.rest, **held})
-
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the plain loss of one member's logits."""
         with Kernels(self.as_products):
             return self.task.loss(output, targets)
 
-    def context(self, told: dict[str, Any], **more: Any) -> ClientContext:
+    def context(self, told: Mapping[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
-        counts = told.get("counts")
-        if counts is not None:  # with an entry for each class of the output, once there was one
-            counts = nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
-        numbers = {k: told[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in told}
-        budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
-        fields: dict[str, Any] = {
-            "start": self.start,
-            "lr": self.lr,
-            "num_steps": budget,
-            "planned_steps": planned,
-            "budget_steps": budget,
-            "momentum": self.momentum,
-            "broadcast": joined(self.broadcast, told["broadcast"]),
-            "client": told["client"],
-            "loss_fn": self.task.loss,
-            "client_id": numbers.get("id"),
-            "batch_size": self.batch_size,
-            "label_counts": counts,
-            "config": self.config,
-            "optimizer_state": told.get("optimizer", {}),
-            **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
-        }
-        return ClientContext(**fields | more)
+        own = {n: v.as_subclass(Number) if n in NUMBERS else v for n, v in told.items()}
+        if "label_counts" in own:  # an entry for each class of the output, once there was one
+            counts = own["label_counts"]
+            absent = max(self.classes - counts.shape[0], 0)
+            own["label_counts"] = nn.functional.pad(counts, (0, absent))
+        own["broadcast"] = joined(self.broadcast, told["broadcast"])
+        return ClientContext(**{**self.same, **NOT_IN_A_STACK, **own, **more})
 
     def shown(self, output: Any) -> dict[str, Any]:
         """Return the fields of a context that come of a forward pass."""
@@ -286,7 +250,8 @@ class OneMember(Measures):
 
     def __init__(self, view: View, row: Mapping[str, Any], data: Any = (), **how: Any) -> None:
         self._held, self._how = row["held"], how
-        super().__init__(view.model, data, view.holding(self._held), view.device, view.classifier)
+        task: Any = replace(view, rest={**view.rest, **self._held})
+        super().__init__(view.model, data, task, view.device, view.classifier)
         self._start, self._rest = view.start, row["at_start"]
         self._buffers = view.buffers
 
@@ -334,9 +299,10 @@ class Kernels(TorchFunctionMode):
         if func is nn.functional.cross_entropy:
             return _cross_entropy(self._products, *args, **kwargs)
         if func is nn.functional.embedding:
+            _check_range("embedding gets an index", args[0], len(args[1]))
             return _embedded(*args, **kwargs)
-        if func is nn.functional.one_hot:
-            return _one_hot(*args, **kwargs)
+        if func is nn.functional.one_hot and (classes := (*args, *kwargs.values(), 0)[1]) > 0:
+            _check_range("one_hot gets a class", args[0], classes)
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
         return func(*args, **kwargs)
@@ -360,29 +326,23 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
 
 
 def _embedded(indices: Tensor, weight: Tensor, padding_idx: int | None, **how: Any) -> Tensor:
-    """Return an embedding. Under vmap torch forgets ``padding_idx``, and reads other members' rows."""
-    rows = weight.shape[0]
-    if not _in_range(indices, rows):
-        raise CannotStack(f"an index of an embedding is out of range, which has {rows} rows")
+    """Return an embedding. Under vmap torch forgets ``padding_idx``."""
     output = nn.functional.embedding(indices, weight, **how)
     if padding_idx is None:
         return output
-    is_padding = (indices == padding_idx % rows).unsqueeze(-1)
+    is_padding = (indices == padding_idx % weight.shape[0]).unsqueeze(-1)
     return torch.where(is_padding, output.detach(), output)
 
 
-def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
-    """Return one-hot vectors. Under vmap torch makes a vector of zeros of a class that there is not."""
-    if num_classes > 0 and not _in_range(indices, num_classes):
-        raise CannotStack(f"one_hot gets a class that is none of {num_classes}")
-    return nn.functional.one_hot(indices, num_classes)
+def _check_range(what: str, indices: Tensor, rows: int) -> None:
+    """Raise CannotStack if any member's indices are not from 0 to ``rows - 1``.
 
-
-def _in_range(indices: Tensor, rows: int) -> bool:
-    """Whether the indices of all members are from 0 to ``rows - 1``."""
+    Under vmap torch then reads other members' rows of an embedding, and makes a vector of zeros of a class.
+    """
     while torch._C._functorch.is_functorch_wrapped_tensor(indices):
         indices = torch._C._functorch.get_unwrapped(indices)
-    return not indices.numel() or 0 <= int(indices.min()) <= int(indices.max()) < rows
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
+        raise CannotStack(f"{what} that is none of {rows}")
 
 
 class AsksFor(CannotStack):
@@ -392,8 +352,12 @@ class AsksFor(CannotStack):
         return f"a term asks for {self.args[0]} within a step"
 
 
-def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
+def _raise(name: str, *_: Any, **__: Any) -> Any:
     raise AsksFor(name)
+
+
+NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*MEASURED, "train")}
+"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 
 def joined(first: Slot, second: Slot) -> Slot:

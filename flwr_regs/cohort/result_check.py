@@ -22,6 +22,7 @@ from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Arrays, Slot
+from flwr_regs.wire import keys
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
 """The precision of the check -> what rounding may change, of the norm of the update. Where the model does
@@ -92,7 +93,7 @@ def difference(group: Group) -> str:
     other = next((c for c in others if c.plan.forms != forms), others[0])
     pair = sorted((first, other), key=lambda m: -len(m.plan))
     for precision, tolerance in TOLERANCES.items():
-        with _undisturbed(group.shared.device):
+        with _undisturbed(group.view.device):
             try:
                 result = _stacked(group, pair, precision)
                 for row, member in enumerate(pair):
@@ -109,13 +110,12 @@ def difference(group: Group) -> str:
 
 def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None) -> StackedResult:
     """Train two clients in a stack."""
-    entries, broadcast = _in(precision, (group.shared.entries, group.shared.broadcast))
+    entries, broadcast = _in(precision, (group.view.entries, group.view.broadcast))
     how = {"entries": entries, "broadcast": broadcast, "precision": None, "randomness": "same"}
-    shared = replace(group.shared, **how)
-    members = [_member(c, precision) for c in pair]
-    with restored(shared.model), Quiet(shared.device):
-        shared.model.to(precision)
-        return group.run(Stack(shared, members))
+    view = replace(group.view, **how)
+    with restored(view.model), Quiet(view.device):
+        view.model.to(precision)
+        return group.run(Stack(view, [_member(c, precision) for c in pair]))
 
 
 def _member(member: Member, precision: torch.dtype | None) -> Member:
@@ -124,15 +124,15 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     batches = [_in(precision, plan.batch(step)) for step in range(len(plan))]
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
     own = {n: _in(precision, getattr(member, n)) for n in ("private", "broadcast", "client")}
-    return replace(member, plan=plan_of(data, plan.seed, plan.after, batches), **own)
+    return replace(member, plan=plan_of(data, plan.after, batches), **own)
 
 
 def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arrays, Arrays]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
-    client, device, classifier = c.asked.client, group.shared.device, group.shared.classifier
+    client, device, classifier = c.asked.client, group.view.device, group.view.classifier
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
-    with restored(model), seeded(c.plan.seed, device), Quiet(device):
+    with restored(model), seeded(c.asked.message.config[keys.SEED_KEY], device), Quiet(device):
         member = begin(c.asked.message, c.asked.memory, model, client.identity)
         model.to(precision)
         how = _in(precision, member.duration)

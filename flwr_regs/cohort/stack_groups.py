@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +18,8 @@ from flwr_regs.chain import Chain
 from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import optimizer_of
-from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
-from flwr_regs.cohort.member_view import Asked, Member, Shared
+from flwr_regs.cohort.batch_plan import CannotStack, draw, form_of, order_of
+from flwr_regs.cohort.member_view import Asked, Member, View
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -159,7 +158,8 @@ class Group:
     Attributes
     ----------
     members : list of Member
-    shared : Shared
+    view : View
+        What they share.
     room : int
         Bytes for more clients; below 0 where there are none for another one.
     """
@@ -168,46 +168,31 @@ class Group:
         client, term, config = first.asked.client, recipe.term, recipe.config
         model = client.model
         self.recipe, self.kind, self.members = recipe, kind, list[Member]()
-        self._fixed = self._fixed_of(model)
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
         first_of: dict[int, str] = {}
         places = model.state_dict(keep_vars=True).items()
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
-        entries = model.state_dict()
-        self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n not in private)
+        entries = {n: v.detach().clone() for n, v in places if n not in private}
+        self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n in entries)
         self.room = settings.memory - self._one
         came = recipe.common, recipe.step, self.layout.trained, config
-        self.shared = Shared(
+        self.view = View(
             model=model,
             term=term,
             task=client.task,
             device=data.resolve_device(client.device),
-            entries={n: v.detach().clone() for n, v in entries.items() if n not in private},
+            entries=entries,
             trained=trained,
-            lr=config["lr"],
             make=term.client_optimizer(optimizer_of(config, client.optimizer)),
             broadcast=clients.broadcast_of(term, *came),
-            config=plain(config),
+            same={"lr": config["lr"], "config": plain(config), "loss_fn": client.task.loss},
             classifier=client.classifier,
             precision=settings.precision,
         )
 
-    def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what neither travels nor is private nor trained: it must be the same on all clients."""
-        term, entries = self.recipe.term, model.state_dict()
-        others = term.private(list(entries)) | trained_parameters(model, term).keys()
-        inner = {n: b for n, b in model.named_buffers() if n not in entries}
-        held = {**dict(model.named_parameters()), **inner}
-        return {n: v.detach().clone() for n, v in held.items() if n not in others}
-
     def add(self, member: Member) -> None:
-        """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
-        model = member.asked.client.model
-        if model is not self.shared.model and self._fixed:
-            fixed = self._fixed_of(model)
-            if odd := [n for n, v in self._fixed.items() if not torch.equal(v, fixed[n])]:
-                raise CannotStack(f"it holds other values than the others in {odd}")
+        """Take a client of the same kind."""
         self.members.append(member)
         self.room -= self._one + member.plan.nbytes
 
@@ -219,11 +204,14 @@ class Group:
         """
         if stack is None:
             self.members.sort(key=lambda m: -len(m.plan))
-            stack = Stack(self.shared, self.members)
-        with restored(self.shared.model):
+            stack = Stack(self.view, self.members)
+        model = self.view.model
+        with restored(model):
             result = stack.probe() if self.recipe.probes else stack.run()
-        fixed = {n: result.state[n] for n in self._fixed if n in result.state}
-        if odd := [n for n, v in fixed.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
+        held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
+        if odd := [
+            n for n, b in held.items() if n in result.state and (result.state[n] != b).any()
+        ]:
             raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
         return result
 
@@ -231,25 +219,22 @@ class Group:
 
     def replies(self, result: StackedResult) -> dict[int, clients.Answer]:
         """Return what came of the clients: their replies are rows of the result."""
-        recipe, was, half = self.recipe, self.recipe.arrays, self.recipe.config.get(keys.HALF_KEY)
+        recipe, layout, was = self.recipe, self.layout, self.recipe.arrays
         uploads, kept = _tables(result.upload), _tables(result.client)
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        coder, ends, code = None, dict[str, Tensor](), Table({})
+        coder, sent, private, code = None, Table({}), Table({}), Table({})
         if not recipe.probes:
-            common |= clients.model_entries(recipe.config, was, self.layout, result.output_layer)
-            for n in [*was, *self.layout.private]:
-                if (value := result.state.get(self._first_names[n])) is None:
-                    first = self.shared.entries[n]  # what is not trained is the same for all
-                    value = first.expand(len(self.members), *first.shape)
-                ends[n] = value
-            if (coder := recipe.term.coder("finish")) is not None:
+            common |= clients.model_entries(recipe.config, was, layout, result.output_layer)
+            coder = recipe.term.coder("finish")
+            sent = Table(
+                {n: self._ended(n, result).astype(a.dtype, copy=False) for n, a in was.items()}
+            )
+            private = Table({n: self._ended(n, result) for n in layout.private})
+            if coder is None:
+                sent = Table(narrow(sent, recipe.config.get(keys.HALF_KEY)))
+            else:
                 deltas = in_code_order(result.delta, result.delta)
                 code = Table({n: to_numpy(d).astype(was[n].dtype) for n, d in deltas.items()})
-        private = Table({n: to_numpy(ends.pop(n)) for n in self.layout.private if ends})
-        sent = {n: to_numpy(v).astype(was[n].dtype, copy=False) for n, v in ends.items()}
-        if coder is not None:
-            sent = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        table = Table(sent if coder else narrow(sent, half))
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
@@ -260,11 +245,12 @@ class Group:
             if not recipe.probes:
                 said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
                 said += [keys.LOSS_ROSE] * result.rose[row]
-                records[keys.ARRAYS] = Row(table, row)
+                records[keys.ARRAYS] = Row(sent, row)
                 if coder is not None:
                     config[keys.STEPS_KEY] = [coder.encode(dict(Row(code, row)))]
-                    rest = records[keys.ARRAYS].items()
-                    records[keys.ARRAYS] = {n: a for n, a in rest if (a != was[n]).any()}
+                    rest = {n: a[row, ...] for n, a in sent.items() if n not in code}
+                    rest = {n: a for n, a in rest.items() if n not in layout.tied}
+                    records[keys.ARRAYS] = {n: a for n, a in rest.items() if (a != was[n]).any()}
                 metrics |= {
                     "train-loss": result.losses[row],
                     "local-steps": len(c.plan),
@@ -276,6 +262,14 @@ class Group:
             reply = Parcel(records, config, metrics, decoded=Row(code, row) if code else None)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
+
+    def _ended(self, name: str, result: StackedResult) -> np.ndarray:
+        """Return what became of one of the model's entries in each client."""
+        value = result.state.get(self._first_names[name])
+        if value is None:  # what is not trained is the same for all
+            first = self.view.entries[name]
+            value = first.expand(len(self.members), *first.shape)
+        return to_numpy(value)
 
 
 def _tables(slots: Slot) -> dict[str, Table]:
@@ -311,8 +305,9 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
     # before the first forward pass, a term sees no more classes than the client has
     reads = recipe.probes or any(t.acts("start") for t in term.terms)
     classes = len(counts) if reads and counts is not None else 0
-    form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
-    plan = draw(pairs, seed, most, order_of(pairs))
+    each = [slot for slots in (broadcast, begun.slots) for slot in sorted(slots.items())]
+    form = (form_of([(t, dict(sorted(slot.items()))) for t, slot in each]), *private, classes)
+    plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, begun.slots, counts, asked, begun, form)
 
 
@@ -323,15 +318,4 @@ def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tens
     private = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
     if not private or kept is None:
         return private
-    if {n: a.shape for n, a in kept.items()} != {n: v.shape for n, v in private.items()}:
-        raise CannotStack("the private entries that it kept are not its model's")
     return {n: kept[n].to(v.dtype) for n, v in private.items()}
-
-
-def _form_of(slots: Slot) -> Hashable:
-    """Return which arrays there are in slots, and of which shape."""
-    return tuple(
-        (t, k, a.shape, a.dtype)
-        for t, slot in sorted(slots.items())
-        for k, a in sorted(slot.items())
-    )

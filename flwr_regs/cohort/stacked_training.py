@@ -7,7 +7,8 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad_and_value
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
@@ -27,14 +30,18 @@ from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attribute
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
-from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state, together
-from flwr_regs.cohort.gradients_of_stack import Gradient
-from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, Shared, View
+from flwr_regs.cohort import batch_plan
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, forked, random_state
+from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, View
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
 
+LOG = logging.getLogger("flwr")
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+KEPT = 20
+"""Compiled steps that are kept."""
+_STEPS: dict[Hashable, Callable[..., Any] | None] = {}
 
 
 @dataclass(frozen=True)
@@ -67,23 +74,30 @@ class Stack:
 
     Parameters
     ----------
-    shared : Shared
+    view : View
+        What they share.
     members : sequence of Member
         Each with at least one step; those with most steps first.
 
     The first one's seed is that of all that the model draws, such as dropout.
 
     `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
-    one by one. Nothing but the values of ``shared.model`` has changed by then.
+    one by one. Nothing but the values of ``view.model`` has changed by then.
     """
 
-    def __init__(self, shared: Shared, members: Sequence[Member]) -> None:
-        self._shared, self._members = shared, members
+    def __init__(self, view: View, members: Sequence[Member]) -> None:
+        self._view, self._members, terms = replace(view), members, view.term.terms
         self._steps = [len(m.plan) for m in members]
         self._rows = len(members)
-        self._losses, self._first = torch.zeros(2, self._rows, device=shared.device)
-        self._carries = any(isinstance(t, Carries) for t in shared.term.terms)
+        self._loss_sums, self._first = torch.zeros(2, self._rows, device=view.device)
+        self._carries = bool(view.term.able(Carries))
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
+        self._evolves, self._perturbs = (view.term.overriding(h) for h in ("evolve", "point"))
+        acting = [t for t in terms if t.acts("correct") or t in self._evolves]
+        # whether a hook is to see what the forward pass makes
+        self._watches = bool(self._evolves) or any(t.needs for t in terms)
+        self._reads = self._watches or any(t.acts("loss") for t in terms)
+        self._acts, self._elementwise = bool(acting), all(t.elementwise for t in acting)
 
     def run(self) -> StackedResult:
         """Train for the round."""
@@ -92,26 +106,22 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
-            self._batches = Batches([m.plan for m in self._members], self._shared.device)
-            self._gradient = Gradient(self._view, self._own["told"], self._plain_lr())
+            self._batches = Batches([m.plan for m in self._members], self._view.device)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
-                if not self._gradient.moved:
-                    self._optimizer.step()
             return self._finish()
 
     def probe(self) -> StackedResult:
         """Return a first exchange: the terms' uploads and client slots; plans are passes of the data."""
-        term = self._shared.term
         with ExitStack() as stack, torch.no_grad():
             self._load(stack)
             view = self._view
-            view.batch_size = self._members[0].plan.sizes[0]
+            view.same["batch_size"] = self._members[0].plan.sizes[0]
 
             def one(told: dict[str, Any], **functions: Any) -> Any:
-                none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
-                return term.probe(view.context(told, **none, **functions))
+                none = {"num_steps": 0, "planned_steps": 0, "broadcast": {}}
+                return view.term.probe(view.context(told, **none, **functions))
 
             ended = self._over_data([m.plan for m in self._members], one)
             return StackedResult({}, {}, *to_device(ended, "cpu"))
@@ -122,14 +132,14 @@ class Stack:
         The functions are those over a member's data, of which `plans` are one pass; if `training`,
         ``train`` alone, over the batches of the round's steps. `given` are nested dicts of stacked tensors.
         """
-        view, shared, rows = self._view, self._shared, len(plans)
+        view, rows = self._view, len(plans)
         if not training:  # Fisher information looks for linear layers
             view = replace(view, precision=None, as_products=False)
         rest = {n: v.expand(rows, *v.shape) for n, v in view.rest.items()}
         row = self._own | {"held": {**rest, **self._values, **self._own["held"]}}
         parts: list[Any] = []
         order: list[int] = []
-        for some, batches in together(plans, shared.device):
+        for some, batches in batch_plan.together(plans, view.device):
             taken = mapped((row, given), itemgetter(some))
             how: dict[str, Any] = {"memory": MEMORY // len(some)}
             if not training:
@@ -152,69 +162,70 @@ class Stack:
             order += some
         if len(parts) == 1:
             return parts[0]
-        back = torch.tensor(order, device=shared.device).argsort()
+        back = torch.tensor(order, device=view.device).argsort()
         return tree_map(lambda *rows: torch.cat(rows)[back], *parts)
 
     # before the steps
 
     def _load(self, stack: ExitStack) -> None:
         """Stack what the members hold; views of the trained parameters are stepped."""
-        shared, members, k = self._shared, self._members, self._rows
-        stack.enter_context(seeded(members[0].plan.seed, shared.device))
-        shared.model.to(shared.device).train()
-        buffers = dict(shared.model.named_buffers())
-        entries = {n: p.detach() for n, p in shared.model.named_parameters()} | buffers
-        entries = {n: shared.entries.get(n, v).to(shared.device) for n, v in entries.items()}
-        own_names = {n for m in members for n in m.private}
-
-        def of_all(name: str) -> Tensor:
-            one = entries[name]
-            if name not in own_names:
-                return one.expand(k, *one.shape).clone()
-            return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
-
-        start = {n: entries[n] for n in shared.trained if n in shared.entries}
+        view, members, device = self._view, self._members, self._view.device
+        configs = [m.asked.message.config for m in members]
+        stack.enter_context(seeded(configs[0][keys.SEED_KEY], device))
+        view.model.to(device).train()
+        buffers = dict(view.model.named_buffers())
+        entries = {n: p.detach() for n, p in view.model.named_parameters()} | buffers
+        entries = {n: view.entries.get(n, v).to(device) for n, v in entries.items()}
+        own = members[0].private  # the others have the same names
+        stacked = {
+            n: torch.stack([m.private[n].to(device) for m in members])
+            if n in own
+            else v.expand(self._rows, *v.shape).clone()
+            for n, v in entries.items()
+            if n in own or n in buffers or n in view.trained
+        }
         # by name, the first axis that of the members: trained parameters, and a row of `View`
-        self._values: Arrays = {n: of_all(n) for n in shared.trained}
-        changing = (own_names | buffers.keys()) - self._values.keys()
-        held = {n: of_all(n) for n in entries if n in changing}
-        rest = {n: v for n, v in entries.items() if n not in held and n not in self._values}
-        unseen = {n: v for n, v in self._values.items() if n not in start}
-        steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
-        alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
-        kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
-        slots = {"client": [m.client for m in members], "broadcast": [m.broadcast for m in members]}
-        told: dict[str, Any] = to_device(
-            {k: _stacked(of) for k, of in slots.items()}, shared.device
-        )
-        ids = [m.asked.message.config.get(keys.CLIENT_KEY, -1) for m in members]
-        told["id"] = torch.tensor(ids, device=shared.device)
-        for name in steps.keys() - alike.keys():
-            told[name] = torch.tensor(steps[name], dtype=kind, device=shared.device)
+        self._values: Arrays = {n: stacked[n] for n in view.trained}
+        held = {n: v for n, v in stacked.items() if n not in self._values}
+        view.start = {n: entries[n] for n in view.trained if n not in own}
+        view.rest = {n: v for n, v in entries.items() if n not in stacked}
+        view.buffers = [*buffers]
+        view.as_products = view.precision is None and view.randomness == "different"
+        told: dict[str, Any] = {
+            "client": _stacked([m.client for m in members]),
+            "broadcast": _stacked([m.broadcast for m in members]),
+            "client_id": torch.tensor([c.get(keys.CLIENT_KEY, -1) for c in configs]),
+        }
         counts = [m.label_counts for m in members if m.label_counts is not None]
         if counts:  # all members have them, or none
-            told["counts"] = pad_sequence(counts, batch_first=True).to(shared.device)
+            told["label_counts"] = pad_sequence(counts, batch_first=True)
+        kind = torch.promote_types(next(iter(view.start.values())).dtype, torch.float32)
+        numbers = {"num_steps": self._steps, "planned_steps": [m.planned_steps for m in members]}
+        same = {name: of[0] for name, of in numbers.items() if len(set(of)) == 1}
+        view.same = {**view.same, "start": view.start, **same}
+        told |= {n: torch.tensor(of, dtype=kind) for n, of in numbers.items() if n not in same}
+        unseen = {n: v for n, v in self._values.items() if n not in view.start}
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
-        self._own: dict[str, Any] = {"held": held, "told": told, "at_start": at_start}
+        self._own: dict[str, Any] = {
+            "held": held,
+            "told": to_device(told, device),
+            "at_start": at_start,
+        }
         self._of_each = self._own_of(slice(None))
-        how: dict[str, Any] = {"start": start, "rest": rest, "buffers": [*buffers], "alike": alike}
-        products = shared.precision is None and shared.randomness == "different"
-        self._view = View(**vars(shared), **how, as_products=products)
 
     def _own_of(self, some: Any) -> dict[str, Any]:
         """Return what is some members' own: views, of a slice."""
         return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
 
     def _open_taps(self, stack: ExitStack) -> None:
-        shared = self._shared
-        terms = shared.term.terms
+        view, terms = self._view, self._view.term.terms
         if any("features" in t.needs for t in terms):
-            self._view.tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
-            inputs, targets = to_device(self._members[0].plan.batch(0), shared.device)
-            with evaluating(shared.model):
-                tap.check(shared.task.output(shared.model, inputs, targets))
-        for name in layers_of(terms):
-            self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
+            view.tap = tap = stack.enter_context(FeatureTap(view.model, view.classifier))
+            inputs, targets = to_device(self._members[0].plan.batch(0), view.device)
+            with evaluating(view.model):
+                tap.check(view.task.output(view.model, inputs, targets))
+        taps = {n: stack.enter_context(OutputTap(view.model, n)) for n in layers_of(terms)}
+        view.layers = taps
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -222,12 +233,12 @@ class Stack:
         It is made for one client, so that a factory which looks at the parameters sees their shapes; then
         the stacked ones take their places.
         """
-        shared = self._shared
-        named = dict(shared.model.named_parameters())
-        of_one = {n: _copied(named[n]) for n in shared.trained}
-        before = random_state(shared.device)
-        made = shared.make(list(of_one.values()), lr=shared.lr)
-        if not all(map(torch.equal, before, random_state(shared.device))):
+        view = self._view
+        named = dict(view.model.named_parameters())
+        of_one = {n: named[n] for n in view.trained}
+        before = random_state(view.device)
+        made = view.make(list(of_one.values()), lr=view.same["lr"])
+        if not all(map(torch.equal, before, random_state(view.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
         kind = type(made)
         if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE.split():
@@ -238,7 +249,8 @@ class Stack:
             if any(id(p) not in place for p in group["params"]):
                 raise CannotStack("its optimiser holds parameters that are not its model's")
             group["params"] = [place[id(p)] for p in group["params"]]
-        self._fused = any(group.get("fused") for group in made.param_groups)
+            if group.get("fused"):  # that takes, without a check, numbers by their place in memory
+                group["fused"] = False
         for p in [*made.state]:
             state = made.state[place[id(p)]] = made.state.pop(p)
             for key, v in state.items():
@@ -246,30 +258,23 @@ class Stack:
                     state[key] = v.expand(self._rows, *v.shape).clone()
         return made, leaves
 
-    def _plain_lr(self) -> float:
-        """Return the learning rate of an optimiser that is plain SGD; 0 for any other."""
-        (group, *others), shared = self._optimizer.param_groups, self._shared
-        extras = ("momentum", "weight_decay", "maximize", "nesterov")
-        plain = type(self._optimizer) is torch.optim.SGD and not any(group[k] for k in extras)
-        alone = not others and len(group["params"]) == len(self._leaves)
-        fits = plain and alone and "clip-norm" not in shared.config
-        return float(group["lr"]) if fits else 0.0
-
     def _begin(self) -> None:
-        """Let the terms choose where the steps start."""
-        view, term = self._view, self._shared.term
-        view.momentum = momentum_of(self._optimizer)
+        """Let the terms choose where the steps start, and with what state of the optimiser."""
+        view, term, told = self._view, self._view.term, self._own["told"]
+        view.same["momentum"] = momentum_of(self._optimizer)
         if any(t.acts("start") for t in term.terms):
-            begin = view.of_all(partial(term.start, view.start), self._own["told"])
-            for n, p in begin.items():
+            for n, p in view.of_all(partial(term.start, view.start), told).items():
                 self._values[n].copy_(p)
-        view.batch_size = self._members[0].plan.sizes[0]
-        if self._carries:
-            self._carry()
-
-    def _carry(self) -> None:
-        """Give the optimiser the state with which the terms let it begin."""
-        state = self._view.of_all(self._shared.term.optimizer_start, self._own["told"])
+        view.same["batch_size"] = self._members[0].plan.sizes[0]
+        slots = told["client"], told["broadcast"]
+        alike = told.keys().isdisjoint(("num_steps", "planned_steps"))
+        self._together = alike and self._elementwise and not self._watches
+        self._together = self._together and all(_broadcasts(s, view.start) for s in slots)
+        self._reads |= self._acts and not self._together
+        self._lr = 0.0 if self._acts or view.compiled is None else self._plain_lr()
+        if not self._carries:
+            return
+        state = view.of_all(term.optimizer_start, told)
         for key, value in state.items():
             entry, _, name = key.partition(".")
             scalar = entry == "step" or entry.endswith("#")
@@ -279,6 +284,15 @@ class Stack:
                 raise CannotStack(f"the members' optimisers begin with differing entries {entry}")
             state[key] = value[0]
         load_state(self._optimizer, self._leaves, state)
+
+    def _plain_lr(self) -> float:
+        """Return the learning rate of an optimiser that is plain SGD; 0 for any other."""
+        group, *others = self._optimizer.param_groups
+        extras = ("momentum", "weight_decay", "maximize", "nesterov")
+        plain = type(self._optimizer) is torch.optim.SGD and not any(group[k] for k in extras)
+        alone = not others and len(group["params"]) == len(self._leaves)
+        fits = plain and alone and "clip-norm" not in self._view.same["config"]
+        return float(group["lr"]) if fits else 0.0
 
     def _carried(self, first: int = 0) -> None:
         """Note the optimiser's state of the members from a row on."""
@@ -303,51 +317,185 @@ class Stack:
         self._rows, self._of_each = active, self._own_of(slice(0, active))
 
     def _step(self, step: int) -> None:
-        """Put the corrected gradients of a step into the parameters."""
+        """Take a step: the members whose batches have one shape together."""
+        self._moved = False  # whether a compiled step has made the optimiser's update
         parts: dict[Any, list[int]] = {}
         if self._batches.alike:
             parts[None] = [*range(self._rows)]
         else:
             for row, member in enumerate(self._members[: self._rows]):
                 parts.setdefault(member.plan.forms[step], []).append(row)
-        for number, rows in enumerate(parts.values()):
+        for rows in parts.values():
             where: Any = slice(0, self._rows)
-            if not (alone := len(parts) == 1):
-                where = torch.tensor(rows, device=self._shared.device)
+            if len(parts) > 1:
+                where = torch.tensor(rows, device=self._view.device)
             for n, g in self._gradients(step, rows, where).items():
                 p = self._leaves[n]
-                if number and (g is None) != (p.grad is None):
-                    raise CannotStack(f"the loss depends on {n} in some batches only")
-                if g is None:
-                    p.grad = None
-                elif self._gradient.moved:
+                if self._moved:
                     self._values[n] = p.data = g
-                elif alone and not (self._fused and g.stride() != p.stride()):
+                elif len(parts) == 1:
                     p.grad = g.to(p.dtype)
-                else:  # a fused optimiser takes, without a check, numbers by their place in memory
-                    grad = torch.zeros_like(p) if p.grad is None or not number else p.grad
-                    grad[where] = g.to(p.dtype)
-                    p.grad = grad
-        self._clip()
+                else:
+                    p.grad = torch.zeros_like(p) if rows[0] == 0 else p.grad
+                    p.grad[where] = g.to(p.dtype)
+        if not self._moved:
+            self._clip()
+            self._optimizer.step()
 
     def _gradients(self, step: int, rows: Sequence[int], where: Any) -> Any:
-        """Return the corrected gradients of some rows, whose batches have one shape."""
+        """Return the corrected gradients of some rows, whose batches have one shape.
+
+        Hooks run under vmap, but for the corrections of terms that are `elementwise`: these broadcast over
+        the members.
+        """
+        view, held = self._view, self._own["held"]
+        plan, batch = self._members[rows[0]].plan, self._batches.of(step, rows)
+        row = self._of_each if isinstance(where, slice) else self._own_of(where)
         values = {n: p.detach()[where].requires_grad_() for n, p in self._leaves.items()}
-        own = self._of_each if isinstance(where, slice) else self._own_of(where)
-        plan, held = self._members[rows[0]].plan, self._own["held"]
+        before = random_state(view.device) if self._acts else []
+        # of all members, with batches of the first step's form
         whole = len(rows) == len(self._members) and plan.forms[step] == plan.forms[0]
-        batch = self._batches.of(step, rows)
+        plain = whole and not self._reads and not self._perturbs
+        compiled = view.compiled if plain else None
         with unwritten("parameters", values.values()), unwritten("batches", batch.leaves):
-            grads, losses, new, slots = self._gradient.of(values, batch, own, whole)
-        self._losses[where] += losses * plan.sizes[step]
+            grads, losses, buffers, shown = self._raw(values, batch, row, compiled)
+            if unused := [n for n, g in grads.items() if g is None and n not in view.start]:
+                raise CannotStack(
+                    f"the loss does not depend on {unused}"
+                )  # an optimiser passes them over
+            grads = {n: torch.zeros_like(values[n]) if g is None else g for n, g in grads.items()}
+            if self._acts:
+                given = (
+                    {n: grads[n] for n in view.start},
+                    {n: p.detach() for n, p in values.items()},
+                )
+                with torch.no_grad():
+                    corrected = self._at_once(*given, row["told"]) if self._together else None
+                    if corrected is None:
+                        corrected, slots = self._corrected(*given, batch, row, shown, before)
+                        self._evolve(slots, where)
+                grads |= corrected
+        self._loss_sums[where] += losses * plan.sizes[step]
         if not step:
             self._first[where] = losses
-        self._evolve(slots, where)
-        for n, b in new.items():
+        for n, b in buffers.items():
             if b.shape[1:] != held[n].shape[1:] or b.dtype != held[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
             held[n][where] = b
         return grads
+
+    def _raw(self, values: Arrays, batch: Batch, row: Any, compiled: Hashable) -> Any:
+        """Return (gradients, losses without those of terms, new buffers, what terms see of the pass)."""
+        view, there = self._view, values
+        if compiled and (quick := self._compiled(compiled, values, row["held"], batch)):
+            return quick
+        if self._perturbs:
+            params = {n: values[n].detach() for n in view.start}
+            moved = view.of_all(view.term.point, row["told"], params)
+            # clones: leaves of their own, also where a term moves nothing
+            there = {n: moved.get(n, v).detach().clone() for n, v in values.items()}
+            there = {n: v.requires_grad_() for n, v in there.items()}
+        losses, base, buffers, shown = self._losses(there, batch, row)
+        raw = torch.autograd.grad(losses.sum(), list(there.values()), allow_unused=True)
+        return dict(zip(values, raw, strict=True)), base, buffers, shown
+
+    def _losses(self, values: Arrays, batch: Batch, row: dict[str, Any]) -> Any:
+        """Return (whole losses, losses, new buffers, what the forward pass has shown the terms)."""
+        view = self._view
+        fields = ("output", "start_output", "features", "layers") if self._acts else ()
+
+        def objective(values: Arrays, leaves: list[Tensor], row: dict[str, Any]) -> Any:
+            inputs, targets = batch.rebuilt(leaves)
+            given = {**row["held"], **values}
+            output = view.output(view.model, inputs, targets, given)
+            base, shown = view.loss(output, targets), dict[str, Any]()
+            loss, buffers = base, {n: given[n] for n in view.buffers}
+            if self._reads:
+                ctx = view.at(row, inputs, targets, view.shown(output))
+                loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
+                shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
+            return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
+
+        rows = row if self._reads else {"held": row["held"]}
+        return view.vmapped(objective)(values, batch.leaves, rows)
+
+    def _compiled(self, key: Hashable, values: Arrays, held: Arrays, batch: Batch) -> Any:
+        """Return (gradients, losses, new buffers, {}) of a step without terms; None if it is not compiled.
+
+        The graph is made once for a `key` and the names and shapes of what goes in; `key` says what else
+        the step depends on. Where the optimiser is plain SGD and no term acts, the graph makes its update:
+        the parameters behind it come in place of the gradients. Where the step cannot be traced or there is
+        no compiler, a sentence in the log says so.
+        """
+        view, lr, size = self._view, self._lr, len(batch.leaves[0])
+        values = {n: v.detach() for n, v in values.items()}
+        held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
+        rate = torch.full((), lr, dtype=torch.float64, device=view.device)
+        given: Any = [rate, values, held, batch.leaves]
+        leaves, form = tree_flatten(given)
+        key = key, str(form), tuple((tuple(t.shape), t.dtype) for t in leaves), bool(lr)
+
+        def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
+            losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
+            return losses.sum(), others
+
+        def step(rate: Tensor, *given: Any) -> Any:
+            grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*given)
+            moved = {n: v - rate * grads[n] if lr else grads[n] for n, v in given[0].items()}
+            return moved, losses, buffers
+
+        try:
+            if key not in _STEPS:
+                if len(_STEPS) == KEPT:
+                    del _STEPS[next(iter(_STEPS))]
+                copies = tree_map(Tensor.clone, given)  # it is run, and may write to buffers
+                with forked(view.device):
+                    _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
+            if (compiled := _STEPS[key]) is None:
+                return None
+            moved, losses, buffers = compiled(*given)
+        except Exception as error:  # whatever torch or a compiler raises
+            _STEPS[key] = None
+            why = str(error).strip().partition("\n")[0]
+            LOG.warning("StackedGrid: the step is not compiled: %s", why)
+            return None
+        self._moved = bool(lr)
+        return moved, losses, buffers, {}
+
+    def _corrected(
+        self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any, before: Any
+    ) -> tuple[Arrays, Slot]:
+        """Return what the terms make of the gradients, and the clients' slots after the step.
+
+        `before` is the random state before the step's forward pass.
+        """
+        view, term = self._view, self._view.term
+
+        def corrected(grads: Arrays, values: Arrays, leaves: Any, row: Any, shown: Any) -> Any:
+            pair = batch.rebuilt(leaves)
+            params = {n: values[n] for n in view.start}
+            others = {n: v for n, v in values.items() if n not in params}
+            there = {**row, "held": row["held"] | others}
+            again = partial(view.gradient_at, there, pair, before)
+            ctx = replace(view.at(row, *pair, shown), gradient_at=again)
+            slots = term.evolve(grads, params, ctx) if self._evolves else {}
+            return term.correct(grads, params, ctx), slots
+
+        return view.vmapped(corrected)(given, values, batch.leaves, row, shown)  # type: ignore[no-any-return]
+
+    def _at_once(self, given: Arrays, values: Arrays, told: dict[str, Any]) -> Arrays | None:
+        """Return what elementwise terms make of all members' gradients; None if they draw numbers.
+
+        Drawn once, these would be the same for all members.
+        """
+        view = self._view
+        before = random_state(view.device)
+        ctx = view.context({"client": told["client"], "broadcast": told["broadcast"]})
+        corrected = view.term.correct(given, {n: values[n] for n in view.start}, ctx)
+        if all(map(torch.equal, before, random_state(view.device))):
+            return {n: g.expand(given[n].shape) for n, g in corrected.items()}
+        self._together = False
+        return None
 
     def _evolve(self, slots: Slot, where: Any) -> None:
         """Put the slots of some members after a step in place of those before it."""
@@ -362,7 +510,7 @@ class Stack:
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
-        norm = self._shared.config.get("clip-norm")
+        norm = self._view.same["config"].get("clip-norm")
         grads = [p.grad for p in self._leaves.values() if p.grad is not None]
         if norm is None or not grads:
             return
@@ -382,12 +530,12 @@ class Stack:
         delta = {n: values[n] - view.start[n] for n in view.start}
         if self._carries:
             self._carried()
-            told["optimizer"] = tree_map(lambda *parts: torch.cat(parts), *self._left)
+            told["optimizer_state"] = tree_map(lambda *parts: torch.cat(parts), *self._left)
         changes = False
 
         def end(delta: Arrays, told: dict[str, Any], **functions: Any) -> Any:
             nonlocal changes
-            sent, *kept = self._shared.term.finish(delta, view.context(told, **functions))
+            sent, *kept = view.term.finish(delta, view.context(told, **functions))
             changes = sent is not delta
             return sent, *kept
 
@@ -403,7 +551,7 @@ class Stack:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         examples = [sum(m.plan.sizes) for m in self._members]
-        losses = (self._losses.double().cpu() / torch.tensor(examples)).tolist()
+        losses = (self._loss_sums.double().cpu() / torch.tensor(examples)).tolist()
         rose = [*map(has_risen, losses, self._first.tolist())]
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
@@ -438,17 +586,16 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
 
 def _stacked(slots: Sequence[Slot]) -> Slot:
     """Return the members' slots, which have the same entries, as one."""
-    return {
-        t: {key: torch.stack([of[t][key] for of in slots]) for key in slot}
-        for t, slot in slots[0].items()
-    }
+    return tree_map(lambda *each: torch.stack(each), *slots)  # type: ignore[no-any-return]
 
 
-def _copied(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter with its attributes, which a factory may read."""
-    made = nn.Parameter(parameter.detach().clone())
-    vars(made).update(vars(parameter))
-    return made
+def _broadcasts(slots: Slot, start: Arrays) -> bool:
+    """Whether all that slots hold for each member has a parameter's shape, and so broadcasts with it."""
+    return all(
+        any(f".{key}".endswith(f".{n}") and v.shape[1:] == p.shape for n, p in start.items())
+        for slot in slots.values()
+        for key, v in slot.items()
+    )
 
 
 def _is_like(value: Any, p: Tensor) -> bool:
@@ -459,10 +606,11 @@ def _is_like(value: Any, p: Tensor) -> bool:
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:
     """Return the layers that :func:`.fisher.find_layers` finds in the first member; they hold `held`."""
     model, first = view.model, {n: t[0] for n, t in held.items()}
-    task, sample = view.holding(first), [t[0, 0] for t in batch.leaves]
+    task: Any = replace(view, rest={**view.rest, **first})
     values = {n: first[n] for n, p in model.named_parameters() if p.requires_grad}
     pair = batch.rebuilt([t[0] for t in batch.leaves])
     with evaluating(model):
+        sample = [t[0, 0] for t in batch.leaves]
         return find_layers(model, partial(sample_loss, model, task, {}, pair), values, sample)
 
 

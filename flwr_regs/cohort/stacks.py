@@ -13,8 +13,7 @@ import operator
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +28,7 @@ from flwr_regs.client.personal import classifies
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
-from flwr_regs.cohort.member_view import Asked, Shared
+from flwr_regs.cohort.member_view import Asked, View
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import Group, Kind, Recipe, Recipes, Settings, member_of
 from flwr_regs.cohort.stacked_training import restored, unwritten
@@ -80,7 +79,7 @@ class Stacks:
                 recipe = recipes.of(one)
                 kind = self._kind_of(one.client, recipe)
                 member = member_of(one, recipe)
-                key = id(recipe), kind, member.plan.kind, member.plan.forms[0], member.form
+                key = id(recipe), kind, member.plan.forms[0], member.form
                 if (group := groups.get(key)) is None:
                     group = groups[key] = Group(member, recipe, self.settings, kind)
                 group.add(member)
@@ -99,12 +98,23 @@ class Stacks:
         return served
 
     def evaluate(self, asked: Sequence[Asked]) -> dict[int, Parcel]:
-        """Return, by partition id, the replies of those clients that evaluate at once; the others wait."""
+        """Return, by partition id, the replies of those clients that evaluate at once; the others wait.
+
+        They share the model as an object, as `Clients` do, evaluate the global model alone, and go through
+        plain test data in order.
+        """
         refused = {build for (build, *_), kind in self._kinds.items() if kind.refused}
         # also of clients that have not trained: a model that `Clients` share is one object
         models = {id(c.model) for c, build in self._builds.items() if build in refused}
+        groups: dict[Any, list[tuple[Asked, Plan]]] = {}
         try:
-            return _evaluated([a for a in asked if id(a.client.model) not in models])
+            for one in [a for a in asked if id(a.client.model) not in models]:
+                client, message = one.client, one.message
+                same = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
+                if "personalise" not in message.config and (plan := _test_plan(client)):
+                    groups.setdefault(same, []).append((one, plan))
+            several = [group for group in groups.values() if len(group) > 1]
+            return {pid: reply for group in several for pid, reply in _evaluated(group)}
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
@@ -133,14 +143,17 @@ class Stacks:
     def _kind_of(self, client: Client, recipe: Recipe) -> Kind:
         """Return what is known of clients like this one; raise CannotStack if they train one by one."""
         if (build := self._builds.get(client)) is None:
-            build = self._builds[client] = self._build(client)
+            build = self._builds[client] = self._build(client, recipe)
         kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind())
         if kind.refused:
             raise CannotStack(kind.refused)
         return kind
 
-    def _build(self, client: Client) -> tuple[Any, ...]:
-        """Return what clients share that go together: terms, model, loss, optimiser, device."""
+    def _build(self, client: Client, recipe: Recipe) -> tuple[Any, ...]:
+        """Return what clients share that go together: terms, model, loss, optimiser, device.
+
+        Of the model's entries, those that neither come nor stay with a client must have equal values.
+        """
         model, who = client.model, client.identity
         if any(name.endswith("_orig_mod") for name, _ in model.named_modules()):
             raise CannotStack(f"{who.who} has a compiled model")
@@ -152,7 +165,10 @@ class Stacks:
             raise CannotStack("its convolutions are slower in a stack on a CPU")
         if model not in self._models:
             model.train()  # an evaluation may have left it in the other mode
-            self._models[model] = Build((*model.parameters(), *model.buffers())).of(model)
+            entries = model.state_dict(keep_vars=True)
+            own = recipe.term.private(list(entries))
+            loaded = [v for n, v in entries.items() if n in recipe.arrays or n in own]
+            self._models[model] = Build(loaded).of(model)
         called = Build().of([*vars(client.task).values(), client.optimizer])
         kinds = who.who, who.method, tuple(who.terms), who.keeps_optimizer
         return kinds, self._models[model], called, str(client.device), client.classifier
@@ -164,8 +180,7 @@ class Stacks:
         try:
             self._check_result(group)
             if self.settings.compile:
-                step = _step_of(group.shared), group.members[0].plan.forms[0]
-                group.shared = replace(group.shared, compiled=step)
+                group.view.compiled = _step_of(group.view), group.members[0].plan.forms[0]
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
             self.note(error, len(group.members))
@@ -226,76 +241,66 @@ class Build(pickle.Pickler):
         return None
 
 
-def _step_of(shared: Shared) -> Hashable:
+def _step_of(view: View) -> Hashable:
     """Return what a compiled step depends on beside its arguments, as the model and the loss are now."""
-    model = shared.model.train()
-    built = Build((*model.parameters(), *model.buffers())).of([model, *vars(shared.task).values()])
+    model = view.model.train()
+    built = Build((*model.parameters(), *model.buffers())).of([model, *vars(view.task).values()])
     if not isinstance(built, tuple):  # it cannot be written: its changes are not seen
         built = model
-    return built, str(shared.device), shared.precision
+    return built, str(view.device), view.precision
 
 
 # evaluation
 
 
-def _evaluated(asked: Sequence[Asked]) -> dict[int, Parcel]:
-    """Return the replies, by partition id, of those clients that can evaluate at once.
+def _test_plan(client: Client) -> Plan | None:
+    """Return the batches of a client's test data; None if they are not plain ones in order."""
+    if client.eval_data is None or client.identity.private:
+        return None
+    pairs = client.task.pairs(client.eval_data)
+    order = order_of(pairs)
+    plain = order is not None and not order.shuffle
+    return draw(pairs, torch.Generator(), order) if plain else None
 
-    They share the model as an object, as `Clients` do, evaluate the global model alone, and go through
-    plain test data in order. The others wait.
-    """
-    groups: dict[Any, list[tuple[Asked, Plan]]] = {}
-    for one in asked:
-        client, message = one.client, one.message
-        if client.eval_data is None or "personalise" in message.config or client.identity.private:
-            continue
-        pairs = client.task.pairs(client.eval_data)
-        order = order_of(pairs)
-        if order is not None and not order.shuffle and order.sizes:
-            same = id(client.model), id(client.task), id(message.records[keys.ARRAYS])
-            groups.setdefault(same, []).append((one, draw(pairs, 0, None, order)))
-    replies: dict[int, Parcel] = {}
-    for group in groups.values():
-        (first, _), *others = group
-        client, model = first.client, uncompiled(first.client.model)
-        if not others:
-            continue
-        term, *_ = evaluated(first.message, first.memory, model, client.identity)
-        if term.personalising or term.private(list(model.state_dict())):
-            continue
-        device = resolve_device(client.device)
-        model.to(device).eval()
-        held = [*model.parameters(), *model.buffers()]
-        with restored(model), unwritten("buffers", held):
-            for places, batches in together([plan for _, plan in group], device):
-                scores = _scores(client.task, model, group[places[0]][1].sizes, batches)
-                for (one, plan), score in zip((group[p] for p in places), scores, strict=True):
-                    metrics = {"num-examples": sum(plan.sizes), **score}
-                    lost = memories.latest(one.memory, one.message.config).lost
-                    entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
-                    replies[one.pid] = Parcel({}, entries, metrics)
-            if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
-                raise CannotStack("its model replaces its buffers")
-    return replies
+
+def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parcel]]:
+    """Yield (partition id, reply) of clients that evaluate one model; none if it is not the global one."""
+    first, _ = group[0]
+    client, model = first.client, uncompiled(first.client.model)
+    term, *_ = evaluated(first.message, first.memory, model, client.identity)
+    if term.personalising or term.private(list(model.state_dict())):
+        return
+    device = resolve_device(client.device)
+    model.to(device).eval()
+    held = [*model.parameters(), *model.buffers()]
+    with restored(model), unwritten("buffers", held):
+        for places, batches in together([plan for _, plan in group], device):
+            some = [group[place] for place in places]
+            for (one, plan), score in zip(some, _scores(client.task, model, batches), strict=True):
+                metrics = {"num-examples": sum(plan.sizes), **score}
+                lost = memories.latest(one.memory, one.message.config).lost
+                entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
+                yield one.pid, Parcel({}, entries, metrics)
+        if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
+            raise CannotStack("its model replaces its buffers")
 
 
 @torch.no_grad()
-def _scores(task: Task, model: nn.Module, sizes: Any, batches: Any) -> list[dict[str, float]]:
+def _scores(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[dict[str, float]]:
     """Return each client's mean loss and, of a classification, its accuracy."""
-    sorts = True
-    loss, right = torch.zeros(2, dtype=torch.float64)
-    for size, batch in zip(sizes, batches, strict=True):
+    sizes = [batch.size for batch in batches]
+    sorts: list[bool] = []
 
-        def one(leaves: list[Tensor], batch: Batch = batch) -> tuple[Tensor, Tensor]:
-            nonlocal sorts
-            inputs, targets = batch.rebuilt(leaves)
+    def one(leaves: Any) -> tuple[Tensor, Tensor]:
+        loss, right = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for batch, parts in zip(batches, leaves, strict=True):
+            inputs, targets = batch.rebuilt(parts)
             output = task.output(model, inputs, targets)
-            sorts &= classifies(output, targets)
-            hits = (output.argmax(dim=1) == targets).sum() if sorts else torch.zeros(())
-            return task.loss(output, targets), hits
+            loss = loss + task.loss(output, targets).double() * batch.size
+            sorts.append(classifies(output, targets))
+            right = right + (output.argmax(dim=1) == targets).sum() if all(sorts) else right
+        return loss / sum(sizes), right / sum(sizes)
 
-        losses, hits = vmap(one)(batch.leaves)
-        loss, right = loss + losses.double() * size, right + hits
-    count = sum(sizes)
-    each = zip((loss / count).tolist(), right.tolist(), strict=True)
-    return [{"loss": mean, **({"accuracy": n / count} if sorts else {})} for mean, n in each]
+    means = [of_all.tolist() for of_all in vmap(one)([b.leaves for b in batches])]
+    names = ("loss", "accuracy") if all(sorts) else ("loss",)
+    return [dict(zip(names, mean, strict=False)) for mean in zip(*means, strict=True)]

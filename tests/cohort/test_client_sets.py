@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.cohort import gradients_of_stack, processes
+from flwr_regs.cohort import processes, stacked_training
 from flwr_regs.cohort.stacks import Stacks
 from tests import conftest
 from tests.conftest import Items, Log, close
@@ -208,7 +208,7 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
     config: dict[str, Any], eager: bool, monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
-    monkeypatch.setattr(gradients_of_stack, "_STEPS", steps := {})
+    monkeypatch.setattr(stacked_training, "_STEPS", steps := {})
     if eager:  # compiling takes half a minute
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
 

@@ -115,7 +115,7 @@ def check_batches(data: Any, name: str) -> None:
     size = "batch_size=32, shuffle=True" if name == "train_data" else "batch_size=32"
     if isinstance(data, Iterator):
         why = f"a {kind}, which can be iterated only once: {AGAIN}"
-    elif _is_dataset(data):
+    elif is_dataset(data):
         why = f"a {kind}: expected batches, such as DataLoader({name}, {size})"
     elif isinstance(data, Tensor | np.ndarray):
         why = f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), {size})"
@@ -130,7 +130,7 @@ def check_batches(data: Any, name: str) -> None:
     raise TypeError(f"{name} is {why}")
 
 
-def _is_dataset(data: Any) -> bool:
+def is_dataset(data: Any) -> bool:
     """Whether `data` holds examples: torch's Dataset, but not a stream, or that of Hugging Face."""
     torchs = torch.utils.data
     of_torch = isinstance(data, torchs.Dataset) and not isinstance(data, torchs.IterableDataset)

@@ -12,7 +12,7 @@ from flwr_regs.client.train.batches import Pairs, batch_size, tensors
 
 
 def remedy(
-    error: Exception, inputs: Any, output: Any, targets: Any, model: nn.Module, loss_fn: Any
+    error: Exception | None, inputs: Any, output: Any, targets: Any, model: nn.Module, loss_fn: Any
 ) -> str:
     """Return what helps against an error of a forward pass (`output` is None) or a loss; "" if unknown."""
     if output is None and isinstance(inputs, Tensor):
