@@ -27,12 +27,12 @@ Sec. 4 (the three parts).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_regs.abilities import FineTunes, Personalises
 from flwr_regs.chain import Chain, chain
@@ -43,6 +43,7 @@ from flwr_regs.client.memory import Folder, Root, to_numpy
 from flwr_regs.client.train.batches import Batches, Replay, batch_size, on_device, seeded, to_device
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import Factory
+from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Config, Slot, Term
 from flwr_regs.wire import keys
@@ -129,25 +130,38 @@ def entries_of(personal_model: nn.Module, model: nn.Module) -> NDArrays:
 def score(
     model: nn.Module, data: Batches, measures: Measures
 ) -> tuple[float, int, dict[str, float]]:
-    """Return (mean loss, examples, metrics) of a model on `data`; ValueError if that holds no batch.
+    """Return (mean loss, examples, metrics) of a model on `data`, as :func:`means` has them.
 
-    The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification:
-    outputs ``(n, classes)``, integer targets ``(n,)``. Of `measures` are the task and the device.
+    Of `measures` are the task and the device.
     """
     task, device = measures.task, measures.device
     model.to(device).eval()
-    loss, correct, count, sorts = 0.0, 0, 0, True
-    for inputs, targets in on_device(task.pairs(data), device):
+    metrics, count = means(model, on_device(task.pairs(data), device), task)
+    values = {name: float(mean) for name, mean in metrics.items()}
+    return values.pop("loss"), count, values
+
+
+def means(
+    model: nn.Module, pairs: Iterable[tuple[Any, Any]], task: Task
+) -> tuple[dict[str, Tensor], int]:
+    """Return (metrics over the examples of all batches, their number); also of one client under vmap.
+
+    They are ``"loss"`` and, where the task is classification, ``"accuracy"``, the share of correct arg-max:
+    outputs ``(n, classes)``, integer targets ``(n,)``. Raises ValueError if there is no batch.
+    """
+    sums, count, sorts = dict[str, Any](loss=0, accuracy=0), 0, True
+    for inputs, targets in pairs:
         output = task.output(model, inputs, targets)
         size = batch_size(targets)
-        loss += float(task.loss(output, targets)) * size
+        sums["loss"] = sums["loss"] + task.loss(output, targets).cpu().double() * size
         count += size
         sorts &= classifies(output, targets)
         if sorts:
-            correct += int((output.argmax(dim=1) == targets).sum())
+            right = (output.argmax(dim=1) == targets).sum().cpu().double()
+            sums["accuracy"] = sums["accuracy"] + right
     if count == 0:
         raise ValueError("the client has no evaluation data: eval_data holds no batch")
-    return loss / count, count, {"accuracy": correct / count} if sorts else {}
+    return {name: sums[name] / count for name in ("loss", "accuracy")[: 1 + sorts]}, count
 
 
 def classifies(output: Any, targets: Any) -> bool:

@@ -6,7 +6,7 @@ A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -48,13 +48,12 @@ class Order:
     def __post_init__(self) -> None:
         whole, rest = divmod(len(self.source[0]), self.size)
         self.sizes = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
-        kinds = tuple((t.shape[1:], t.dtype) for t in self.source)
-        self.forms = tuple((size, kinds) for size in self.sizes)
+        self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
 
     def draw(self, generator: torch.Generator, passes: int) -> Tensor:
         """Return the rows of some passes, drawn as a loader draws them."""
         number, shuffling = torch.empty((), dtype=torch.int64), torch.Generator()
-        used, rows = sum(self.sizes), [torch.arange(0)]
+        used, rows = sum(self.sizes), list[Tensor]()
         for _ in range(passes):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
@@ -62,7 +61,7 @@ class Order:
                 rows.append(torch.randperm(len(self.source[0]), generator=shuffling)[:used])
             else:
                 rows.append(torch.arange(used))
-        return rows[1] if passes == 1 else torch.cat(rows)
+        return rows[0] if passes == 1 else torch.cat([torch.arange(0), *rows])
 
 
 @dataclass(eq=False)
@@ -81,6 +80,8 @@ class Plan:
     rows : Tensor or None
         The rows of an order's source of all steps, one after the other.
     batches : sequence of (inputs, targets)
+    kind : hashable
+        What the batches of two plans share that can be in one stack.
     """
 
     data: Pairs
@@ -90,6 +91,7 @@ class Plan:
     order: Order | None = None
     rows: Tensor | None = None
     batches: Sequence[tuple[Any, Any]] = ()
+    kind: Any = "drawn"
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -116,7 +118,7 @@ class Plan:
 def plan_of(data: Pairs, after: torch.Generator, batches: Sequence[Any]) -> Plan:
     """Return the plan of batches that are drawn already."""
     sizes = tuple(batch_size(targets) for _, targets in batches)
-    return Plan(data, after, sizes, tuple(map(form_of, batches)), batches=batches)
+    return Plan(data, after, sizes, tuple(map(_form, batches)), batches=batches)
 
 
 def draw(
@@ -129,9 +131,9 @@ def draw(
     if order is not None:
         steps = len(order.sizes) if steps is None else steps
         passes = -(-steps // len(order.sizes)) if order.sizes else 0
-        sizes, forms = (order.sizes * passes)[:steps], (order.forms * passes)[:steps]
+        sizes = (order.sizes * passes)[:steps]
         rows = order.draw(generator, passes)[: sum(sizes)]
-        return Plan(data, generator, sizes, forms, order, rows)
+        return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
         batches = list(data if steps is None else itertools.islice(cycle(data), steps))
@@ -141,11 +143,10 @@ def draw(
 
 @dataclass(frozen=True)
 class Batch:
-    """A stacked batch: its tensors, how one client's is put together of them, and its examples."""
+    """A stacked batch: its tensors, and how one client's is put together of them."""
 
     like: Any
     leaves: list[Tensor]
-    size: int
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
@@ -191,23 +192,23 @@ class Batches:
         if self._leaves and self.alike:
             shape = len(plans), sum(plans[0].sizes)
             leaves = [t.view(*shape, *t.shape[1:]).narrow(1, first, size) for t in self._leaves]
-            return Batch(tuple(leaves), leaves, size)
+            return Batch(tuple(leaves), leaves)
         if not self._leaves:
             each = [plan.batch(step) for plan in plans]
             parts = zip(*map(tensors, each), strict=True)
-            return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts], size)
+            return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
         firsts = [self._firsts[k] + sum(self._plans[k].sizes[:step]) for k in members]
         rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]
-        return Batch(tuple(leaves), leaves, size)
+        return Batch(tuple(leaves), leaves)
 
 
 def together(plans: Sequence[Plan], device: torch.device) -> Iterator[tuple[Any, list[Batch]]]:
     """Yield (places of plans with batches of one form, their batches stacked), up to `DATA` at once."""
     alike: dict[Any, list[int]] = {}
     for place, plan in enumerate(plans):
-        alike.setdefault(plan.forms, []).append(place)
+        alike.setdefault((plan.kind, plan.forms), []).append(place)
     for places in alike.values():
         first = plans[places[0]]
         size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
@@ -252,17 +253,16 @@ def order_of(data: Pairs) -> Order | None:
     return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
 
 
-def form_of(nested: Any) -> Hashable:
-    """Return the shapes and dtypes of a nested value's tensors, as they are nested, and what else it holds.
+def _form(batch: Any) -> Any:
+    """Return the shapes and dtypes of a batch's tensors, as they are nested, and what else it holds.
 
     Raises CannotStack if that is more than plain values: a stack has the first client's, and whether others
     are equal is not known.
     """
-    if odd := _odd(nested):
+    if odd := _odd(batch):
         raise CannotStack(f"its batches hold a {odd}")
-    places: Any = ...
-    form = repr(mapped(nested, lambda _: places))
-    return (form, *((t.shape, t.dtype) for t in tensors(nested)))
+    place: Any = ...
+    return (repr(mapped(batch, lambda _: place)), *((t.shape, t.dtype) for t in tensors(batch)))
 
 
 def _odd(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from flwr_regs.chain import Chain
 from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import optimizer_of
-from flwr_regs.cohort.batch_plan import CannotStack, draw, form_of, order_of
+from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, View
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
 from flwr_regs.term import Slot
@@ -235,6 +235,7 @@ class Group:
             else:
                 deltas = in_code_order(result.delta, result.delta)
                 code = Table({n: to_numpy(d).astype(was[n].dtype) for n, d in deltas.items()})
+        uncoded = [n for n in sent if n not in code and n not in layout.tied]
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
@@ -248,8 +249,7 @@ class Group:
                 records[keys.ARRAYS] = Row(sent, row)
                 if coder is not None:
                     config[keys.STEPS_KEY] = [coder.encode(dict(Row(code, row)))]
-                    rest = {n: a[row, ...] for n, a in sent.items() if n not in code}
-                    rest = {n: a for n, a in rest.items() if n not in layout.tied}
+                    rest = {n: sent[n][row, ...] for n in uncoded}
                     records[keys.ARRAYS] = {n: a for n, a in rest.items() if (a != was[n]).any()}
                 metrics |= {
                     "train-loss": result.losses[row],
@@ -305,8 +305,7 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
     # before the first forward pass, a term sees no more classes than the client has
     reads = recipe.probes or any(t.acts("start") for t in term.terms)
     classes = len(counts) if reads and counts is not None else 0
-    each = [slot for slots in (broadcast, begun.slots) for slot in sorted(slots.items())]
-    form = (form_of([(t, dict(sorted(slot.items()))) for t, slot in each]), *private, classes)
+    form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, begun.slots, counts, asked, begun, form)
 
@@ -319,3 +318,12 @@ def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tens
     if not private or kept is None:
         return private
     return {n: kept[n].to(v.dtype) for n, v in private.items()}
+
+
+def _form_of(slots: Slot) -> Hashable:
+    """Return which arrays there are in slots, and of which shape."""
+    return tuple(
+        (t, k, a.shape, a.dtype)
+        for t, slot in sorted(slots.items())
+        for k, a in sorted(slot.items())
+    )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
@@ -206,11 +206,8 @@ class Stack:
         told |= {n: torch.tensor(of, dtype=kind) for n, of in numbers.items() if n not in same}
         unseen = {n: v for n, v in self._values.items() if n not in view.start}
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
-        self._own: dict[str, Any] = {
-            "held": held,
-            "told": to_device(told, device),
-            "at_start": at_start,
-        }
+        told = to_device(told, device)
+        self._own: dict[str, Any] = {"held": held, "told": told, "at_start": at_start}
         self._of_each = self._own_of(slice(None))
 
     def _own_of(self, some: Any) -> dict[str, Any]:
@@ -224,8 +221,8 @@ class Stack:
             inputs, targets = to_device(self._members[0].plan.batch(0), view.device)
             with evaluating(view.model):
                 tap.check(view.task.output(view.model, inputs, targets))
-        taps = {n: stack.enter_context(OutputTap(view.model, n)) for n in layers_of(terms)}
-        view.layers = taps
+        layers = layers_of(terms)
+        view.layers = {n: stack.enter_context(OutputTap(view.model, n)) for n in layers}
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -352,7 +349,7 @@ class Stack:
         plan, batch = self._members[rows[0]].plan, self._batches.of(step, rows)
         row = self._of_each if isinstance(where, slice) else self._own_of(where)
         values = {n: p.detach()[where].requires_grad_() for n, p in self._leaves.items()}
-        before = random_state(view.device) if self._acts else []
+        self._before = random_state(view.device) if self._acts else []
         # of all members, with batches of the first step's form
         whole = len(rows) == len(self._members) and plan.forms[step] == plan.forms[0]
         plain = whole and not self._reads and not self._perturbs
@@ -365,14 +362,12 @@ class Stack:
                 )  # an optimiser passes them over
             grads = {n: torch.zeros_like(values[n]) if g is None else g for n, g in grads.items()}
             if self._acts:
-                given = (
-                    {n: grads[n] for n in view.start},
-                    {n: p.detach() for n, p in values.items()},
-                )
+                given = {n: grads[n] for n in view.start}
+                at = {n: p.detach() for n, p in values.items()}
                 with torch.no_grad():
-                    corrected = self._at_once(*given, row["told"]) if self._together else None
+                    corrected = self._at_once(given, at, row["told"]) if self._together else None
                     if corrected is None:
-                        corrected, slots = self._corrected(*given, batch, row, shown, before)
+                        corrected, slots = self._corrected(given, at, batch, row, shown)
                         self._evolve(slots, where)
                 grads |= corrected
         self._loss_sums[where] += losses * plan.sizes[step]
@@ -431,44 +426,40 @@ class Stack:
         values = {n: v.detach() for n, v in values.items()}
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
         rate = torch.full((), lr, dtype=torch.float64, device=view.device)
-        given: Any = [rate, values, held, batch.leaves]
-        leaves, form = tree_flatten(given)
-        key = key, str(form), tuple((tuple(t.shape), t.dtype) for t in leaves), bool(lr)
+        given, form = tree_flatten((values, held, batch.leaves, rate))
+        key = key, str(form), tuple((tuple(t.shape), t.dtype) for t in given), bool(lr)
 
         def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
             losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
             return losses.sum(), others
 
-        def step(rate: Tensor, *given: Any) -> Any:
-            grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*given)
-            moved = {n: v - rate * grads[n] if lr else grads[n] for n, v in given[0].items()}
-            return moved, losses, buffers
+        def step(*given: Tensor) -> Any:
+            *inputs, rate = tree_unflatten(given, form)
+            grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*inputs)
+            moved = [v - rate * grads[n] if lr else grads[n] for n, v in inputs[0].items()]
+            return *moved, losses, *buffers.values()
 
         try:
             if key not in _STEPS:
                 if len(_STEPS) == KEPT:
                     del _STEPS[next(iter(_STEPS))]
-                copies = tree_map(Tensor.clone, given)  # it is run, and may write to buffers
+                copies = [t.clone() for t in given]  # it is run, and may write to buffers
                 with forked(view.device):
                     _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
             if (compiled := _STEPS[key]) is None:
                 return None
-            moved, losses, buffers = compiled(*given)
+            out = iter(compiled(*given))
         except Exception as error:  # whatever torch or a compiler raises
             _STEPS[key] = None
             why = str(error).strip().partition("\n")[0]
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None
         self._moved = bool(lr)
-        return moved, losses, buffers, {}
+        moved, losses = {n: next(out) for n in values}, next(out)
+        return moved, losses, dict(zip(view.buffers, out, strict=True)), {}
 
-    def _corrected(
-        self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any, before: Any
-    ) -> tuple[Arrays, Slot]:
-        """Return what the terms make of the gradients, and the clients' slots after the step.
-
-        `before` is the random state before the step's forward pass.
-        """
+    def _corrected(self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any) -> Any:
+        """Return what the terms make of the gradients, and the clients' slots after the step."""
         view, term = self._view, self._view.term
 
         def corrected(grads: Arrays, values: Arrays, leaves: Any, row: Any, shown: Any) -> Any:
@@ -476,12 +467,12 @@ class Stack:
             params = {n: values[n] for n in view.start}
             others = {n: v for n, v in values.items() if n not in params}
             there = {**row, "held": row["held"] | others}
-            again = partial(view.gradient_at, there, pair, before)
+            again = partial(view.gradient_at, there, pair, self._before)
             ctx = replace(view.at(row, *pair, shown), gradient_at=again)
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
             return term.correct(grads, params, ctx), slots
 
-        return view.vmapped(corrected)(given, values, batch.leaves, row, shown)  # type: ignore[no-any-return]
+        return view.vmapped(corrected)(given, values, batch.leaves, row, shown)
 
     def _at_once(self, given: Arrays, values: Arrays, told: dict[str, Any]) -> Arrays | None:
         """Return what elementwise terms make of all members' gradients; None if they draw numbers.
@@ -490,7 +481,8 @@ class Stack:
         """
         view = self._view
         before = random_state(view.device)
-        ctx = view.context({"client": told["client"], "broadcast": told["broadcast"]})
+        own = {"client": told["client"], "broadcast": told["broadcast"]}
+        ctx = view.context(own, client_id=None)  # it is no number of all members
         corrected = view.term.correct(given, {n: values[n] for n in view.start}, ctx)
         if all(map(torch.equal, before, random_state(view.device))):
             return {n: g.expand(given[n].shape) for n, g in corrected.items()}
@@ -551,7 +543,7 @@ class Stack:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         examples = [sum(m.plan.sizes) for m in self._members]
-        losses = (self._loss_sums.double().cpu() / torch.tensor(examples)).tolist()
+        losses = (self._loss_sums.cpu().double() / torch.tensor(examples)).tolist()
         rose = [*map(has_risen, losses, self._first.tolist())]
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
@@ -586,7 +578,10 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
 
 def _stacked(slots: Sequence[Slot]) -> Slot:
     """Return the members' slots, which have the same entries, as one."""
-    return tree_map(lambda *each: torch.stack(each), *slots)  # type: ignore[no-any-return]
+    return {
+        t: {key: torch.stack([of[t][key] for of in slots]) for key in slot}
+        for t, slot in slots[0].items()
+    }
 
 
 def _broadcasts(slots: Slot, start: Arrays) -> bool:

@@ -24,7 +24,7 @@ from torch.func import vmap
 
 from flwr_regs.client import memory as memories
 from flwr_regs.client.member import Answer, Client, evaluated, reply_entries
-from flwr_regs.client.personal import classifies
+from flwr_regs.client.personal import means
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
@@ -79,7 +79,7 @@ class Stacks:
                 recipe = recipes.of(one)
                 kind = self._kind_of(one.client, recipe)
                 member = member_of(one, recipe)
-                key = id(recipe), kind, member.plan.forms[0], member.form
+                key = id(recipe), kind, member.plan.kind, member.plan.forms[0], member.form
                 if (group := groups.get(key)) is None:
                     group = groups[key] = Group(member, recipe, self.settings, kind)
                 group.add(member)
@@ -287,20 +287,12 @@ def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parce
 
 @torch.no_grad()
 def _scores(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[dict[str, float]]:
-    """Return each client's mean loss and, of a classification, its accuracy."""
-    sizes = [batch.size for batch in batches]
-    sorts: list[bool] = []
+    """Return each client's metrics: see :func:`.personal.means`."""
 
-    def one(leaves: Any) -> tuple[Tensor, Tensor]:
-        loss, right = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for batch, parts in zip(batches, leaves, strict=True):
-            inputs, targets = batch.rebuilt(parts)
-            output = task.output(model, inputs, targets)
-            loss = loss + task.loss(output, targets).double() * batch.size
-            sorts.append(classifies(output, targets))
-            right = right + (output.argmax(dim=1) == targets).sum() if all(sorts) else right
-        return loss / sum(sizes), right / sum(sizes)
+    def one(leaves: Any) -> dict[str, Tensor]:
+        pairs = [batch.rebuilt(parts) for batch, parts in zip(batches, leaves, strict=True)]
+        return means(model, pairs, task)[0]
 
-    means = [of_all.tolist() for of_all in vmap(one)([b.leaves for b in batches])]
-    names = ("loss", "accuracy") if all(sorts) else ("loss",)
-    return [dict(zip(names, mean, strict=False)) for mean in zip(*means, strict=True)]
+    metrics = vmap(one)([batch.leaves for batch in batches])
+    each = zip(*(of_all.tolist() for of_all in metrics.values()), strict=True)
+    return [dict(zip(metrics, values, strict=True)) for values in each]

@@ -104,6 +104,14 @@ class Scalar(OwnModel):
         return self.layer(x) * self.scale + self.none.sum()
 
 
+class Unused(Scalar):
+    """Parameters that the loss does not depend on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.layer(x)
+
+
 class Named(OwnModel):
     """A model of two named inputs, which computes its own loss."""
 
@@ -455,6 +463,10 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
     ),
     "'NoneType' object has no attribute 'float'": Once(terms=[Odd("output")]),  # not elementwise
+    "for *: 'float' and 'NoneType'": Once(terms=[Odd("client_id")]),  # nor this
+    "the loss does not depend on ['scale', 'none']": Once(
+        terms=[fr.Private("none, scale")], model=Unused
+    ),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
@@ -498,6 +510,19 @@ def test_clients_of_other_kinds_go_in_other_stacks() -> None:
 
     grid = compare(Cohort(), lambda: fr.client_app(client_fn))
     assert grid.fallbacks == {ALONE: 2, "OwnFit has a fit of its own": 2}
+
+
+def test_clients_whose_values_beside_the_global_model_differ_go_in_other_stacks() -> None:
+    """Client 1 has another buffer that does not travel, client 2 another number."""
+
+    def client_fn(context: Any) -> Any:
+        k, model = int(context.node_config["partition-id"]), Tied()
+        model.scale.mul_(1.0 - 0.5 * (k == 1))  # type: ignore[operator]
+        model.number = k == 2
+        return fr.FedAvgClient(model, data_of(k), device="cpu")
+
+    grid = compare(Cohort(model=Tied), lambda: fr.client_app(client_fn))
+    assert grid.fallbacks == {ALONE: 4}
 
 
 def test_a_large_cohort_trains_in_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
