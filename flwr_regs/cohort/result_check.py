@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import begin, first_exchange
-from flwr_regs.client.train.batches import Batches, mapped, seeded
+from flwr_regs.client.train.batches import Batches, mapped, seeded, to_device
+from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import forked, plan_of
 from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
@@ -135,6 +137,7 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arra
     with restored(model), seeded(c.asked.message.config[keys.SEED_KEY], device), Quiet(device):
         member = begin(c.asked.message, c.asked.memory, model, client.identity)
         model.to(precision)
+        _use(model, group, _in(precision, c.plan.batch(0)))
         how = _in(precision, member.duration)
         if member.probing:
             told = {name: how[name] for name in ("lr", "client", "client_id", "config")}
@@ -144,6 +147,16 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arra
         given |= {"optimizer": client.optimizer, "max_steps": client.step_budget}
         result = local_round(model, member.term, data, **given)
     return _entries(result.state, result.upload, result.client), result.delta
+
+
+def _use(model: nn.Module, group: Group, batch: Any) -> None:
+    """Run a forward pass: a model that counts its calls then gives others. Its entries stay."""
+    plain, device = uncompiled(model).train(), group.view.device
+    named = (*plain.named_parameters(), *plain.named_buffers())
+    entries = {n: t.detach().to(device, copy=True) for n, t in named}
+    inputs, targets = to_device(batch, device)
+    with torch.no_grad():
+        group.view.task.output(plain, inputs, targets, entries)
 
 
 def _in(precision: torch.dtype | None, tree: Any) -> Any:

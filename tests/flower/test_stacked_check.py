@@ -94,7 +94,7 @@ def counted(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 
 BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "a forward that counts": lambda: {"model": counted()},
+    "a forward that counts": lambda: {"model": counted(), "loader": lambda k, **_: data_of(0)},
     "the same with dropout": lambda: {"model": counted(nn.Dropout(0.3))},
     "first exchange": lambda: {"model": counted(), "method": "RFedAvgPlus", "given": {"lam": 0.3}},
     "a mode of its own": lambda: {"model": lambda: Model(switching, nn.BatchNorm1d(8))},
