@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, is_dataset, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import COUNT, Term
+from flwr_regs.term import COUNT, Range, Term
 from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
+BUDGET = Range("a whole number of at least 0", lambda v: v >= 0, Integral)
 Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
 
 
@@ -76,17 +78,26 @@ class ClientSets(Spelled):
         if device != "auto":
             resolve_device(device)  # raises
         self._given_model = model
-        self.batch_size, self.optimizer, self.device = batch_size, optimizer, device
+        self.batch_size, self.optimizer, self.device = int(batch_size), optimizer, device
         self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
         self.step_budgets = step_budgets
         self._train = _as_sets(train_sets, "train_sets", num_clients)
         self._test, number = list[Any](), len(self._train)
+        if num_clients not in (None, number):
+            raise ValueError(f"train_sets has {number} entries, but num_clients is {num_clients}")
         if test_sets is not None:
             self._test = _as_sets(test_sets, "test_sets", number)
             if (tests := len(self._test)) != number:
                 raise ValueError(f"test_sets has {tests} entries, but train_sets has {number}")
         if isinstance(step_budgets, Sequence) and len(step_budgets) != number:
             raise ValueError(f"step_budgets has {len(step_budgets)} entries for {number} clients")
+        if isinstance(step_budgets, Mapping) and (odd := [*step_budgets.keys() - range(number)]):
+            raise ValueError(
+                f"step_budgets: the clients are 0 to {number - 1}, there is no {odd[0]!r}"
+            )
+        if not callable(step_budgets):
+            for pid in range(number):
+                self.step_budget(pid, 0)  # raises
         if classifier is not None:
             find_classifier(uncompiled(self.model), classifier)  # raises here, before any round
 
@@ -195,11 +206,11 @@ class ClientSets(Spelled):
             if kind not in outputs:
                 try:
                     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                        outputs[kind] = self.task.output(model, inputs[:1])
+                        outputs[kind] = self.task.output(model, inputs[:2])
                 except Exception as raised:  # whatever a user's model raises
                     outputs[kind], error = None, raised
             if isinstance(output := outputs[kind], Tensor):
-                output = output.expand(len(labels), *output.shape[1:])
+                output = output[:1].expand(len(labels), *output.shape[1:])
             if why := remedies.remedy(error, inputs, output, labels, model, loss_fn):
                 raise ValueError(f"{whose}: {why}") from error
 
@@ -211,13 +222,19 @@ class ClientSets(Spelled):
         )
 
     def step_budget(self, pid: int, server_round: int) -> int | None:
-        """Return the most local steps of a client in a round; None if there is no limit."""
+        """Return the most local steps of a client in a round; None if there is no limit.
+
+        Raises ValueError for what is neither None nor a whole number of at least 0.
+        """
         budgets = self.step_budgets
         if callable(budgets):
-            return budgets(pid, server_round)
-        if isinstance(budgets, Mapping):
-            return budgets.get(pid)
-        return None if budgets is None else budgets[pid]
+            budget = budgets(pid, server_round)
+        elif isinstance(budgets, Mapping):
+            budget = budgets.get(pid)
+        else:
+            budget = None if budgets is None else budgets[pid]
+        BUDGET.check("Clients", f"step_budgets[{pid}]", budget, optional=True)
+        return None if budget is None else int(budget)
 
 
 def _as_sets(given: Any, name: str, number: int | None) -> list[Any]:

@@ -199,7 +199,8 @@ class RegStrategy(Strategy):
         initial_arrays = record_of_state(initial_arrays)
         model = Training.begin(self.options, views_of(initial_arrays)).model
         if isinstance(grid, InProcessGrid):
-            grid.check(self.options.fraction_evaluate > 0, views_of(initial_arrays))
+            evaluates, fewest = self.options.fraction_evaluate > 0, self.options.min_available_nodes
+            grid.check(evaluates, views_of(initial_arrays), fewest)
         result = TrainingResult()
         with Checkpoints(self.options, grid, result, resume_from).guarded() as saved:
             if saved.resumed is not None and not self._seeded:

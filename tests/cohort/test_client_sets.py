@@ -64,7 +64,7 @@ def run(
 
 def clients_of(train: Any, **more: Any) -> fr.Clients:
     """Return clients on the CPU, with test sets."""
-    settings = {"batch_size": 8, "device": "cpu", **more}
+    settings = {"batch_size": np.int64(8), "device": "cpu", **more}
     return fr.Clients(perceptron, train, [pair(k) for k in range(5)], **settings)
 
 
@@ -105,11 +105,9 @@ def test_mappings_functions_for_all_and_flowers_app_give_the_same(
     expected: dict[str, np.ndarray],
 ) -> None:
     sets = [Items(*pair(k), lambda x, y: {"x": x, "kind": y}) for k in range(5)]
-    named = clients_of(sets, target_key="kind")
-    close(trained(fr.StackedGrid(named)), expected, 1e-5)
+    close(trained(fr.StackedGrid(clients_of(sets, target_key="kind"))), expected, 1e-5)
     lazy = clients_of(pair, num_clients=5)
-    grid = fr.InProcessGrid(lazy.app(fr.SCAFFOLDClient), len(lazy))
-    close(trained(grid), expected, 1e-5)
+    close(trained(fr.InProcessGrid(lazy.app(fr.SCAFFOLDClient), 5)), expected, 1e-5)
 
 
 def test_step_budgets_are_kept_on_every_way() -> None:
@@ -161,8 +159,7 @@ def test_workers_that_train_stacks_give_what_one_stack_gives(method: str) -> Non
     given = {} if method == "SCAFFOLD" else {"lam": 0.1, "density_up": 0.3, "density_down": 0.3}
     models = []
     for number in (1, 2):
-        sets = [pair(k) for k in range(5)]
-        clients = fr.Clients(perceptron, sets, batch_size=8, device="cpu")
+        clients = fr.Clients(perceptron, [pair(k) for k in range(5)], batch_size=8, device="cpu")
         grid = fr.StackedGrid(clients, workers=number)
         models.append((trained(grid, method, fraction_evaluate=0.0, **given), kept_by(grid)))
         assert not grid.fallbacks
@@ -322,9 +319,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one pair": ((X, Y), {}, "a data set for each client"),
     "a function alone": (pair, {}, "say num_clients="),
     "a function for none": (pair, {"num_clients": 0}, "num_clients must be"),
+    "fewer than said": ([(X, Y)] * 2, {"num_clients": 3}, "2 entries, but num_clients is 3"),
     "two partitioners": (TWO, {}, "must have one partitioner, not 2"),
     "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
     "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
+    "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
+    "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
     "no batch": ([(X, Y)], {"batch_size": 0}, "batch_size"),
 }
@@ -343,7 +343,6 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, min_replies=1)
     run(strategy, fr.StackedGrid(clients), rounds=1)
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
-    assert len(clients) == 2
     assert "2 clients of perceptron" in repr(clients)
 
 
@@ -355,6 +354,7 @@ GOOD, (X1, Y1) = pair(0), pair(1)
 BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     # what is wrong: what Clients get, the share that evaluates, what is said
     "no test set": ({}, 1.0, "no test sets to evaluate on: give Clients test_sets=, or set frac"),
+    "too few clients": ({"train_sets": [GOOD]}, 0.0, "min_available_nodes is 2, but Clients has 1"),
     "another shape": ({"model": of_three}, 0.0, r"'0.weight' has the shape \(8, 6\), but \(3, 6"),
     "another layer": ({"model": nn.Identity}, 0.0, "'0.weight', but the clients' model has no"),
     "labels": ({"train_sets": [GOOD, (X1, Y1 + 3)]}, 0.0, "train_sets: client 1: a label is"),
@@ -379,7 +379,8 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
 def test_a_label_that_the_loss_ignores_is_not_refused(kind: Any) -> None:
     loss, (x, y) = nn.CrossEntropyLoss(ignore_index=9), pair(1)
     sets = [pair(0), (x, y.clone().index_fill(0, torch.tensor([1]), 9))]
-    clients = fr.Clients(perceptron, sets, loss_fn=loss, device="cpu")
+    model = nn.Sequential(*perceptron(), nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    clients = fr.Clients(model, sets, loss_fn=loss, device="cpu")
     strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
     run(strategy, kind(clients))
     assert not any(entry["failures"] for entry in strategy.history)
@@ -391,8 +392,8 @@ def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> Non
     x[3, 0] = float("nan")
     with pytest.raises(ValueError, match="train_sets: client 2: example 3 holds NaN or infinity"):
         fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu").check(False, {})
-    later = [pair(0), pair(1), lambda k: (x, y)]  # it is made when the client first takes part
-    clients = fr.Clients(perceptron, later, device="cpu")
+    # one that is made when the client first takes part
+    clients = fr.Clients(perceptron, [pair(0), pair(1), lambda k: (x, y)], device="cpu")
     strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
     run(strategy, kind(clients))
     assert list(strategy.history[0]["failures"]) == [2]
