@@ -205,6 +205,12 @@ def control(name: str, **settings: Any) -> Method:
     return driftless(name, [fr.ControlVariates(**rates), *sgd], scaffold, settings, own)
 
 
+def lesam(name: str, term: Any, oracle: Any, given: dict[str, Any], why: str) -> Method:
+    """A case of FedLESAM with another method."""
+    terms, settings = [fr.GlobalPerturbation(0.1), term], {"rho": 0.1, **given}
+    return case(f"FedLESAM{name}", terms, oracle, settings, why, unsettled=NEVER_AT_REST)
+
+
 def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
     """D_K for c − w = 1: K steps of heavy-ball SGD down a/2 (v − c)², from rest."""
     moved = speed = 0.0
@@ -433,22 +439,8 @@ CASES = [
         "No setting of FedGAMMA makes it FedAvg.",
         fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
     ),
-    case(
-        "FedLESAMS",
-        [fr.GlobalPerturbation(0.1), fr.ControlVariates()],
-        fedlesam_s,
-        {"rho": 0.1},
-        "No setting of SCAFFOLD makes it FedAvg.",
-        unsettled=NEVER_AT_REST,
-    ),
-    case(
-        "FedLESAMD",
-        [fr.GlobalPerturbation(0.1), fr.DynamicRegulariser(0.4)],
-        fedlesam_d,
-        {"rho": 0.1, "alpha": 0.4},
-        DYN,
-        unsettled=NEVER_AT_REST,
-    ),
+    lesam("S", fr.ControlVariates(), fedlesam_s, {}, "No setting of SCAFFOLD makes it FedAvg."),
+    lesam("D", fr.DynamicRegulariser(0.4), fedlesam_d, {"alpha": 0.4}, DYN),
     case(
         "FedACG",
         [fr.Proximal(0.7), fr.LookaheadMomentum(0.6)],

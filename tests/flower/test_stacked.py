@@ -107,9 +107,7 @@ class Scalar(OwnModel):
 class Unused(Scalar):
     """Parameters that the loss does not depend on."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        return self.layer(x)
+    forward = OwnModel.forward
 
 
 class Named(OwnModel):
@@ -500,29 +498,20 @@ def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, log: Log)
 
 
 def test_clients_of_other_kinds_go_in_other_stacks() -> None:
-    """Client 1 has another loss, client 2 its own `fit`; the others' losses are equal, not the same."""
+    """Client 1 has another loss, 2 its own `fit`, and 3 another buffer that does not travel.
 
-    def client_fn(context: Any) -> Any:
-        k = int(context.node_config["partition-id"])
-        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0 + (k == 1), 0.5]))
-        kind = OwnFit if k == 2 else fr.FedAvgClient
-        return kind(perceptron(), data_of(k), device="cpu", loss_fn=loss)
-
-    grid = compare(Cohort(), lambda: fr.client_app(client_fn))
-    assert grid.fallbacks == {ALONE: 2, "OwnFit has a fit of its own": 2}
-
-
-def test_clients_whose_values_beside_the_global_model_differ_go_in_other_stacks() -> None:
-    """Client 1 has another buffer that does not travel, client 2 another number."""
+    The others' losses are equal, not the same.
+    """
 
     def client_fn(context: Any) -> Any:
         k, model = int(context.node_config["partition-id"]), Tied()
-        model.scale.mul_(1.0 - 0.5 * (k == 1))  # type: ignore[operator]
-        model.number = k == 2
-        return fr.FedAvgClient(model, data_of(k), device="cpu")
+        model.scale.mul_(1.0 - 0.5 * (k == 3))  # type: ignore[operator]
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0 + (k == 1), 0.5]))
+        kind = OwnFit if k == 2 else fr.FedAvgClient
+        return kind(model, data_of(k), device="cpu", loss_fn=loss)
 
     grid = compare(Cohort(model=Tied), lambda: fr.client_app(client_fn))
-    assert grid.fallbacks == {ALONE: 4}
+    assert grid.fallbacks == {ALONE: 4, "OwnFit has a fit of its own": 2}
 
 
 def test_a_large_cohort_trains_in_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
