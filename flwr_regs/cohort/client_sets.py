@@ -95,7 +95,7 @@ class ClientSets(Spelled):
             raise ValueError(
                 f"step_budgets: the clients are 0 to {number - 1}, there is no {odd[0]!r}"
             )
-        if not callable(step_budgets):
+        if step_budgets is not None and not callable(step_budgets):
             for pid in range(number):
                 self.step_budget(pid, 0)  # raises
         if classifier is not None:
@@ -227,12 +227,12 @@ class ClientSets(Spelled):
         Raises ValueError for what is neither None nor a whole number of at least 0.
         """
         budgets = self.step_budgets
+        if budgets is None:
+            return None
         if callable(budgets):
             budget = budgets(pid, server_round)
-        elif isinstance(budgets, Mapping):
-            budget = budgets.get(pid)
         else:
-            budget = None if budgets is None else budgets[pid]
+            budget = budgets.get(pid) if isinstance(budgets, Mapping) else budgets[pid]
         BUDGET.check("Clients", f"step_budgets[{pid}]", budget, optional=True)
         return None if budget is None else int(budget)
 

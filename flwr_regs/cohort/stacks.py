@@ -13,7 +13,7 @@ import operator
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from flwr_regs.client import memory as memories
-from flwr_regs.client.member import Answer, Client, evaluated, reply_entries
+from flwr_regs.client.member import Answer, Client, evaluate, evaluated, reply_entries
 from flwr_regs.client.personal import means
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
@@ -67,6 +67,7 @@ class Stacks:
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
+        self._evaluates: bool | None = None  # whether that gives what clients alone give, if known
         self._told = {ALONE}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
@@ -114,7 +115,14 @@ class Stacks:
                 if "personalise" not in message.config and (plan := _test_plan(client)):
                     groups.setdefault(same, []).append((one, plan))
             several = [group for group in groups.values() if len(group) > 1]
-            return {pid: reply for group in several for pid, reply in _evaluated(group)}
+            replies = {pid: reply for group in several for pid, reply in _evaluated(group)}
+            if replies and self._evaluates is None and self.settings.check is not False:
+                first, *_, last = [one for one in asked if one.pid in replies]
+                # the first one once more: a model that counts its calls then gives others
+                if where := _unlike([first, last, first], replies):
+                    LOG.warning("StackedGrid: clients evaluate one by one: %s %s", where, DIFFERS)
+                self._evaluates = not where
+            return {} if self._evaluates is False else replies
         except Exception as error:  # whatever torch raises: by themselves they say it better
             LOG.debug("clients evaluate one by one", exc_info=error)
             return {}
@@ -283,6 +291,20 @@ def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parce
                 yield one.pid, Parcel({}, entries, metrics)
         if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
             raise CannotStack("its model replaces its buffers")
+
+
+def _unlike(some: Sequence[Asked], replies: Mapping[int, Parcel]) -> str:
+    """Return which metric of clients that evaluate alone is not that of a stack; "" if none."""
+    with restored(uncompiled(some[0].client.model)):
+        for one in some:
+            alone: Any = evaluate(one.client, one.message, one.memory).reply.metrics
+            stacked: Any = replies[one.pid].metrics
+            for name, value in alone.items():
+                # an example between two classes may go to either
+                slack = 1e-3 * abs(value) + (name == "accuracy") * 1.5 / alone["num-examples"]
+                if abs(stacked[name] - value) > slack:
+                    return f"'{name}' of a test is {stacked[name]:.4g}, and {value:.4g} alone,"
+    return ""
 
 
 @torch.no_grad()

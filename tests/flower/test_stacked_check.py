@@ -39,6 +39,10 @@ def counting(model: Any, x: Any) -> Any:
     return model.layer[-1](model.layer[:-1](x) / model.calls)
 
 
+def counting_tests(model: Any, x: Any) -> Any:
+    return model.layer(x) if model.training else counting(model, x)
+
+
 def switching(model: Any, x: Any) -> Any:
     """BatchNorm runs in eval mode in every other call."""
     model.calls += 1
@@ -237,11 +241,12 @@ def test_what_a_forward_pass_stores_in_a_stack_does_not_stay(function: Any) -> N
     close(actual, expected, 1e-6)
 
 
-def test_a_model_that_the_check_refuses_evaluates_one_by_one() -> None:
+@pytest.mark.parametrize("function", [counting, counting_tests])
+def test_a_model_that_the_check_refuses_evaluates_one_by_one(function: Any) -> None:
     """On clients that have not trained, too."""
 
     def losses(kind: Any) -> Any:
-        model = Model(counting)
+        model = Model(function)
         sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
         strategy = fr.FedAvg(seed=3, fraction_train=0.4)
         strategy.start(
