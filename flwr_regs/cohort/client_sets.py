@@ -178,8 +178,8 @@ class ClientSets(Spelled):
             )
         entries = {n: tuple(v.shape) for n, v in uncompiled(self.model).state_dict().items()}
         for name, shape in shapes.items():
-            has = f"(it has {', '.join(entries):.200})"
             if (there := entries.get(name)) is None:
+                has = f"(it has {', '.join(entries):.200})"
                 why = f"has '{name}', but the clients' model has no such entry {has}"
                 raise ValueError(f"initial_arrays {why}")
             if shape != there:

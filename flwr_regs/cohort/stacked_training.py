@@ -357,9 +357,8 @@ class Stack:
         with unwritten("parameters", values.values()), unwritten("batches", batch.leaves):
             grads, losses, buffers, shown = self._raw(values, batch, row, compiled)
             if unused := [n for n, g in grads.items() if g is None and n not in view.start]:
-                raise CannotStack(
-                    f"the loss does not depend on {unused}"
-                )  # an optimiser passes them over
+                # alone, an optimiser passes these over
+                raise CannotStack(f"the loss does not depend on {unused}")
             grads = {n: torch.zeros_like(values[n]) if g is None else g for n, g in grads.items()}
             if self._acts:
                 given = {n: grads[n] for n in view.start}

@@ -67,7 +67,7 @@ class Stacks:
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
-        self._evaluates: bool | None = None  # whether that gives what clients alone give, if known
+        self._evaluates: bool | None = None  # whether a stack tests as clients alone; None: unknown
         self._told = {ALONE}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
@@ -120,7 +120,7 @@ class Stacks:
                 first, *_, last = [one for one in asked if one.pid in replies]
                 # the first one once more: a model that counts its calls then gives others
                 if where := _unlike([first, last, first], replies):
-                    LOG.warning("StackedGrid: clients evaluate one by one: %s %s", where, DIFFERS)
+                    LOG.warning("StackedGrid: clients evaluate one by one: %s", where)
                 self._evaluates = not where
             return {} if self._evaluates is False else replies
         except Exception as error:  # whatever torch raises: by themselves they say it better
@@ -294,7 +294,7 @@ def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parce
 
 
 def _unlike(some: Sequence[Asked], replies: Mapping[int, Parcel]) -> str:
-    """Return which metric of clients that evaluate alone is not that of a stack; "" if none."""
+    """Return which metric of a stack's evaluation differs from that of clients alone; "" if none."""
     with restored(uncompiled(some[0].client.model)):
         for one in some:
             alone: Any = evaluate(one.client, one.message, one.memory).reply.metrics
@@ -303,7 +303,7 @@ def _unlike(some: Sequence[Asked], replies: Mapping[int, Parcel]) -> str:
                 # an example between two classes may go to either
                 slack = 1e-3 * abs(value) + (name == "accuracy") * 1.5 / alone["num-examples"]
                 if abs(stacked[name] - value) > slack:
-                    return f"'{name}' of a test is {stacked[name]:.4g}, and {value:.4g} alone,"
+                    return f"'{name}' differs {DIFFERS}: {stacked[name]:.4g} and {value:.4g}"
     return ""
 
 

@@ -68,16 +68,14 @@ class Clients(ClientSets):
         return client_app(partial(self.made, partial(_of_method, who.method, tuple(who.terms))))
 
     def made(self, make: Callable[..., RegClient], context: MessageContext) -> RegClient:
-        """Return the client of a message, which `make` makes as a client class does."""
-        pid, number = (
-            int(context.node_config["partition-id"]),
-            context.config.get(keys.ROUND_KEY, 0),
-        )
+        """Return the client of a message; `make` is called as a client class is."""
+        pid = int(context.node_config["partition-id"])
+        number = int(context.config.get(keys.ROUND_KEY, 0))
         if not 0 <= pid < len(self):
             raise ValueError(f"there is no client {pid}: the clients are 0 to {len(self) - 1}")
         shared = {n: getattr(self, n) for n in ("optimizer", "device", "classifier")}
         shared |= {**vars(self.task), "share_label_counts": True}  # simulated data has no secrets
-        budget, sets = self.step_budget(pid, int(number)), self.sets_of(pid, int(number))
+        budget, sets = self.step_budget(pid, number), self.sets_of(pid, number)
         client = make(self.fresh_model(), *sets, step_budget=budget, **shared)
         self.begin(client.model, client.identity.terms)
         return client

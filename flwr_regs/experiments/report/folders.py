@@ -35,7 +35,7 @@ def new_folder(parent: Path) -> Path:
 def check_writable(folder: Path, keep: bool = True) -> None:
     """Make a folder if need be; raise ValueError if no file can be written there.
 
-    What it makes is gone afterwards if it is not to `keep` it.
+    Unless it is to `keep` the folder, it removes what it has made.
     """
     trial = folder / f".trial-{os.getpid()}"
     made = [] if keep else [of for of in (folder, *folder.parents) if not of.exists()]

@@ -58,7 +58,8 @@ class RunClients(Clients):
         tests = settings.personalise or settings.test_on_clients
         super().__init__(
             self.new_model,
-            *(self.sets_of, self.sets_of if tests else None),
+            train_sets=self.sets_of,  # which also returns the test sets
+            test_sets=self.sets_of if tests else None,
             batch_size=settings.batch_size,
             loss_fn=LOSSES[data.data.loss],
             num_clients=data.num_clients,
@@ -75,10 +76,10 @@ class RunClients(Clients):
         """Return the most local steps of a client that begins in a round; None if there is no limit."""
         if self.told is not None:
             self.told(server_round)
-        settings, (_, trained) = (
-            self.run.settings,
-            self.data.split(self.data.rows(pid, server_round)),
-        )
+        settings = self.run.settings
+        if not (settings.straggler_share or settings.drop_out):  # the steps need not be counted
+            return None
+        _, trained = self.data.split(self.data.rows(pid, server_round))
         batches = ceil(len(trained) / settings.batch_size)
         planned = settings.local_steps or settings.local_epochs * batches
         return self.data.step_budget(server_round, pid, planned)
