@@ -130,6 +130,9 @@ class View:
         The names of the model's buffers.
     as_products : bool
         Whether layers run as :class:`Kernels` has them.
+    misread : list of Tensor
+        Whether an index was out of range, of each function that :class:`Kernels` watches: read at the end,
+        since a step on a GPU waits for nothing.
     tap, layers : FeatureTap, dict of str to OutputTap
         On the model, where a term needs them.
     classes : int
@@ -157,6 +160,7 @@ class View:
     rest: Arrays = field(default_factory=dict)
     buffers: Sequence[str] = ()
     as_products: bool = False
+    misread: list[Tensor] = field(default_factory=list)
     tap: FeatureTap | None = None
     layers: Mapping[str, OutputTap] = field(default_factory=dict)
     classes: int = 0
@@ -179,14 +183,14 @@ class View:
         given = {**self.rest, **values}
         args, kwargs = self.task.arguments(inputs, targets)
         cast = torch.autocast(self.device.type, self.precision, enabled=bool(self.precision))
-        with cast, Kernels(self.as_products):
+        with cast, Kernels(self.as_products, self.misread):
             output = called(self.model, given, args, kwargs)
         values.update({n: given[n] for n in values})
         return self.task.logits(output)
 
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the plain loss of one member's logits."""
-        with Kernels(self.as_products):
+        with Kernels(self.as_products, self.misread):
             return self.task.loss(output, targets)
 
     def context(self, told: Mapping[str, Any], **more: Any) -> ClientContext:
@@ -283,11 +287,13 @@ class Kernels(TorchFunctionMode):
     ----------
     products : bool
         False: linear layers and the cross-entropy run as they are.
+    misread : list of Tensor
+        See :class:`View`; added to.
     """
 
-    def __init__(self, products: bool) -> None:
+    def __init__(self, products: bool, misread: list[Tensor]) -> None:
         super().__init__()
-        self._products = products
+        self._products, self._misread = products, misread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -299,10 +305,10 @@ class Kernels(TorchFunctionMode):
         if func is nn.functional.cross_entropy:
             return _cross_entropy(self._products, *args, **kwargs)
         if func is nn.functional.embedding:
-            _check_range("embedding gets an index", args[0], len(args[1]))
+            self._misread.append(_out_of_range(args[0], len(args[1])))
             return _embedded(*args, **kwargs)
         if func is nn.functional.one_hot and (classes := (*args, *kwargs.values(), 0)[1]) > 0:
-            _check_range("one_hot gets a class", args[0], classes)
+            self._misread.append(_out_of_range(args[0], classes))
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
         return func(*args, **kwargs)
@@ -334,15 +340,20 @@ def _embedded(indices: Tensor, weight: Tensor, padding_idx: int | None, **how: A
     return torch.where(is_padding, output.detach(), output)
 
 
-def _check_range(what: str, indices: Tensor, rows: int) -> None:
-    """Raise CannotStack if any member's indices are not from 0 to ``rows - 1``.
+def _out_of_range(indices: Tensor, rows: int) -> Tensor:
+    """Return whether any member's indices are not from 0 to ``rows - 1``.
 
     Under vmap torch then reads other members' rows of an embedding, and makes a vector of zeros of a class.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(indices):
-        indices = torch._C._functorch.get_unwrapped(indices)
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
-        raise CannotStack(f"{what} that is none of {rows}")
+    indices = _plain(indices)
+    return _plain(((indices < 0) | (indices >= rows)).any())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return what a tensor under vmap holds of all members."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class AsksFor(CannotStack):

@@ -205,9 +205,12 @@ class Group:
         if stack is None:
             self.members.sort(key=lambda m: -len(m.plan))
             stack = Stack(self.view, self.members)
-        model = self.view.model
+        model, misread = self.view.model, self.view.misread
+        misread.clear()
         with restored(model):
             result = stack.probe() if self.recipe.probes else stack.run()
+        if misread and torch.stack(misread).any():
+            raise CannotStack("an embedding or one_hot gets an index that is out of range")
         held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
         if odd := [
             n for n, b in held.items() if n in result.state and (result.state[n] != b).any()

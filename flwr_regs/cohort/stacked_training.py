@@ -422,6 +422,7 @@ class Stack:
         no compiler, a sentence in the log says so.
         """
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
+        read = len(view.misread)
         values = {n: v.detach() for n, v in values.items()}
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
         rate = torch.full((), lr, dtype=torch.float64, device=view.device)
@@ -436,7 +437,9 @@ class Stack:
             *inputs, rate = tree_unflatten(given, form)
             grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*inputs)
             moved = [v - rate * grads[n] if lr else grads[n] for n, v in inputs[0].items()]
-            return *moved, losses, *buffers.values()
+            misread = torch.stack([losses.new_zeros((), dtype=torch.bool), *view.misread[read:]])
+            del view.misread[read:]
+            return *moved, losses, misread.any(), *buffers.values()
 
         try:
             if key not in _STEPS:
@@ -455,6 +458,7 @@ class Stack:
             return None
         self._moved = bool(lr)
         moved, losses = {n: next(out) for n in values}, next(out)
+        view.misread.append(next(out))
         return moved, losses, dict(zip(view.buffers, out, strict=True)), {}
 
     def _corrected(self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any) -> Any:

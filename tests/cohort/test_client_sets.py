@@ -199,6 +199,16 @@ def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None
     assert not any(tmp_path.iterdir())
 
 
+def in_a_stack(
+    model: Any, sets: Any, compile: bool, train: Any = None, key: Any = None, **settings: Any
+) -> Any:
+    """Return (the model after two rounds of a stack, why clients trained by themselves)."""
+    clients = fr.Clients(model, sets, batch_size=8, device="cpu", target_key=key)
+    grid = fr.StackedGrid(clients, compile=compile)
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, **settings)
+    return run(strategy, grid, model=lambda: model, train=train), grid.fallbacks
+
+
 @pytest.mark.parametrize("config", [{}, {"momentum": 0.9}, {"clip-norm": 0.1}], ids=str)
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_compiled_step_gives_the_same_up_to_rounding(
@@ -210,12 +220,9 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
 
     def end(drop: float, compile: bool) -> dict[str, np.ndarray]:
-        model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
-        clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
-        grid = fr.StackedGrid(clients, compile=compile)
-        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-        got = run(strategy, grid, model=lambda: model, train={"local-steps": 3, **config})
-        assert not grid.fallbacks
+        model, sets = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop)), [pair(k) for k in range(5)]
+        got, fallbacks = in_a_stack(model, sets, compile, {"local-steps": 3, **config})
+        assert not fallbacks
         return got
 
     close(end(0.0, True), end(0.0, False), 1e-5)
@@ -227,20 +234,24 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
 
 
 class Scaled(nn.Module):
-    """A model that reads an attribute and a tensor which no `state_dict` has."""
+    """A model with an embedding; it reads an attribute, a tensor, a number of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.scale, self.shift = perceptron(), 1.0, torch.zeros(3)
+        self.signs = nn.Embedding(2, 6, _weight=torch.ones(2, 6))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, scale: float) -> Any:
         """Return the logits."""
-        return self.layers(x) * self.scale + self.shift
+        shifted = x + self.signs(sum(x[:, 0] > at for at in (0, 9)))
+        return self.layers(shifted) * self.scale * scale + self.shift
 
 
-def test_a_change_of_the_model_between_rounds_counts_in_a_compiled_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("beyond", [False, True])
+def test_all_that_a_step_depends_on_counts_in_a_compiled_step(
+    beyond: bool, monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
+    """A change of the model between rounds, too; and an index beyond the embedding's is noticed."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
 
     def end(compile: bool) -> dict[str, np.ndarray]:
@@ -248,37 +259,15 @@ def test_a_change_of_the_model_between_rounds_counts_in_a_compiled_step(
             model.scale *= 0.5
             model.shift += 0.1
 
-        model = Scaled()
-        clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
-        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=change)
-        return run(strategy, fr.StackedGrid(clients, compile=compile), model=lambda: model)
+        model, (x, y) = Scaled(), pair(0)
+        odd = [{"x": x + 10 * beyond, "scale": 1.0, "labels": y}]
+        sets = [odd, *[[{"x": x, "scale": 1.0 + k // 2, "labels": y}] for k in (1, 2, 3)]]
+        got, fallbacks = in_a_stack(model, sets, compile, key="labels", on_round=change)
+        assert bool(fallbacks) == beyond
+        return got
 
     close(end(True), end(False), 1e-5)
-
-
-class Told(nn.Module):
-    """A model whose batches hold a number beside the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = perceptron()
-
-    def forward(self, x: Any, scale: float) -> Any:
-        """Return the logits."""
-        return self.layers(x) * scale
-
-
-def test_numbers_in_a_batch_count_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
-
-    def end(compile: bool) -> dict[str, np.ndarray]:
-        x, y = pair(0)
-        sets = [[{"x": x, "scale": 1.0 + k % 2, "labels": y}] for k in range(4)]
-        clients = fr.Clients(Told(), sets, target_key="labels", device="cpu")
-        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-        return run(strategy, fr.StackedGrid(clients, compile=compile), model=Told)
-
-    close(end(True), end(False), 1e-5)
+    assert not log("not compiled")
 
 
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:

@@ -477,7 +477,7 @@ REASONS: dict[str, Cohort] = {
     "its model or loss writes to its parameters": Once(
         model=partial(Writing, "parameters"), grid={"check": False}
     ),
-    "one_hot gets a class that is none of 3": Once(
+    "an embedding or one_hot gets an index that is out of range": Once(
         loader=wrong_class, settings={"loss_fn": by_one_hot}
     ),
     "index_fill may read other members' rows": Once(
