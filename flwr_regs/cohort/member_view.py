@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -182,7 +183,8 @@ class View:
         """Return the logits of one member; `values` then hold what the forward pass has made of them."""
         given = {**self.rest, **values}
         args, kwargs = self.task.arguments(inputs, targets)
-        cast = torch.autocast(self.device.type, self.precision, enabled=bool(self.precision))
+        how = self.device.type, self.precision
+        cast: Any = torch.autocast(*how) if self.precision else nullcontext()
         with cast, Kernels(self.as_products, self.misread):
             output = called(self.model, given, args, kwargs)
         values.update({n: given[n] for n in values})

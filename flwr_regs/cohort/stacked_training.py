@@ -188,6 +188,7 @@ class Stack:
         self._values: Arrays = {n: stacked[n] for n in view.trained}
         held = {n: v for n, v in stacked.items() if n not in self._values}
         view.start = {n: entries[n] for n in view.trained if n not in own}
+        view.broadcast = to_device(view.broadcast, device)
         view.rest = {n: v for n, v in entries.items() if n not in stacked}
         view.buffers = [*buffers]
         view.as_products = view.precision is None and view.randomness == "different"

@@ -199,14 +199,12 @@ def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None
     assert not any(tmp_path.iterdir())
 
 
-def in_a_stack(
-    model: Any, sets: Any, compile: bool, train: Any = None, key: Any = None, **settings: Any
-) -> Any:
+def in_a_stack(model: Any, sets: Any, compile: bool, key: Any = None, **more: Any) -> Any:
     """Return (the model after two rounds of a stack, why clients trained by themselves)."""
     clients = fr.Clients(model, sets, batch_size=8, device="cpu", target_key=key)
     grid = fr.StackedGrid(clients, compile=compile)
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, **settings)
-    return run(strategy, grid, model=lambda: model, train=train), grid.fallbacks
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=more.get("on_round"))
+    return run(strategy, grid, model=lambda: model, train=more.get("train")), grid.fallbacks
 
 
 @pytest.mark.parametrize("config", [{}, {"momentum": 0.9}, {"clip-norm": 0.1}], ids=str)
@@ -221,7 +219,7 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
 
     def end(drop: float, compile: bool) -> dict[str, np.ndarray]:
         model, sets = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop)), [pair(k) for k in range(5)]
-        got, fallbacks = in_a_stack(model, sets, compile, {"local-steps": 3, **config})
+        got, fallbacks = in_a_stack(model, sets, compile, train={"local-steps": 3, **config})
         assert not fallbacks
         return got
 

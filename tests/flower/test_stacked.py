@@ -1,19 +1,23 @@
 """A stack is its clients one by one: the same replies, states and histories, up to rounding."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.abilities import Carries
 from flwr_regs.cohort.stack_groups import Group
+from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
 from tests.conftest import Log, drawn
 from tests.flower.stacks import (
@@ -142,23 +146,20 @@ def normed(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return model.to(dtype)
 
 
-def in_double(k: int, shuffle: bool = True) -> DataLoader[Any]:
-    """Return data in float64, for methods in which rounding grows."""
-    x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
-    return DataLoader(TensorDataset(x.double(), y), 8, shuffle)
+def altered(change: Any) -> Any:
+    """Return what makes a client's loader, of data that are as ``change(k, x, y)`` returns them."""
+
+    def loader(k: int, shuffle: bool = True) -> DataLoader[Any]:
+        pair = change(k, *data_of(k).dataset.tensors)  # type: ignore[attr-defined]
+        return DataLoader(TensorDataset(*pair), 8, shuffle)
+
+    return loader
 
 
-def few_classes(k: int, shuffle: bool = True) -> DataLoader[Any]:
-    """Return data whose last class differs between clients; some targets are ignored."""
-    x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
-    return DataLoader(TensorDataset(x, y.clamp(max=k % 3)), 8, shuffle)
-
-
-def some_ignored(k: int, shuffle: bool = True) -> DataLoader[Any]:
-    """Return data of which some targets do not count."""
-    x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
-    some = torch.where(torch.arange(len(y)) % 20 == 0, -100, y)
-    return DataLoader(TensorDataset(x, some), 8, shuffle)
+in_double = altered(lambda k, x, y: (x.double(), y))  # for methods in which rounding grows
+few_classes = altered(lambda k, x, y: (x, y.clamp(max=k % 3)))
+some_ignored = altered(lambda k, x, y: (x, torch.where(torch.arange(len(y)) % 20 == 0, -100, y)))
+one_wrong_class = altered(lambda k, x, y: (x, y + 3 * (torch.arange(len(y)) == 3) * (k == 4)))
 
 
 def five_classes() -> nn.Module:
@@ -330,6 +331,25 @@ SAME: dict[str, Cohort] = {
 """Situations, each with a method in which it matters; loaders shuffle, and data are of unequal length."""
 
 
+@pytest.fixture
+def also_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stacks first train on torch's device without numbers: what they read before the end raises."""
+    plain = Group.run
+
+    def run(group: Group, given: Any = None) -> Any:
+        if given is None and not group.view.term.able(Carries):  # these read once, before the steps
+            model, meta = deepcopy(group.view.model).to("meta"), torch.device("meta")
+            members = sorted(group.members, key=lambda m: -len(m.plan))
+            stack = Stack(replace(group.view, model=model, device=meta, misread=[]), members)
+            with pytest.raises(NotImplementedError, match="no data") as end:
+                (stack.probe if group.recipe.probes else stack.run)()
+            assert {"_finish", "probe"} & {entry.name for entry in end.traceback}
+        return plain(group, given)
+
+    monkeypatch.setattr(Group, "run", run)
+
+
+@pytest.mark.usefixtures("also_elsewhere")
 @pytest.mark.parametrize("name", SAME)
 def test_a_stack_is_its_clients_one_by_one(name: str) -> None:
     assert not compare(SAME[name]).fallbacks
@@ -351,21 +371,9 @@ class OwnFit(fr.FedAvgClient):
         return super().fit(parameters, config)
 
 
-def passing(message: Message, context: Any, call_next: Any) -> Message:
-    """A mod that does nothing."""
-    return call_next(message, context)
-
-
 def with_generator(k: int, shuffle: bool = True) -> DataLoader[Any]:
     """Return a loader that shuffles by a generator of its own."""
     return DataLoader(data_of(k).dataset, 8, shuffle, generator=torch.Generator().manual_seed(k))
-
-
-class Graph:
-    """An input that is no tensor."""
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
 
 
 class OfGraphs(OwnModel):
@@ -410,13 +418,6 @@ def filling(output: torch.Tensor, targets: Any) -> torch.Tensor:
     return output.index_fill(0, targets[:1] - 1, 0.0).square().mean()
 
 
-def wrong_class(k: int, shuffle: bool = True) -> DataLoader[Any]:
-    """Return a client's loader; one client has a label that is no class."""
-    loader = data_of(k, shuffle)
-    loader.dataset.tensors[1][3] += 3 * (k == 4)  # type: ignore[attr-defined]
-    return loader
-
-
 class Streamed:
     """Batches in a new order each time, without a length."""
 
@@ -441,7 +442,7 @@ def holding(params: Any, lr: float) -> Any:
 Once = partial(Cohort, rounds=1)
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
-    "the app has mods": Once(mods=[passing]),
+    "the app has mods": Once(mods=[lambda message, context, call: call(message, context)]),
     "its loader has a random generator of its own": Once(loader=with_generator),
     "its loader has worker processes": Once(
         loader=lambda k, shuffle=True: DataLoader(data_of(k).dataset, 8, num_workers=1)
@@ -456,9 +457,9 @@ REASONS: dict[str, Cohort] = {
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=Branching),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
-    "its batches hold a Graph": Once(
+    "its batches hold a SimpleNamespace": Once(
         model=OfGraphs,
-        loader=lambda k, shuffle=False: [(Graph(x), y) for x, y in data_of(k, False)],
+        loader=lambda k, shuffle=False: [(SimpleNamespace(x=x), y) for x, y in data_of(k, False)],
     ),
     "'NoneType' object has no attribute 'float'": Once(terms=[Odd("output")]),  # not elementwise
     "for *: 'float' and 'NoneType'": Once(terms=[Odd("client_id")]),  # nor this
@@ -478,7 +479,7 @@ REASONS: dict[str, Cohort] = {
         model=partial(Writing, "parameters"), grid={"check": False}
     ),
     "an embedding or one_hot gets an index that is out of range": Once(
-        loader=wrong_class, settings={"loss_fn": by_one_hot}
+        loader=one_wrong_class, settings={"loss_fn": by_one_hot}
     ),
     "index_fill may read other members' rows": Once(
         settings={"loss_fn": filling}, grid={"check": False}
