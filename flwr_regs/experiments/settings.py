@@ -180,11 +180,12 @@ def legal(of: Setting) -> str:
 
 def _checked(of: Setting, value: Any) -> Any:
     kind = type(of.default)
-    right = isinstance(value, (int, float) if kind is float else kind)
+    right = isinstance(value, (int, float) if kind in (int, float) else kind)
     right = right and isinstance(value, bool) == (kind is bool)
     if right and kind in (int, float):  # what run-config can carry, and neither NaN nor infinite
-        right = isinstance(value, float) or abs(value) < 2**63
+        right = type(value) is kind is float or abs(value) < 2**63
         right = right and of.low <= value <= of.high and of.above < value < of.below
+        right = right and (kind is float or value == int(value))  # 1e3 is a whole number
     if not right or (of.choices and not _is_chosen(value, of)):
         if hint := nearest(str(value), of.choices) if of.choices else "":
             raise ValueError(f"setting '{of.name}' has no {value!r}{hint} It must be {legal(of)}")
