@@ -219,7 +219,7 @@ def recorded(runs: Iterable[Run], folder: Path) -> dict[tuple[str, int], RunReco
     Raises ValueError for a damaged record, as :func:`read` does.
     """
     paths = {run.key: record_path(folder, *run.key) for run in runs}
-    return {key: read(path) for key, path in paths.items() if path.is_file()}
+    return {key: read(path) for key, path in paths.items() if path.exists()}
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
@@ -234,10 +234,10 @@ def read(path: Path) -> RunRecord:
     The last line may be torn: the process was killed while it wrote it. Raises ValueError for any other
     line that cannot be read; the message names the file.
     """
-    *lines, rest = path.read_bytes().split(b"\n")
-    checked = b'"check": ' in b"".join(lines[:1])  # older records have none
     run, so_far = None, 0
     try:
+        *lines, rest = path.read_bytes().split(b"\n")
+        checked = b'"check": ' in b"".join(lines[:1])  # older records have none
         for number, text in enumerate(lines, start=1):
             try:
                 content = json.loads(text)
@@ -256,7 +256,7 @@ def read(path: Path) -> RunRecord:
         if run is None:
             raise ValueError("it has no whole line")
         run.torn = bool(rest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IsADirectoryError) as error:
         hint = "restore it; or remove it, and --resume trains the run again"
         raise ValueError(f"{path} is damaged ({error}): {hint}") from error
     return run
