@@ -175,13 +175,15 @@ class Recorder:
 
     def __init__(self, folder: Path | None, run: RunRecord) -> None:
         self._path = None if folder is None else record_path(folder, run.label, run.seed)
-        self._run, self._rounds, self._check = run, len(run.rounds), 0
+        self._run, self._rounds = run, len(run.rounds)
         lines: list[dict[str, Any]] = [{"run": {name: getattr(run, name) for name in HEAD}}]
         lines += [{"round": entry} for entry in run.rounds]
         lines += [{"test": point} for point in run.test]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write(self._path, self._checked(lines))
+            text, self._check = _checked(lines)
+            write(self._path, text)
+            self._size = len(text)
 
     def round(self) -> None:
         """Write what is new since the last call: rounds, and the last test."""
@@ -192,20 +194,26 @@ class Recorder:
         self._append({"end": {name: getattr(self._run, name) for name in END}})
 
     def _append(self, last: dict[str, Any]) -> None:
+        if self._path is None:
+            return
         lines = [*({"round": entry} for entry in self._run.rounds[self._rounds :]), last]
-        self._rounds = len(self._run.rounds)
-        if self._path is not None:
-            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(self._checked(lines))
+        text, check = _checked(lines, self._check)
+        with writing(self._path), self._path.open("r+b") as file:
+            file.truncate(self._size)  # without what a full disk has torn
+            file.seek(self._size)
+            file.write(text)
+        self._rounds, self._check = len(self._run.rounds), check
+        self._size += len(text)
 
-    def _checked(self, lines: Iterable[dict[str, Any]]) -> str:
-        """Return lines as text, each with a check of itself and of all before it."""
-        whole = ""
-        for line in lines:
-            text = json.dumps(strict(line))
-            self._check = zlib.crc32(text.encode(), self._check)
-            whole += f'{text[:-1]}, "check": "{self._check:08x}"}}\n'
-        return whole
+
+def _checked(lines: Iterable[dict[str, Any]], check: int = 0) -> tuple[bytes, int]:
+    """Return lines as bytes, each with a check of itself and of all before it, and the last check."""
+    whole = b""
+    for line in lines:
+        text = json.dumps(strict(line)).encode()
+        check = zlib.crc32(text, check)
+        whole += text[:-1] + f', "check": "{check:08x}"}}\n'.encode()
+    return whole, check
 
 
 def record_path(folder: Path, label: str, seed: int) -> Path:
