@@ -32,7 +32,7 @@ from flwr_regs.experiments.report.results import Results, check_rows, provenance
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run import tuning
 from flwr_regs.experiments.run.process_family import on_farewell
-from flwr_regs.experiments.run.progress import Heartbeat, counted, progress
+from flwr_regs.experiments.run.progress import Heartbeat, counted, progress, rounds_of
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.user_code import said
@@ -264,7 +264,7 @@ def _train(
     _say(
         f"flwr-regs {flwr_regs.__version__}: {counted(several, rows)}, "
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
-        f"{counted(settings.rounds, 'round')}; {settings.dataset}, partition "
+        f"{rounds_of(lacking)}; {settings.dataset}, partition "
         f"{split_in_words(settings.config)} over {counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )

@@ -24,7 +24,7 @@ from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run.clients import RunClients
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
-from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration
+from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration, rounds_of
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.experiments.settings import split_in_words
 from flwr_regs.methods.registry import METHODS
@@ -178,10 +178,10 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: B
             cost, most = cost_of(runs[0], of_model), client_data_of(settings).most_tested
         except Exception:  # the run says it better
             return
-    shares = sum(1 - begun.get(run.key, 0) / run.settings.rounds for run in runs)
+    shares = sum(run.settings.rounds - begun.get(run.key, 0) for run in runs) / settings.rounds
     about = duration(cost.run * shares / _at_a_time(runs, workers))
     steps = f"{counted(round(cost.steps), 'step')} of {duration(of_model.step)}"
-    all_runs = f"{counted(len(runs), 'run')} of {counted(settings.rounds, 'round')}"
+    all_runs = f"{counted(len(runs), 'run')} of {rounds_of(runs)}"
     each = f"{counted(cost.cohort, 'client')} with {steps}, and a test of {duration(cost.test)}"
     text = f"about {about}: {all_runs}; in each round {each}"
     if (settings.rounds + 1) * cost.test > max(DOMINANT * cost.run, 60) and most > 2000:

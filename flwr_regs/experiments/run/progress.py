@@ -209,6 +209,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def rounds_of(runs: Sequence[Run]) -> str:
+    """Say how many rounds some runs have at most."""
+    every: list[int] = [run.settings.rounds for run in runs]
+    return "up to " * (min(every) < max(every)) + counted(max(every), "round")
+
+
 def duration(seconds: float) -> str:
     """Return a time as people say it: 250 µs, 3.5 ms, 40 s, 12 min, 3 h 20 min."""
     for unit, size in (("µs", 1e-6), ("ms", 1e-3)):
