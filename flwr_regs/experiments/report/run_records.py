@@ -227,7 +227,7 @@ def recorded(runs: Iterable[Run], folder: Path) -> dict[tuple[str, int], RunReco
     Raises ValueError for a damaged record, as :func:`read` does.
     """
     paths = {run.key: record_path(folder, *run.key) for run in runs}
-    return {key: read(path) for key, path in paths.items() if path.exists()}
+    return {key: read(path) for key, path in paths.items() if path.is_file() or path.is_dir()}
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
