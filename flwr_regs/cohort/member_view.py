@@ -118,8 +118,8 @@ class View:
         Of the forward pass, by torch's autocast.
     randomness : str
         "different": each member draws numbers of its own; "same": all draw the same.
-    compiled : hashable or None
-        What a compiled step depends on beside its arguments; None: steps are not compiled.
+    compiled : tuple or None
+        (training, what else a compiled step depends on beside its arguments); None: steps are not compiled.
 
     A `Stack` sets the others.
 
@@ -156,7 +156,7 @@ class View:
     classifier: str | None
     precision: torch.dtype | None
     randomness: str = "different"
-    compiled: Hashable = None
+    compiled: tuple[Hashable, Hashable] | None = None
     start: Arrays = field(default_factory=dict)
     rest: Arrays = field(default_factory=dict)
     buffers: Sequence[str] = ()

@@ -8,7 +8,7 @@ step the clients whose batches have one shape go together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,9 +39,10 @@ from flwr_regs.wire import keys
 LOG = logging.getLogger("flwr")
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
-KEPT = 20
-"""Compiled steps that are kept."""
-_STEPS: dict[Hashable, Callable[..., Any] | None] = {}
+KEPT = 60
+"""Entries of `_STEPS` that are kept."""
+_STEPS: dict[Hashable, Any] = {}
+"""Compiled steps, by graph and by what that was traced for; None: those of a training do not compile."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +380,7 @@ class Stack:
             held[n][where] = b
         return grads
 
-    def _raw(self, values: Arrays, batch: Batch, row: Any, compiled: Hashable) -> Any:
+    def _raw(self, values: Arrays, batch: Batch, row: Any, compiled: Any) -> Any:
         """Return (gradients, losses without those of terms, new buffers, what terms see of the pass)."""
         view, there = self._view, values
         if compiled and (quick := self._compiled(compiled, values, row["held"], batch)):
@@ -414,21 +415,25 @@ class Stack:
         rows = row if self._reads else {"held": row["held"]}
         return view.vmapped(objective)(values, batch.leaves, rows)
 
-    def _compiled(self, key: Hashable, values: Arrays, held: Arrays, batch: Batch) -> Any:
+    def _compiled(self, whose: Any, values: Arrays, held: Arrays, batch: Batch) -> Any:
         """Return (gradients, losses, new buffers, {}) of a step without terms; None if it is not compiled.
 
-        The graph is made once for a `key` and the names and shapes of what goes in; `key` says what else
-        the step depends on. Where the optimiser is plain SGD and no term acts, the graph makes its update:
-        the parameters behind it come in place of the gradients. Where the step cannot be traced or there is
-        no compiler, a sentence in the log says so.
+        It is traced once for `whose`, (training, build), and the names and forms of what goes in. So what
+        it reads beside its arguments, such as a global, is that of this training. Where the optimiser is
+        plain SGD and no term acts, the graph makes its update: the parameters behind it come in place of
+        the gradients. Where the step cannot be traced or there is no compiler, a sentence in the log says
+        so, and no other step of the training is tried.
         """
+        training, _ = whose
+        if training in _STEPS:
+            return None
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
         read = len(view.misread)
         values = {n: v.detach() for n, v in values.items()}
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
         rate = torch.full((), lr, dtype=torch.float64, device=view.device)
         given, form = tree_flatten((values, held, batch.leaves, rate))
-        key = key, str(form), tuple((tuple(t.shape), t.dtype) for t in given), bool(lr)
+        key = whose, self._members[0].plan.forms[0], str(form), _forms(given), bool(lr)
 
         def total(values: Arrays, held: Arrays, leaves: list[Tensor]) -> Any:
             losses, *others = self._losses(values, replace(batch, leaves=leaves), {"held": held})
@@ -444,16 +449,14 @@ class Stack:
 
         try:
             if key not in _STEPS:
-                if len(_STEPS) == KEPT:
+                while len(_STEPS) >= KEPT:
                     del _STEPS[next(iter(_STEPS))]
                 copies = [t.clone() for t in given]  # it is run, and may write to buffers
                 with forked(view.device):
-                    _STEPS[key] = torch._inductor.compile(make_fx(step)(*copies), given)
-            if (compiled := _STEPS[key]) is None:
-                return None
-            out = iter(compiled(*given))
+                    _STEPS[key] = _compiled_once(make_fx(step)(*copies), given)
+            out = iter(_STEPS[key](*given))
         except Exception as error:  # whatever torch or a compiler raises
-            _STEPS[key] = None
+            _STEPS[training] = None
             why = str(error).strip().partition("\n")[0]
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None
@@ -553,6 +556,21 @@ class Stack:
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
         return StackedResult(state, sent, uploads, slots, losses, rose, layer)
+
+
+def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
+    """Return a step's graph, compiled; an equal one is compiled once."""
+    code = (getattr(module, "code", "") for module in graph.modules())
+    constants = [t.detach().flatten().view(torch.uint8) for t in graph.state_dict().values()]
+    key = *code, _forms(given), *(t.cpu().numpy().tobytes() for t in constants)
+    if key not in _STEPS:
+        _STEPS[key] = torch._inductor.compile(graph, given)
+    return _STEPS[key]
+
+
+def _forms(given: Iterable[Tensor]) -> Hashable:
+    """Return the shapes, strides, dtypes and devices of tensors."""
+    return tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in given)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -188,7 +188,7 @@ class Stacks:
         try:
             self._check_result(group)
             if self.settings.compile:
-                group.view.compiled = _step_of(group.view), group.members[0].plan.forms[0]
+                group.view.compiled = group.recipe.config.get(keys.START_KEY), _step_of(group.view)
             return group.replies(group.run())
         except Exception as error:  # whatever torch or a hook raises under vmap
             self.note(error, len(group.members))
@@ -243,6 +243,8 @@ class Build(pickle.Pickler):
         if isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return value.__code__, value.__defaults__, value.__kwdefaults__, cells
+        if isinstance(value, MethodType):  # pickle takes what has its name
+            return value.__func__, value.__self__
         if isinstance(value, type | CodeType | ModuleType | BuiltinFunctionType):
             self._objects.append(value)
             return len(self._objects)

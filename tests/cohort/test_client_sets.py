@@ -2,7 +2,7 @@
 
 import multiprocessing
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,12 +199,15 @@ def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None
     assert not any(tmp_path.iterdir())
 
 
-def in_a_stack(model: Any, sets: Any, compile: bool, key: Any = None, **more: Any) -> Any:
-    """Return (the model after two rounds of a stack, why clients trained by themselves)."""
-    clients = fr.Clients(model, sets, batch_size=8, device="cpu", target_key=key)
-    grid = fr.StackedGrid(clients, compile=compile)
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=more.get("on_round"))
-    return run(strategy, grid, model=lambda: model, train=more.get("train")), grid.fallbacks
+def as_it_is(graph: Any, given: Any) -> Any:
+    """Compile nothing; take, as compiled code does, tensors that lie in memory as these."""
+    strides = [t.stride() for t in given]
+
+    def step(*now: Any) -> Any:
+        assert [t.stride() for t in now] == strides
+        return graph(*now)
+
+    return step
 
 
 @pytest.mark.parametrize("config", [{}, {"momentum": 0.9}, {"clip-norm": 0.1}], ids=str)
@@ -215,56 +218,65 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
     monkeypatch.setattr(stacked_training, "_STEPS", steps := {})
     if eager:  # compiling takes half a minute
-        monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
+        monkeypatch.setattr(torch._inductor, "compile", as_it_is)
 
-    def end(drop: float, compile: bool) -> dict[str, np.ndarray]:
-        model, sets = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop)), [pair(k) for k in range(5)]
-        got, fallbacks = in_a_stack(model, sets, compile, train={"local-steps": 3, **config})
-        assert not fallbacks
+    def end(drop: float, compile: bool, number: int = 3, of: Any = range(5)) -> Any:
+        model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
+        clients = fr.Clients(model, [pair(k) for k in of], batch_size=8, device="cpu")
+        grid = fr.StackedGrid(clients, compile=compile)
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+        got = run(strategy, grid, model=lambda: model, train={"local-steps": number, **config})
+        assert not grid.fallbacks
         return got
 
     close(end(0.0, True), end(0.0, False), 1e-5)
     close(first := end(0.5, True), end(0.5, True), 0.0)
-    assert len(steps) == 2
+    assert len({*steps.values()}) == 2
+    for longer in (2, 4):  # the batches then lie in memory otherwise
+        close(end(0.0, True, longer, [0, 0]), end(0.0, False, longer, [0, 0]), 1e-5)
     assert not log("not compiled")
     if eager:
         close(first, end(0.5, False), 1e-5)
 
 
 class Scaled(nn.Module):
-    """A model with an embedding; it reads an attribute, a tensor, a number of the batch."""
+    """A model that reads its attributes, its class, and a number of the batch."""
+
+    factor = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.scale, self.shift = perceptron(), 1.0, torch.zeros(3)
-        self.signs = nn.Embedding(2, 6, _weight=torch.ones(2, 6))
 
-    def forward(self, x: Any, scale: float) -> Any:
+    def forward(self, x: Any, number: float) -> Any:
         """Return the logits."""
-        shifted = x + self.signs(sum(x[:, 0] > at for at in (0, 9)))
-        return self.layers(shifted) * self.scale * scale + self.shift
+        return self.layers(x) * self.scale * self.factor * number + self.shift
 
 
-@pytest.mark.parametrize("beyond", [False, True])
-def test_all_that_a_step_depends_on_counts_in_a_compiled_step(
-    beyond: bool, monkeypatch: pytest.MonkeyPatch, log: Log
+def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
-    """A change of the model between rounds, too; and an index beyond the embedding's is noticed."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
+    """What differs between batches, rounds and trainings. Without a compiler, the log has one sentence."""
 
     def end(compile: bool) -> dict[str, np.ndarray]:
         def change(entry: Any) -> None:
             model.scale *= 0.5
             model.shift += 0.1
+            to, plain = model.layers, nn.Sequential.forward
+            to.forward = MethodType(lambda self, x, k=entry["round"]: plain(self, x) / (k + 1), to)
 
         model, (x, y) = Scaled(), pair(0)
-        odd = [{"x": x + 10 * beyond, "scale": 1.0, "labels": y}]
-        sets = [odd, *[[{"x": x, "scale": 1.0 + k // 2, "labels": y}] for k in (1, 2, 3)]]
-        got, fallbacks = in_a_stack(model, sets, compile, key="labels", on_round=change)
-        assert bool(fallbacks) == beyond
-        return got
+        sets = [[{"x": x, "number": 1.0 + k % 2, "labels": y}] for k in range(4)]
+        clients = fr.Clients(model, sets, target_key="labels", device="cpu")
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=change)
+        return run(strategy, fr.StackedGrid(clients, compile=compile), model=lambda: model)
 
-    close(end(True), end(False), 1e-5)
+    monkeypatch.setattr(torch._inductor, "compile", None)
+    end(True)
+    assert len(log("not compiled")) == 1
+    monkeypatch.setattr(torch._inductor, "compile", as_it_is)
+    for Scaled.factor in (1.0, 0.5):
+        close(end(True), end(False), 1e-5)
     assert not log("not compiled")
 
 
