@@ -17,7 +17,7 @@ from torch.utils import data
 
 import flwr_regs.client.train.remedies as remedies
 from flwr_regs.abilities import Withholds
-from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.classifier import evaluating, find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import Batches, check_batches, is_dataset, resolve_device
@@ -139,7 +139,8 @@ class ClientSets(Spelled):
         model = uncompiled(self.model)
         before = {n: v.detach().clone() for n, v in model.state_dict().items()}
         try:
-            yield
+            with evaluating(model):  # then each module has its mode again
+                yield
         finally:
             model.load_state_dict(before)
 

@@ -91,14 +91,16 @@ def test_data_sets_of_any_kind_train_as_the_clients_that_hold_them(
 
 @pytest.mark.parametrize("messages", [False, True])
 @pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid])
-def test_a_model_that_is_given_has_the_same_entries_afterwards(grid: Any, messages: bool) -> None:
+def test_a_model_that_is_given_is_the_same_afterwards(grid: Any, messages: bool) -> None:
     model = perceptron(nn.BatchNorm1d(8))
+    model[1].eval()
     before = {n: v.clone() for n, v in model.state_dict().items()}
     clients = fr.Clients(model, [pair(k) for k in range(5)], [pair(0)] * 5, device="cpu")
     sends = {"push_messages": lambda self, sent: fr.InProcessGrid.push_messages(self, sent)}
     kind = type("Mine", (grid,), sends if messages else {})
     run(fr.FedAvg(seed=3), kind(clients), model=lambda: model)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert [m.training for m in model.modules()] == [True, True, False, True]
 
 
 def test_mappings_functions_for_all_and_flowers_app_give_the_same(
