@@ -44,11 +44,14 @@ class Kind:
     ----------
     refused : str
         Why they train one by one; "" if they do not.
+    training : str
+        The one in which their last stack was checked.
     due : float
-        The round from which on their next stack is checked.
+        The round of it from which on their next stack is checked.
     """
 
     refused: str = ""
+    training: Any = ""
     due: float = 0
 
 

@@ -196,17 +196,19 @@ class Stacks:
 
     def _check_result(self, group: Group) -> None:
         """Compare a stack's result with that of clients alone, if it is due; raise CannotStack."""
-        kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
+        kind, config, often = group.kind, group.recipe.config, self.settings.check
+        training, this_round = config.get(keys.START_KEY), int(config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self.settings.check is False or this_round < kind.due:
+        if often is False or (training == kind.training and this_round < kind.due):
             return
         if len(group.members) == 1:
             raise CannotStack(UNCHECKED)
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)
-        kind.due = math.inf if self.settings.check == "first" else this_round + self.settings.check
+        kind.training = training
+        kind.due = math.inf if often == "first" else this_round + often
 
 
 class Build(pickle.Pickler):

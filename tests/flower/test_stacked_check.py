@@ -263,9 +263,12 @@ def test_a_model_that_the_check_refuses_evaluates_one_by_one(function: Any) -> N
     assert actual == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("check", "refused"), [("first", 0), (False, 0), (2, 1), (1, 2)])
-def test_when_the_check_runs(check: Any, refused: int) -> None:
-    """The clients go wrong from the second of three rounds on."""
+CHECKS = [("first", 0, 3), (False, 0, 0), (9, 0, 3), (2, 1, 4), (1, 2, 5)]
+
+
+@pytest.mark.parametrize(("check", "refused", "again"), CHECKS)
+def test_when_the_check_runs(check: Any, refused: int, again: int) -> None:
+    """The clients go wrong from the second of three rounds on, and then train once more."""
     FACTOR["round"] = 1
     cohort = Cohort(
         given={"on_round": lambda entry: FACTOR.update(round=entry["round"] + 1)},
@@ -275,3 +278,5 @@ def test_when_the_check_runs(check: Any, refused: int) -> None:
     )
     grid = cohort.stacked(check=check)
     assert sum(grid.fallbacks.values()) == refused * len(SIZES)
+    cohort.train(grid)
+    assert sum(grid.fallbacks.values()) == again * len(SIZES)
