@@ -329,6 +329,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
     "no batch": ([(X, Y)], {"batch_size": 0}, "batch_size"),
+    "no device": ([(X, Y)], {"device": "gpu"}, "device must be 'auto', or one .* not 'gpu'"),
 }
 
 

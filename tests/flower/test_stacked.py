@@ -606,7 +606,7 @@ def test_autocast_is_near() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"memory": 0}, "memory must be a number of bytes"),
+        *(({"memory": m}, "memory must be a number of bytes") for m in (0, "1GB")),
         ({"precision": "half"}, "precision must be one of float32, bfloat16, not 'half'"),
         *(({"check": c}, "check must be 'first', a number of rounds or") for c in (0, True, "no")),
     ],

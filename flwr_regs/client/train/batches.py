@@ -202,10 +202,14 @@ def batch_size(targets: Any) -> int:
 def resolve_device(device: str | torch.device) -> torch.device:
     """Return `device`; ``"auto"`` means the accelerator if there is one, else the CPU.
 
-    Raises ValueError for a CUDA device where there is none.
+    Raises ValueError for what is no device, and for a CUDA device where there is none.
     """
     if device != "auto":
-        asked = torch.device(device)
+        try:
+            asked = torch.device(device)
+        except (RuntimeError, TypeError):
+            expected = "'auto', or one that torch knows, such as 'cpu' or 'cuda:0'"
+            raise ValueError(f"device must be {expected}, not {device!r}") from None
         if asked.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='{device}': torch finds no CUDA GPU here; give device='auto'")
         return asked

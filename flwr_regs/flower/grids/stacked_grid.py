@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -78,8 +79,9 @@ class StackedGrid(InProcessGrid):
         compile: bool = False,
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
-        if not memory >= 1:
-            raise ValueError(f"memory must be a number of bytes, at least 1, not {memory}")
+        given: Any = memory
+        if not isinstance(given, Real) or not memory >= 1:
+            raise ValueError(f"memory must be a number of bytes, at least 1, not {memory!r}")
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
         if check != "first" and check is not False and not COUNT.fits(check):
