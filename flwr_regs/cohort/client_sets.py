@@ -280,8 +280,12 @@ def _checked(given: Any, name: str, pid: int) -> Any:
             )
             raise ValueError(f"{where} has {shapes}, expected equal first dimensions")
         given = data.TensorDataset(inputs, targets)
-    if isinstance(given, Sized) and not len(given) and not isinstance(given, data.IterableDataset):
-        raise ValueError(f"{where} has an empty data set")
+    streamed = isinstance(getattr(given, "dataset", given), data.IterableDataset)
+    if isinstance(given, Sized) and not streamed and not len(given):
+        if is_dataset(given):
+            raise ValueError(f"{where} has an empty data set")
+        why = "no examples, or drop_last=True with fewer than one batch"
+        raise ValueError(f"{where} has a {type(given).__name__} that yields no batch ({why})")
     if not is_dataset(given) and not isinstance(given, data.IterableDataset):
         try:
             check_batches(given, "train_data" if name == "train_sets" else "eval_data")

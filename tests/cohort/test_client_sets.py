@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.cohort import processes, stacked_training
@@ -328,7 +328,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
     "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
-    "no batch": ([(X, Y)], {"batch_size": 0}, "batch_size"),
+    "no batch": ([DataLoader(TensorDataset(X, Y), 99, drop_last=True)], {}, "yields no batch"),
+    "no batch size": ([(X, Y)], {"batch_size": 0}, "batch_size"),
     "no device": ([(X, Y)], {"device": "gpu"}, "device must be 'auto', or one .* not 'gpu'"),
 }
 
@@ -347,6 +348,8 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     run(strategy, fr.StackedGrid(clients), rounds=1)
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert "2 clients of perceptron" in repr(clients)
+    streamed = DataLoader(type("Stream", (IterableDataset,), {})())  # it has no length
+    assert len(fr.Clients(perceptron, [streamed])) == 1
 
 
 def of_three() -> nn.Module:
