@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -219,26 +219,23 @@ def fading(model: Any, x: Any) -> Any:
     return model.layer(x) * model.scale
 
 
+def run(kind: Any, function: Any, rounds: int, **settings: Any) -> tuple[Any, Any, Any]:
+    """Return (grid, strategy, end) of a training of clients that share a model around a function."""
+    model = Model(function)
+    model.register_buffer("scale", torch.ones(()), persistent=False)
+    sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
+    grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu"))
+    strategy, config = fr.FedAvg(seed=3, **settings), ConfigRecord({"lr": 0.1, "local-epochs": 1})
+    result = strategy.start(grid, model.state_dict(), rounds, train_config=config)
+    return grid, strategy, {n: a.numpy() for n, a in result.arrays.items()}
+
+
 @pytest.mark.parametrize("function", [remembering, fading])
 def test_what_a_forward_pass_stores_in_a_stack_does_not_stay(function: Any) -> None:
     """The clients then train and evaluate one by one as if there had been no stack."""
-
-    def end(kind: Any) -> Any:
-        model = Model(function)
-        model.register_buffer("scale", torch.ones(()), persistent=False)
-        sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
-        grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu"))
-        result = fr.FedAvg(seed=3).start(
-            grid=grid,
-            initial_arrays=ArrayRecord(model.state_dict()),
-            num_rounds=3,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
-        return grid, {n: a.numpy() for n, a in result.arrays.items()}
-
-    (grid, actual), (_, expected) = end(fr.StackedGrid), end(fr.InProcessGrid)
+    grid, _, actual = run(fr.StackedGrid, function, 3)
     assert sum(grid.fallbacks.values()) == 3 * len(SIZES)
-    close(actual, expected, 1e-6)
+    close(actual, run(fr.InProcessGrid, function, 3)[2], 1e-6)
 
 
 @pytest.mark.parametrize("function", [counting, counting_tests])
@@ -246,17 +243,8 @@ def test_a_model_that_the_check_refuses_evaluates_one_by_one(function: Any) -> N
     """On clients that have not trained, too."""
 
     def losses(kind: Any) -> Any:
-        model = Model(function)
-        sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
-        strategy = fr.FedAvg(seed=3, fraction_train=0.4)
-        strategy.start(
-            grid=kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu")),
-            initial_arrays=ArrayRecord(model.state_dict()),
-            num_rounds=1,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
-        clients = strategy.history[0]["evaluate"]["clients"]
-        return {pid: metrics["loss"] for pid, metrics in clients.items()}
+        entry = run(kind, function, 1, fraction_train=0.4)[1].history[0]
+        return {pid: of["loss"] for pid, of in entry["evaluate"]["clients"].items()}
 
     actual, expected = losses(fr.StackedGrid), losses(fr.InProcessGrid)
     assert len(actual) == len(SIZES)
