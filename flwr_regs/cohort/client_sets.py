@@ -282,10 +282,8 @@ def _checked(given: Any, name: str, pid: int) -> Any:
         given = data.TensorDataset(inputs, targets)
     streamed = isinstance(getattr(given, "dataset", given), data.IterableDataset)
     if isinstance(given, Sized) and not streamed and not len(given):
-        if is_dataset(given):
-            raise ValueError(f"{where} has an empty data set")
-        why = "no examples, or drop_last=True with fewer than one batch"
-        raise ValueError(f"{where} has a {type(given).__name__} that yields no batch ({why})")
+        none = f"{type(given).__name__} that yields no batch (too few examples for drop_last=True?)"
+        raise ValueError(f"{where} has {'an empty data set' if is_dataset(given) else f'a {none}'}")
     if not is_dataset(given) and not isinstance(given, data.IterableDataset):
         try:
             check_batches(given, "train_data" if name == "train_sets" else "eval_data")

@@ -207,8 +207,7 @@ class Stacks:
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)
-        kind.training = training
-        kind.due = math.inf if often == "first" else this_round + often
+        kind.training, kind.due = training, math.inf if often == "first" else this_round + often
 
 
 class Build(pickle.Pickler):

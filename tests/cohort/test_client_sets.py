@@ -317,6 +317,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unequal lengths": ([(X, Y), (X, Y[1:])], {}, r"client 1 has inputs of shape \(20, 6\)"),
     "three tensors": ([(X, Y, Y)], {}, "client 0 has 3 tensors"),
     "no data": ([(X, Y), 7], {}, "train_sets: client 1"),
+    "no tensors": ([([[1.0]], [0])], {}, "client 0: train_data is a tuple of lists of num"),
     "no clients": ([], {}, "train_sets is empty"),
     "one pair": ((X, Y), {}, "a data set for each client"),
     "a function alone": (pair, {}, "say num_clients="),
@@ -348,7 +349,7 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     run(strategy, fr.StackedGrid(clients), rounds=1)
     assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
     assert "2 clients of perceptron" in repr(clients)
-    streamed = DataLoader(type("Stream", (IterableDataset,), {})())  # it has no length
+    streamed = DataLoader(type("Stream", (IterableDataset,), {"__iter__": iter})())  # no length
     assert len(fr.Clients(perceptron, [streamed])) == 1
 
 

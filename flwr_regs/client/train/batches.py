@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,10 @@ def check_batches(data: Any, name: str) -> None:
         why = f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), {size})"
     elif isinstance(data, list | tuple) and data and isinstance(data[0], Tensor | np.ndarray):
         why = f"a {kind} of arrays: {pairs} [(inputs, targets)], or DataLoader(TensorDataset(*{name}))"
+    elif isinstance(data, list | tuple) and data and _is_numbers(data[0]):
+        why = (
+            f"a {kind} of lists of numbers: {pairs} [(torch.tensor(inputs), torch.tensor(targets))]"
+        )
     elif isinstance(data, Mapping):
         why = f"a {kind}, which is one batch: expected batches, such as [{name}]"
     elif isinstance(data, str) or {"__iter__", "__getitem__"}.isdisjoint(dir(type(data))):
@@ -128,6 +133,13 @@ def check_batches(data: Any, name: str) -> None:
     else:
         return
     raise TypeError(f"{name} is {why}")
+
+
+def _is_numbers(data: Any) -> bool:
+    """Whether this is a number, or nested lists that hold nothing else."""
+    if isinstance(data, list | tuple):
+        return all(map(_is_numbers, data))
+    return isinstance(data, Number)
 
 
 def is_dataset(data: Any) -> bool:
