@@ -457,6 +457,7 @@ class Stack:
             out = iter(_STEPS[key](*given))
         except Exception as error:  # whatever torch or a compiler raises
             _STEPS[training] = None
+            del view.misread[read:]
             why = str(error).strip().partition("\n")[0]
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None

@@ -242,25 +242,30 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
 
 
 class Scaled(nn.Module):
-    """A model that reads its attributes, its class, and a number of the batch."""
+    """A model with an embedding that reads its attributes, its class, and a number of the batch."""
 
     factor = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.scale, self.shift = perceptron(), 1.0, torch.zeros(3)
+        self.signs = nn.Embedding(2, 6, _weight=torch.ones(2, 6))
 
     def forward(self, x: Any, number: float) -> Any:
         """Return the logits."""
-        return self.layers(x) * self.scale * self.factor * number + self.shift
+        shifted = x + self.signs(sum(x[:, 0] > at for at in (0, 9)))
+        return self.layers(shifted) * self.scale * self.factor * number + self.shift
 
 
 def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
     monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
-    """What differs between batches, rounds and trainings. Without a compiler, the log has one sentence."""
+    """What differs between batches, rounds and trainings; and an index beyond the embedding's.
 
-    def end(compile: bool) -> dict[str, np.ndarray]:
+    Without a compiler, the log has one sentence.
+    """
+
+    def end(compile: bool, beyond: int = 0) -> dict[str, np.ndarray]:
         def change(entry: Any) -> None:
             to, forward, after = model.layers, nn.Sequential.forward, entry["round"]
             by = min(after, 2)
@@ -269,7 +274,8 @@ def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
             model.shift += after == 4
 
         model, (x, y) = Scaled(), pair(0)
-        sets = [[{"x": x, "number": 1.0 + k % 2, "labels": y}] for k in range(4)]
+        each = [x + beyond, x, x, x]
+        sets = [[{"x": x, "number": 1.0 + k % 2, "labels": y}] for k, x in enumerate(each)]
         clients = fr.Clients(model, sets, target_key="labels", device="cpu")
         strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, on_round=change)
         return run(strategy, fr.StackedGrid(clients, compile=compile), 5, lambda: model)
@@ -278,8 +284,8 @@ def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
     end(True)
     assert len(log("not compiled")) == 1
     monkeypatch.setattr(torch._inductor, "compile", as_it_is)
-    for Scaled.factor in (1.0, 0.5):
-        close(end(True), end(False), 1e-5)
+    for Scaled.factor, beyond in ((1.0, 0), (0.5, 0), (0.5, 10)):
+        close(end(True, beyond), end(False, beyond), 1e-5)
     assert not log("not compiled")
 
 

@@ -58,8 +58,7 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        if self.training:
-            self.seen = self.seen + len(x)
+        self.seen = self.seen + len(x) * self.training
         return self.head(torch.tanh(self.second(self.hold(self.first(x) * self.scale))))
 
 
@@ -120,9 +119,8 @@ class Named(OwnModel):
     def forward(self, x: torch.Tensor, weight: torch.Tensor, labels: Any = None) -> Any:  # type: ignore[override]
         """Return the loss and the logits."""
         logits = self.layer(x * weight)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
 
 
 def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
@@ -135,8 +133,7 @@ def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
 def convolving() -> nn.Sequential:
     """Return a model with a convolution."""
     with drawn():
-        layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
-        return nn.Sequential(*layers)
+        return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 1, 4), nn.Flatten())
 
 
 def normed(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -217,22 +214,14 @@ class Odd(fr.Term):
     reads: str = ""
 
     def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
-        """Return the gradients, plus some of what is read."""
+        """Return the gradients, plus some of what is read; or noise."""
+        if self.reads == "noise":
+            return {n: 1e3 * torch.randn_like(ctx.start[n]) for n in grads}
         if self.reads == "nothing":
             return {n: torch.ones_like(ctx.start[n]) for n in grads}
         value = getattr(ctx, self.reads)
         more = value.float().mean() if self.reads == "output" else value
         return {n: g + 0.01 * more for n, g in grads.items()}
-
-
-class Noise(fr.Term):
-    """Draws numbers in an elementwise correction."""
-
-    name: ClassVar[str] = "noise"
-    elementwise: ClassVar[bool] = True
-
-    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
-        return {n: 1e3 * torch.randn_like(ctx.start[n]) for n in grads}
 
 
 # the law
@@ -246,14 +235,8 @@ def over_all(method: str, **given: Any) -> Cohort:
         data = TensorDataset(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g))
         return DataLoader(data, 8, shuffle) if "delta_batches" in given else [*DataLoader(data, 8)]
 
-    return Cohort(
-        method,
-        given,
-        model=partial(normed, torch.float32),
-        loader=loader,
-        config={"local-steps": 4},
-        grid={"check": False},
-    )
+    how = {"config": {"local-steps": 4}, "grid": {"check": False}}
+    return Cohort(method, given, model=partial(normed, torch.float32), loader=loader, **how)
 
 
 BUDGETS = {"step_budget": lambda k: k + 1}
@@ -410,8 +393,7 @@ class Writing(OwnModel):
 
 
 def by_one_hot(output: torch.Tensor, targets: Any) -> torch.Tensor:
-    classes = nn.functional.one_hot(targets, 3).float()
-    return nn.functional.mse_loss(output, classes)
+    return nn.functional.mse_loss(output, nn.functional.one_hot(targets, 3).float())
 
 
 def filling(output: torch.Tensor, targets: Any) -> torch.Tensor:
@@ -582,7 +564,7 @@ def test_each_client_has_a_dropout_mask_of_its_own() -> None:
 
 def test_a_terms_noise_is_each_clients_own() -> None:
     """Else an average of many clients would have as much of it as one."""
-    grid = Cohort(terms=[Noise()], rounds=1).stacked()
+    grid = Cohort(terms=[Odd("noise")], rounds=1).stacked()
     assert not grid.fallbacks
     updates = [m.records["arrays"]["0.bias"] for m in grid.replies[0].values()]
     assert len({a.tobytes() for a in updates}) == len(SIZES)
