@@ -134,7 +134,8 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arra
     client, device, classifier = c.asked.client, group.view.device, group.view.classifier
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
-    with restored(model), seeded(c.asked.message.config[keys.SEED_KEY], device), Quiet(device):
+    seed, both = c.asked.message.config[keys.SEED_KEY], (model, task.loss_fn)
+    with restored(*both), seeded(seed, device), Quiet(device):
         member = begin(c.asked.message, c.asked.memory, model, client.identity)
         model.to(precision)
         _use(model, group, _in(precision, c.plan.batch(0)))
@@ -150,13 +151,13 @@ def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arra
 
 
 def _use(model: nn.Module, group: Group, batch: Any) -> None:
-    """Run a forward pass: a model that counts its calls then gives others. Its entries stay."""
-    plain, device = uncompiled(model).train(), group.view.device
+    """Run a forward pass and the loss: what counts its calls then gives others. The entries stay."""
+    plain, device, task = uncompiled(model).train(), group.view.device, group.view.task
     named = (*plain.named_parameters(), *plain.named_buffers())
     entries = {n: t.detach().to(device, copy=True) for n, t in named}
     inputs, targets = to_device(batch, device)
     with torch.no_grad():
-        group.view.task.output(plain, inputs, targets, entries)
+        task.loss(task.output(plain, inputs, targets, entries), targets)
 
 
 def _in(precision: torch.dtype | None, tree: Any) -> Any:

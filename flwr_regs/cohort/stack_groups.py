@@ -210,7 +210,7 @@ class Group:
             stack = Stack(self.view, self.members)
         model, misread = self.view.model, self.view.misread
         misread.clear()
-        with restored(model):
+        with restored(model, self.view.task.loss_fn):
             result = stack.probe() if self.recipe.probes else stack.run()
         if misread and torch.stack(misread).any():
             raise CannotStack("an embedding or one_hot gets an index that is out of range")

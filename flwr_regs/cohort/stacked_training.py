@@ -575,8 +575,12 @@ def _forms(given: Iterable[Tensor]) -> Hashable:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Leave a model's attributes, parameters and buffers as they were, also those that do not travel."""
+def restored(*given: Any) -> Iterator[None]:
+    """Leave attributes, parameters and buffers of a model as they were, also those that do not travel.
+
+    And those of a loss that is a module.
+    """
+    model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
     held = [*model.parameters(), *model.buffers()]
     before = [(t.data, t.detach().clone()) for t in held]
     try:

@@ -284,7 +284,7 @@ def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parce
     device = resolve_device(client.device)
     model.to(device).eval()
     held = [*model.parameters(), *model.buffers()]
-    with restored(model), unwritten("buffers", held):
+    with restored(model, client.task.loss_fn), unwritten("buffers", held):
         for places, batches in together([plan for _, plan in group], device):
             some = [group[place] for place in places]
             for (one, plan), score in zip(some, _scores(client.task, model, batches), strict=True):

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,15 @@ FACTOR = {"loss": 1.0, "round": 1}
 
 
 class Model(nn.Module):
-    """A perceptron around a function of (this model, inputs)."""
+    """A perceptron around a function of (this model, inputs); or a loss, of (this, output, targets)."""
 
     def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
         super().__init__()
         self.layer, self.function, self.calls = perceptron(*layers), function, 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        return self.function(self, x)
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """Return the logits, or the loss."""
+        return self.function(self, *given)
 
 
 def counting(model: Any, x: Any) -> Any:
@@ -52,6 +52,11 @@ def switching(model: Any, x: Any) -> Any:
 
 def by_factor(output: Any, targets: Any) -> Any:
     return FACTOR["loss"] * nn.functional.cross_entropy(output, targets)
+
+
+def counting_loss(loss: Any, output: Any, targets: Any) -> Any:
+    loss.calls += 1
+    return nn.functional.cross_entropy(output, targets) / loss.calls
 
 
 def drawn_rate(params: Any, lr: float) -> Any:
@@ -97,8 +102,9 @@ def counted(*layers: nn.Module) -> Callable[[], nn.Module]:
     return lambda: one
 
 
+TWINS = {"loader": lambda k, **_: data_of(0)}
 BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "a forward that counts": lambda: {"model": counted(), "loader": lambda k, **_: data_of(0)},
+    "a forward that counts": lambda: {"model": counted(), **TWINS},
     "the same with dropout": lambda: {"model": counted(nn.Dropout(0.3))},
     "first exchange": lambda: {"model": counted(), "method": "RFedAvgPlus", "given": {"lam": 0.3}},
     "a mode of its own": lambda: {"model": lambda: Model(switching, nn.BatchNorm1d(8))},
@@ -106,6 +112,7 @@ BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
         "settings": {"loss_fn": by_factor},
         "loader": lambda k, **_: Setting(k),
     },
+    "a loss that counts": lambda: {"settings": {"loss_fn": Model(counting_loss)}, **TWINS},
     "an optimiser's factory that draws": lambda: {"settings": {"optimizer": drawn_rate}},
     "a data set that scales its own tensors": lambda: {
         "loader": cache(lambda k, **_: DataLoader(items(k, lambda x, y: (x.mul_(0.5), y)), 8))
@@ -219,23 +226,24 @@ def fading(model: Any, x: Any) -> Any:
     return model.layer(x) * model.scale
 
 
-def run(kind: Any, function: Any, rounds: int, **settings: Any) -> tuple[Any, Any, Any]:
+def run(kind: Any, function: Any, loss: Any = nn.CrossEntropyLoss, **settings: Any) -> Any:
     """Return (grid, strategy, end) of a training of clients that share a model around a function."""
     model = Model(function)
     model.register_buffer("scale", torch.ones(()), persistent=False)
     sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
-    grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu"))
+    grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu", loss_fn=loss()))
     strategy, config = fr.FedAvg(seed=3, **settings), ConfigRecord({"lr": 0.1, "local-epochs": 1})
-    result = strategy.start(grid, model.state_dict(), rounds, train_config=config)
+    result = strategy.start(grid, model.state_dict(), 3, train_config=config)
     return grid, strategy, {n: a.numpy() for n, a in result.arrays.items()}
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, partial(Model, counting_loss)])
 @pytest.mark.parametrize("function", [remembering, fading])
-def test_what_a_forward_pass_stores_in_a_stack_does_not_stay(function: Any) -> None:
-    """The clients then train and evaluate one by one as if there had been no stack."""
-    grid, _, actual = run(fr.StackedGrid, function, 3)
+def test_what_a_stack_stores_does_not_stay(function: Any, loss: Any) -> None:
+    """In a model or a loss. The clients then train and evaluate one by one as if there had been none."""
+    grid, _, actual = run(fr.StackedGrid, function, loss)
     assert sum(grid.fallbacks.values()) == 3 * len(SIZES)
-    close(actual, run(fr.InProcessGrid, function, 3)[2], 1e-6)
+    close(actual, run(fr.InProcessGrid, function, loss)[2], 1e-6)
 
 
 @pytest.mark.parametrize("function", [counting, counting_tests])
@@ -243,7 +251,7 @@ def test_a_model_that_the_check_refuses_evaluates_one_by_one(function: Any) -> N
     """On clients that have not trained, too."""
 
     def losses(kind: Any) -> Any:
-        entry = run(kind, function, 1, fraction_train=0.4)[1].history[0]
+        entry = run(kind, function, fraction_train=0.4)[1].history[0]
         return {pid: of["loss"] for pid, of in entry["evaluate"]["clients"].items()}
 
     actual, expected = losses(fr.StackedGrid), losses(fr.InProcessGrid)
