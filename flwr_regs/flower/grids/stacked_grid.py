@@ -44,9 +44,9 @@ class StackedGrid(InProcessGrid):
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
     check : "first", int or False
-        When two clients of a kind also train alone, to compare the results: in the kind's first stacked
-        round, every so many rounds, or never. If they differ beyond rounding, the whole kind trains one by
-        one from then on, in this round too, and a warning says which entry differs.
+        When two clients of a kind also train alone, to compare the results: in a training's first round
+        that stacks the kind, every so many rounds, or never. If they differ beyond rounding, the whole kind
+        trains one by one from then on, in this round too, and a warning says which entry differs.
     compile : bool
         Run the steps of a stack under ``torch.compile``. Compiling takes seconds, once for each shape of a
         stack; without a C++ compiler the log says so, and training goes on as without it.
