@@ -288,12 +288,7 @@ class Results:
     @property
     def _last(self) -> str:
         """Say over how many last rounds an accuracy is a mean."""
-        return f"last {max(self._lasts)}"
-
-    @property
-    def _lasts(self) -> set[int]:
-        """The rounds that an accuracy is a mean over, in any run."""
-        return {min(metrics.LAST, run.job["rounds"]) for run in self.runs}
+        return f"last {min(metrics.LAST, max(run.job['rounds'] for run in self.runs))}"
 
     @property
     def _by_clock(self) -> bool:
@@ -352,7 +347,7 @@ class Results:
         said = f"{self.title}{f' ({left})' * bool(left)}, {rounds} round{'s' * (rounds != '1')}; "
         said += f"accuracy in % on {data}; {spread}."
         means = f"{self._last}: mean over the {self._last} round{'s' * (self._last != 'last 1')}"
-        means += ", or all of a run that has fewer" * (len(self._lasts) > 1)
+        means += ", or all of a run that has fewer" * (not rounds.isdigit())
         means += f"; to {100 * self.target:.4g}%: rounds to it"
         means += ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
         means += f"; {worst}; MB: per client, both ways, the whole training"

@@ -11,14 +11,16 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.report.folders import new_folder, write
+from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.engine import execute
 from flwr_regs.experiments.run.progress import Lines
 from flwr_regs.experiments.settings import Settings
+from flwr_regs.experiments.words import out_folder
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.population.population import Population
 
@@ -29,10 +31,12 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
     given = Settings.of(context.run_config).changed  # it lists the defaults too
+    out = given.pop("out", "")
     experiment = Experiment.of_methods(given).checked(data=False)
-    runs = experiment.tests(experiment.panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
-    compare(runs, grid, results_folder(runs[0].settings.out))
+    folder = results_folder(out)
+    write(folder / card_files.FILE, card_files.text(experiment, provenance(["flwr", "run"])))
+    compare(experiment.tests(experiment.panel), grid, folder)
 
 
 def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
@@ -80,8 +84,7 @@ def results_folder(out: str) -> Path:
         why = "Flower runs the server in another folder"
         raise ValueError(f"setting 'out' must be an absolute path, not '{out}': {why}")
     if out:
-        check_writable(Path(out))
-        return Path(out)
+        return out_folder(out)
     with suppress(FileNotFoundError):  # that first folder is gone
         here = Path.cwd()
         if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):

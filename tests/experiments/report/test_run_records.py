@@ -15,8 +15,6 @@ from flwr_regs.experiments.report.run_records import Recorder
 from tests.experiments.report.test_results import GOOD, run
 from tests.experiments.runs import runs_of
 
-SMALL = ["rounds=1", "num-clients=2", "methods=FedAvg"]
-
 
 def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Path) -> None:
     whole = run("A+B(x='1')", GOOD)
@@ -43,8 +41,7 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
     assert (last["ended"], last["seconds"], last["per_client"]) == (True, None, {"clients": [None]})
     # a bookkeeping that depends on the keys being numbers would fail here
     assert records.read(path).megabytes == whole.megabytes
-    again = Recorder(tmp_path, records.read(path))  # a run that goes on
-    again.end()
+    Recorder(tmp_path, records.read(path)).end()  # a run that goes on
     assert records.read(path).rounds == json.loads(json.dumps(whole.rounds))
 
 
@@ -88,15 +85,14 @@ def test_runs_of_one_second_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "strftime", lambda _: "now")
-    made = [new_folder(tmp_path / "results").name for _ in range(3)]
-    assert made == ["now", "now.2", "now.3"]
+    assert [new_folder(tmp_path).name for _ in range(3)] == ["now", "now.2", "now.3"]
 
 
 def test_a_folder_that_is_in_use_gets_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["run", *SMALL, f"out={out}"]) == 0
+    assert main(["run", "rounds=1", "num-clients=2", "methods=FedAvg", f"out={out}"]) == 0
     with locked(out):
         assert main(["run", "--resume", str(out)]) == 2
     said = capsys.readouterr().err

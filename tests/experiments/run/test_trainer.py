@@ -1,6 +1,7 @@
 """A run: its tests, its record and its model, against the saved model; and what ends it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,15 +180,17 @@ def test_a_grid_of_flowers_gives_the_same_and_says_that_clients_lack(
     """The app that reads the run config, as in Ray; here in this process."""
     given = {"methods": "FedAvg,FedFOR(alpha=0.1),FedFOR(alpha=0.2)", **QUICK}
     runs = runs_of(**given)
-    config = {**runs[0].settings.config, "methods": given["methods"]}
-    server_app.compare(runs, InProcessGrid(clients.app, 4, config), tmp_path / "four")
+    config = {**runs[0].settings.config, "methods": given["methods"], "out": f"{tmp_path}/four"}
+    context: Any = SimpleNamespace(run_config=config)
+    server_app.main(InProcessGrid(clients.app, 4, config), context)
     for run, alone in zip(runs, trained(**given).values(), strict=True):
         there = read(record_path(tmp_path / "four", run.label, 7))
         assert (there.test, there.per_client) == (alone.test, alone.per_client)
     assert "round    2/2   accuracy" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="four holds results: go on with --resume"):
+        server_app.main(InProcessGrid(clients.app, 4, config), context)
     server_app.compare(runs[:1], InProcessGrid(clients.app, 2, config), tmp_path / "two")
-    out = capsys.readouterr().out
-    assert "this run has 2 SuperNodes, but num-clients asks for 4" in out
+    assert "this run has 2 SuperNodes, but num-clients asks for 4" in capsys.readouterr().out
     assert "num-supernodes=4" in (tmp_path / "two" / "table.txt").read_text()
 
 
