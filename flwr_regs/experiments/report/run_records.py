@@ -153,6 +153,8 @@ class RunRecord:
         return sum(len(r.get("failures", {})) for r in self.rounds)
 
 
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IsADirectoryError, RecursionError)
+"""What reading a damaged record raises: a folder in its place, values that are nested without end."""
 _FIELDS = [of.name for of in fields(RunRecord)]
 HEAD = _FIELDS[: _FIELDS.index("test")]
 """What a record's first line holds: all that is known before the first round."""
@@ -264,7 +266,7 @@ def read(path: Path) -> RunRecord:
         if run is None:
             raise ValueError("it has no whole line")
         run.torn = bool(rest)
-    except (ValueError, TypeError, KeyError, AttributeError, IsADirectoryError) as error:
+    except UNREADABLE as error:
         hint = "restore it; or remove it, and --resume trains the run again"
         raise ValueError(f"{path} is damaged ({error}): {hint}") from error
     return run

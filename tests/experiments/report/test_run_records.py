@@ -54,7 +54,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     torn = path.read_text().replace('"round"', '"round', 1)
     junk = path.read_text() + "x\n"  # a whole line
     gone = "".join(path.read_text().splitlines(True)[::2])
-    for damaged in ("", "{", "[1]\n", '{"run": {"label": "A"}}\n', torn, junk, gone):
+    for damaged in ("", "{", "[" * 10**5 + "\n", '{"run": {"label": "A"}}\n', torn, junk, gone):
         path.write_text(damaged)
         with pytest.raises(ValueError, match=r"seed7.jsonl is damaged .*--resume trains the run"):
             records.recorded([one], tmp_path)
