@@ -135,26 +135,23 @@ class GridNetwork:
     def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
         """Return the replies that have come; one that Flower cannot read becomes an error of its client.
 
-        Flower raises for all that it pulls if one cannot be read, so they are then pulled one by one. If
-        each of these raises too, and the grid cannot name its nodes either, the link is down.
+        They are pulled one by one: Flower raises for all that it pulls at once if it cannot read one of
+        them, and the SuperLink has forgotten the others by then. Raises if the link is down: then the grid
+        cannot name its nodes either.
         """
-        try:
-            return list(self._grid.pull_messages(list(waiting)))
-        except Exception as error:
-            replies, unread = list[Message](), list[Message]()
-            for key, message in waiting.items():
-                try:
-                    replies += self._grid.pull_messages([key])
-                except Exception as its_own:
-                    why = f"its reply cannot be read: {described(its_own)}"
-                    wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
-                    unread.append(Message(wrong, reply_to=message))
-            if len(unread) == len(waiting):
+        replies = list[Message]()
+        for key, message in waiting.items():
+            try:
+                replies += self._grid.pull_messages([key])
+            except Exception as error:
                 try:
                     self.nodes()
                 except Exception:
                     raise error from None
-            return replies + unread
+                why = f"its reply cannot be read: {described(error)}"
+                wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                replies.append(Message(wrong, reply_to=message))
+        return replies
 
 
 class Paused(Generic[T]):

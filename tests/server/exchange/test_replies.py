@@ -246,15 +246,15 @@ def test_accident_ansi_codes(log: Log) -> None:
     ids=["late", "unreadable"],
 )
 def test_accident_in_the_grid(unreadable: bool, reason: str) -> None:
-    """A late reply is not taken for one of this round; Flower raises for all if one is no message."""
+    """A late reply is not taken for one of this round; Flower raises for a pull if one is no message."""
 
     class Odd(Playback):
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            ids = list(message_ids)
-            good = [i for i in ids if not i.startswith(f"{1000 + BAD}.train")]
-            if unreadable and good != ids:
+            good = [i for i in message_ids if not i.startswith(f"{1000 + BAD}.train")]
+            came = super().pull_messages(good)  # the SuperLink forgets what it hands out
+            if unreadable and good != [*message_ids]:
                 raise ValueError("no such object")
-            return super().pull_messages(good)
+            return came
 
     strategy = CASES["FedFOR"].start(Odd(recorded("FedFOR")[0], lambda k, n, content: content))
     assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
