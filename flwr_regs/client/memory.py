@@ -54,6 +54,7 @@ FORMAT = 2
 STATE, ENTRIES = "state", "private"
 """What a client keeps, or has lost, in its replies: slots of terms, private entries."""
 PERSONAL = "personal"
+NOT_WRITTEN = "this client's %s is not on the disk, in %s: %s"
 
 
 def label(number: int, probe: bool = False) -> str:
@@ -290,7 +291,7 @@ class Folder:
                 if key not in memory:
                     path.unlink(missing_ok=True)
         except OSError as error:
-            LOG.warning("this client's state is not on the disk: %s", described(error))
+            LOG.warning(NOT_WRITTEN, "state", self._folder, described(error))
             return False
         return True
 
@@ -299,7 +300,7 @@ class Folder:
         try:
             self._write(PERSONAL, encode({PERSONAL: arrays}, self._method, PERSONAL))
         except OSError as error:
-            LOG.warning("this client's own model is not on the disk: %s", described(error))
+            LOG.warning(NOT_WRITTEN, "own model", self._folder, described(error))
             return False
         return True
 

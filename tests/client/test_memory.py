@@ -198,7 +198,7 @@ def test_a_client_far_ahead_of_a_resumed_server_says_what_it_lacks() -> None:
 
 
 def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
     """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
     config = told(1)
@@ -215,6 +215,7 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     with monkeypatch.context() as patch:
         patch.setattr("flwr_regs.client.memory.write_atomically", full)
         assert not folder.write(end({}, config, one, None, "m"), config)
+        assert log(f"state is not on the disk, in {home}: OSError")
         patch.setattr(Path, "iterdir", full)
         assert folder.with_newest({}) == {}
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}

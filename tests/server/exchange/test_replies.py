@@ -243,7 +243,6 @@ def test_accident_ansi_codes(log: Log) -> None:
         (False, "no reply in time"),  # it is there when nobody asks any more
         (True, "its reply cannot be read: ValueError: no such object"),
     ],
-    ids=["late", "unreadable"],
 )
 def test_accident_in_the_grid(unreadable: bool, reason: str) -> None:
     """A late reply is not taken for one of this round; Flower raises for a pull if one is no message."""
