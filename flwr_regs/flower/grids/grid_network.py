@@ -214,35 +214,40 @@ def replies_to(
     """Return, by partition id, those of the `replies` that belong to each request of the `messages`.
 
     A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
-    sent them. Flower reports a lost node as an error from node 1, and says nothing of a node that missed
-    the timeout. So a client without a reply counts as failed.
+    sent them. Flower reports a lost node as an error from node 1 to the node's message, and says nothing of
+    a node that missed the timeout. So a client without a reply counts as failed.
     """
-    ids = {message.metadata.message_id for message in messages} - {""}
+    node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+    node_of.pop("", None)
     came_all, answered = list(replies), list[Replies]()
     for request in requests:
         client_of = {node: pid for pid, node in request.nodes.items()}
-        contents, failures, stray = dict[int, Message](), dict[int, str](), list[str]()
+        contents, failures = dict[int, Message](), dict[int, str]()
+        stray: list[tuple[int | None, str]] = []  # of which node, if that is known; what came
         for reply in came_all:
             if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
                 continue
-            pid = client_of.get(reply.metadata.src_node_id)
+            node = reply.metadata.src_node_id
+            asked = node_of.get(reply.metadata.reply_to_message_id)
+            pid = client_of.get(node)
             if reply.has_error():
                 why = one_line(str(reply.error.reason))
                 if (code := reply.error.code) != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     why = f"error code {code}: {why}"
                 if pid is None:
-                    stray.append(why)
+                    stray.append((asked, why))
                 else:
                     failures[pid] = why
-            elif ids and reply.metadata.reply_to_message_id not in ids:
-                stray.append("a reply to another message came")
+            elif node_of and asked is None:
+                stray.append((node, "a reply to another message came"))
             elif pid is not None:
                 contents[pid] = reply
         came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
         failures |= unread
         silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
-        why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")
-        failures |= dict.fromkeys(silent, why)
+        for pid in silent:
+            told = [why for node, why in stray if node in (request.nodes[pid], None)]
+            failures[pid] = "no reply" + (f" ({one_line('; '.join(told))})" if told else " in time")
         # in the order of the request: that of arrival differs from run to run
         came = {p: came[p] for p in request.parcels if p in came}
         failures = {p: failures[p] for p in request.parcels if p in failures}
