@@ -114,17 +114,16 @@ def test_a_client_that_trains_more_than_the_others_is_named_in_each_round(name: 
 
 
 class Slow(fr.InProcessGrid):
-    """Node of partition 0 holds its replies back, as a real node does that takes long."""
+    """Node of partition 0 has begun to send its replies, and Flower waits for the rest of them."""
 
     replies_at_once = False
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        def is_slow(reply: Message) -> bool:
-            kind = reply.metadata.message_type in ("train", "evaluate")
-            return kind and reply.metadata.src_node_id == 1000
-
-        came = [i for i in message_ids if i in self._replies]
-        return super().pull_messages(i for i in came if not is_slow(self._replies[i]))
+        (i,) = message_ids
+        sent = self._replies[i].metadata
+        if sent.src_node_id == 1000 and sent.message_type in ("train", "evaluate"):
+            time.sleep(20)
+        return super().pull_messages([i])
 
 
 def test_at_the_deadline_a_round_goes_on_with_who_replied() -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import zip_longest
 from logging import WARNING
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from flwr.app import Error, Message
@@ -25,6 +26,8 @@ from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
+PATIENCE = 1.0
+"""Seconds for which one client's reply may hold those of the others."""
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -32,6 +35,23 @@ def ours_alone(grid: Grid) -> bool:
     """Whether a grid's messages pass through nothing that is not of this package, such as a subclass."""
     ways = grid.push_messages, grid.pull_messages
     return all(str(getattr(way, "__module__", "")).startswith("flwr_regs.flower.") for way in ways)
+
+
+class Pull(Thread):
+    """A pull of one reply: Flower waits for minutes for one that a lost node has begun to send."""
+
+    def __init__(self, grid: Grid, key: str) -> None:
+        super().__init__(daemon=True)
+        self._grid, self._key = grid, key
+        self.replies: list[Message] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Pull."""
+        try:
+            self.replies = list(self._grid.pull_messages([self._key]))
+        except Exception as error:
+            self.error = error
 
 
 class GridNetwork:
@@ -47,6 +67,7 @@ class GridNetwork:
     def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
         self._grid, self._timeout = grid, timeout
         self._waiting: dict[str, tuple[Message, Request, float]] = {}  # message id -> sent when
+        self._pulls: dict[str, Pull] = {}  # that have not ended
         self.at_once: bool = getattr(grid, "replies_at_once", False)
 
     def nodes(self) -> list[int]:
@@ -110,6 +131,7 @@ class GridNetwork:
         replies = Replies({}, {}, [])
         for i in ended:  # each by itself: a lost node's error is no other client's
             message, request, _ = self._waiting.pop(i)
+            self._pulls.pop(i, None)
             (one,) = replies_to([request], [message], [came[i]] if i in came else [])
             silent = [*replies.silent, *one.silent]
             came_now, failures = {**replies.came, **one.came}, {**replies.failures, **one.failures}
@@ -141,14 +163,23 @@ class GridNetwork:
         """
         replies = list[Message]()
         for key, message in waiting.items():
-            try:
-                replies += self._grid.pull_messages([key])
-            except Exception as error:
+            if (pull := self._pulls.pop(key, None)) is None:
+                pull = Pull(self._grid, key)
+                if self.at_once:
+                    pull.run()
+                else:
+                    pull.start()
+                    pull.join(PATIENCE)
+            if pull.is_alive():
+                self._pulls[key] = pull
+            elif pull.error is None:
+                replies += pull.replies
+            else:
                 try:
                     self.nodes()
                 except Exception:
-                    raise error from None
-                why = f"its reply cannot be read: {described(error)}"
+                    raise pull.error from None
+                why = f"its reply cannot be read: {described(pull.error)}"
                 wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
                 replies.append(Message(wrong, reply_to=message))
         return replies
