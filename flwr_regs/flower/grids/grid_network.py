@@ -96,14 +96,13 @@ class GridNetwork:
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
         pushed = zip(self._grid.push_messages(messages), messages, strict=False)
         waiting = {i: message for i, message in pushed if i}
-        expected, replies = len(waiting), list[Message]()
+        replies = list[Message]()
         while True:
-            came = self._pull(waiting)
-            for reply in came:
-                waiting.pop(reply.metadata.reply_to_message_id, None)
-            replies += came
+            for key, came in self._pull(waiting).items():
+                del waiting[key]
+                replies += came
             spent = time.monotonic() - began
-            if len(replies) >= expected or spent >= limit or self.at_once:
+            if not waiting or spent >= limit or self.at_once:
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, limit - spent))
 
@@ -122,7 +121,7 @@ class GridNetwork:
         began, limit = time.monotonic(), self._limit(timeout)
         while True:
             by_id = {i: message for i, (message, _, since) in self._waiting.items() if since > 0}
-            came = {r.metadata.reply_to_message_id: r for r in self._pull(by_id)}
+            came = self._pull(by_id)
             late = time.monotonic() - limit
             ended = [i for i, (_, _, at) in self._waiting.items() if i in came or at <= late]
             if ended:
@@ -132,7 +131,7 @@ class GridNetwork:
         for i in ended:  # each by itself: a lost node's error is no other client's
             message, request, _ = self._waiting.pop(i)
             self._pulls.pop(i, None)
-            (one,) = replies_to([request], [message], [came[i]] if i in came else [])
+            (one,) = replies_to([request], [message], came.get(i, []))
             silent = [*replies.silent, *one.silent]
             came_now, failures = {**replies.came, **one.came}, {**replies.failures, **one.failures}
             replies = Replies(came_now, failures, silent)
@@ -154,14 +153,14 @@ class GridNetwork:
                 return Replies({pid: Parcel(config=said[node]) for pid, node in nodes.items()})
         return None
 
-    def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
-        """Return the replies that have come; one that Flower cannot read becomes an error of its client.
+    def _pull(self, waiting: Mapping[str, Message]) -> dict[str, list[Message]]:
+        """Return the replies that have come, by the message that each was pulled for, whatever it says.
 
         They are pulled one by one: Flower raises for all that it pulls at once if it cannot read one of
-        them, and the SuperLink has forgotten the others by then. Raises if the link is down: then the grid
-        cannot name its nodes either.
+        them, and the SuperLink has forgotten the others by then. One that it cannot read becomes an error
+        of its client. Raises if the link is down: then the grid cannot name its nodes either.
         """
-        replies = list[Message]()
+        came: dict[str, list[Message]] = {}
         for key, message in waiting.items():
             if (pull := self._pulls.pop(key, None)) is None:
                 pull = Pull(self._grid, key)
@@ -173,7 +172,7 @@ class GridNetwork:
             if pull.is_alive():
                 self._pulls[key] = pull
             elif pull.error is None:
-                replies += pull.replies
+                came |= {key: pull.replies} if pull.replies else {}
             else:
                 try:
                     self.nodes()
@@ -181,8 +180,8 @@ class GridNetwork:
                     raise pull.error from None
                 why = f"its reply cannot be read: {described(pull.error)}"
                 wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
-                replies.append(Message(wrong, reply_to=message))
-        return replies
+                came[key] = [Message(wrong, reply_to=message)]
+        return came
 
 
 class Paused(Generic[T]):
