@@ -171,17 +171,30 @@ class GridNetwork:
                     pull.join(PATIENCE)
             if pull.is_alive():
                 self._pulls[key] = pull
-            elif pull.error is None:
-                came |= {key: pull.replies} if pull.replies else {}
-            else:
+            elif pull.error is not None:
                 try:
                     self.nodes()
                 except Exception:
                     raise pull.error from None
                 why = f"its reply cannot be read: {described(pull.error)}"
-                wrong = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
-                came[key] = [Message(wrong, reply_to=message)]
+                came[key] = [_failure(message, why)]
+            elif pull.replies:
+                came[key] = [_own(message, reply) for reply in pull.replies]
         return came
+
+
+def _failure(message: Message, why: str) -> Message:
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
+
+
+def _own(message: Message, reply: Message) -> Message:
+    """Return the reply that came to a message; an error in its place if it names another message."""
+    sent, came = message.metadata, reply.metadata
+    asked = sent.message_id, sent.dst_node_id, sent.message_type
+    named = came.reply_to_message_id, came.src_node_id, came.message_type
+    if reply.has_error() or not sent.message_id or named == asked:
+        return reply
+    return _failure(message, "its reply names another message")
 
 
 class Paused(Generic[T]):
