@@ -26,8 +26,8 @@ from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
-PATIENCE = 1.0
-"""Seconds for which one client's reply may hold those of the others."""
+PATIENCE, LEAST = 1.0, 0.01
+"""Seconds for which replies that are slow to read may hold the others: in all, and each at least."""
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -103,6 +103,8 @@ class GridNetwork:
                 replies += came
             spent = time.monotonic() - began
             if not waiting or spent >= limit or self.at_once:
+                for key in waiting:
+                    self._pulls.pop(key, None)
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, limit - spent))
 
@@ -161,6 +163,7 @@ class GridNetwork:
         of its client. Raises if the link is down: then the grid cannot name its nodes either.
         """
         came: dict[str, list[Message]] = {}
+        end = time.monotonic() + PATIENCE
         for key, message in waiting.items():
             if (pull := self._pulls.pop(key, None)) is None:
                 pull = Pull(self._grid, key)
@@ -168,7 +171,7 @@ class GridNetwork:
                     pull.run()
                 else:
                     pull.start()
-                    pull.join(PATIENCE)
+                    pull.join(max(end - time.monotonic(), LEAST))
             if pull.is_alive():
                 self._pulls[key] = pull
             elif pull.error is not None:
