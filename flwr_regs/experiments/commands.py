@@ -116,7 +116,15 @@ def _resumed(args: Namespace) -> Experiment:
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
         raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
+    read_records(experiment, args.resume)
     return experiment.given(here)
+
+
+def read_records(experiment: Experiment, folder: Path) -> None:
+    """Raise ValueError for a damaged record of an experiment, before anything else is loaded."""
+    for panel, place in places(experiment, folder):
+        recorded(experiment.tests(panel), place)
+        recorded(experiment.trial_runs(panel), place / "tuning")
 
 
 def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
@@ -446,6 +454,7 @@ def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     here = {"code-dir": str(Path.cwd()), **words.read_words(args.settings)}
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
+    read_records(kept, folder)
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
     return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds)).given(here)
 

@@ -85,6 +85,8 @@ run methods=FedAvg dp-clip-norm=1
 methods SparseTernary
 run dp-noise=2
 run --resume nowhere
+run --resume damaged
+reproduce damaged
 run methods=nowhere.py:Clip
 run out=/dev/null/results
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
@@ -94,13 +96,16 @@ bench --tune FedFOR.alfa=1..2
 
 def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
     """So it answers at once."""
+    experiment = Experiment.of_methods({})
+    Path("damaged/runs").mkdir(parents=True)
+    Path("damaged", card_files.FILE).write_text(card_files.text(experiment, {"commit": "0"}))
+    record_path(Path("damaged"), *experiment.ends[0].key).write_text("{")
     code = (
-        "import contextlib, io, sys\n"
+        "import contextlib, sys\n"
         "from flwr_regs.experiments import cli\n"
         f"for line in {ANSWERS.strip().splitlines()}:\n"
-        "    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):\n"
-        "        with contextlib.suppress(SystemExit):\n"
-        "            assert cli.main(line.split()) in (0, 2), line\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        assert cli.main(line.split()) in (0, 2), line\n"
         "    loaded = {'torch', 'flwr', 'pandas', 'matplotlib', 'scipy'} & {*sys.modules}\n"
         "    assert not loaded, (line, loaded)\n"
     )

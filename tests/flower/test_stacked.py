@@ -542,15 +542,10 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
 # random numbers
 
 
-def dropping() -> nn.Module:
-    """Return a model with dropout."""
-    return perceptron(nn.Dropout(0.5))
-
-
 def test_each_client_has_a_dropout_mask_of_its_own() -> None:
     """Clients with the same data end apart; the mean update is that of one by one."""
-    step: dict[str, Any] = {"config": {"local-steps": 1}, "rounds": 1}
-    cohort = Cohort(model=dropping, loader=lambda _, shuffle=False: data_of(0), **step)
+    step: Any = {"config": {"local-steps": 1}, "model": lambda: perceptron(nn.Dropout(0.5))}
+    cohort = Once(loader=lambda _, shuffle=False: data_of(0), **step)
 
     def updates(kind: Any) -> np.ndarray:
         grid = kind(cohort.app(), 200)

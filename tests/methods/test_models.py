@@ -62,10 +62,6 @@ def batch_norm() -> nn.Module:
     return ResNet(nn.BatchNorm2d)
 
 
-def group_norm() -> nn.Module:
-    return ResNet(lambda channels: nn.GroupNorm(2, channels))
-
-
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -173,7 +169,7 @@ class Kind:
 
 KINDS = [
     Kind("resnet-bn", batch_norm, images, private="fc.*"),
-    Kind("resnet-gn", group_norm, images, private="fc.*"),
+    Kind("resnet-gn", partial(ResNet, partial(nn.GroupNorm, 2)), images, private="fc.*"),
     Kind("counting", Counting, private="body.2.*"),
     Kind("tied-linear", TiedLinear, private="head.*"),
     Kind("tied-embedding", TiedEmbedding, tokens, private="mix.*"),
