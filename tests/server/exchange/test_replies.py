@@ -248,6 +248,8 @@ def test_accident_in_the_grid(unreadable: bool, reason: str) -> None:
     """A late reply is not taken for one of this round; Flower raises for a pull if one is no message."""
 
     class Odd(Playback):
+        replies_at_once = not unreadable
+
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
             good = [i for i in message_ids if not i.startswith(f"{1000 + BAD}.train")]
             came = super().pull_messages(good)  # the SuperLink forgets what it hands out
