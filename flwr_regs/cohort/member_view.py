@@ -132,8 +132,8 @@ class View:
     as_products : bool
         Whether layers run as :class:`Kernels` has them.
     misread : list of Tensor
-        Whether an index was out of range, of each function that :class:`Kernels` watches: read at the end,
-        since a step on a GPU waits for nothing.
+        For each call that :class:`Kernels` watches, whether an index was out of range. The stack reads it
+        at its end, since a step must not wait for a GPU.
     tap, layers : FeatureTap, dict of str to OutputTap
         On the model, where a term needs them.
     classes : int
@@ -282,8 +282,9 @@ class OneMember(Measures):
 class Kernels(TorchFunctionMode):
     """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
 
-    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long. The indices of
-    embeddings and the classes of ``one_hot`` are checked here, as torch does not under vmap.
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long. Whether the
+    indices of embeddings and the classes of ``one_hot`` are in range is noted here: under vmap torch does
+    not check it.
 
     Parameters
     ----------
@@ -311,7 +312,7 @@ class Kernels(TorchFunctionMode):
             return _embedded(*args, **kwargs)
         if func is nn.functional.one_hot and (classes := (*args, *kwargs.values(), 0)[1]) > 0:
             self._misread.append(_out_of_range(args[0], classes))
-            args = args[0].clamp(0, classes - 1), *args[1:]  # some torch raise here, others go on
+            args = args[0].clamp(0, classes - 1), *args[1:]  # some versions of torch raise
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
         return func(*args, **kwargs)

@@ -42,7 +42,8 @@ ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop R
 KEPT = 60
 """Entries of `_STEPS` that are kept."""
 _STEPS: dict[Hashable, Any] = {}
-"""Compiled steps, by graph and by what that was traced for; None: those of a training do not compile."""
+"""What is compiled: a graph -> its step; what a step was traced for -> the step; a training whose steps do
+not compile -> None."""
 
 
 @dataclass(frozen=True)
@@ -576,9 +577,9 @@ def _forms(given: Iterable[Tensor]) -> Hashable:
 
 @contextmanager
 def restored(*given: Any) -> Iterator[None]:
-    """Leave attributes, parameters and buffers of a model as they were, also those that do not travel.
+    """Leave a model, and a loss that is a module, as they were; what is no module does not count.
 
-    And those of a loss that is a module.
+    That holds for attributes, parameters and buffers, also for those that do not travel.
     """
     model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
     held = [*model.parameters(), *model.buffers()]

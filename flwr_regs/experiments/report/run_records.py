@@ -154,7 +154,7 @@ class RunRecord:
 
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IsADirectoryError, RecursionError)
-"""What reading a damaged record raises: a folder in its place, values that are nested without end."""
+"""What reading raises for a damaged record, for a folder in its place, or for values nested without end."""
 _FIELDS = [of.name for of in fields(RunRecord)]
 HEAD = _FIELDS[: _FIELDS.index("test")]
 """What a record's first line holds: all that is known before the first round."""

@@ -27,7 +27,7 @@ from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
 PATIENCE, LEAST = 1.0, 0.01
-"""Seconds for which replies that are slow to read may hold the others: in all, and each at least."""
+"""Seconds that slow replies may hold up the others: all of them together, and each of them at least."""
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -158,7 +158,7 @@ class GridNetwork:
         return None
 
     def _pull(self, waiting: Mapping[str, Message]) -> dict[str, list[Message]]:
-        """Return the replies that have come, by the message that each was pulled for, whatever it says.
+        """Return the replies that have come, by the id of the message that each was pulled for.
 
         They are pulled one by one: Flower raises for all that it pulls at once if it cannot read one of
         them, and the SuperLink has forgotten the others by then. One that it cannot read becomes an error
