@@ -415,10 +415,10 @@ class DeafGrid(fr.InProcessGrid):
 
 def test_silent_and_dead_nodes_are_found_as_cohort_minus_answered(log: Log) -> None:
     """At the end, those that were of no use in any round are named once more."""
-    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0, deadline=60.0)
     start(strategy, DeafGrid(app_of(), 5), 1)
     foreign, lost = "its reply names another message", "error code 5: node unavailable"
-    why = {1: foreign, 2: f"no reply ({lost})", 3: "no reply in time"}
+    why = {1: foreign, 2: f"no reply ({lost})", 3: "no reply within the deadline of 60 s"}
     assert [(e["replies"], e["failures"]) for e in strategy.history] == [([0, 4], why)]
     (said,) = log("in the whole training, ")
     assert all(f"(partition {p}) gave no usable reply: {text}" in said for p, text in why.items())

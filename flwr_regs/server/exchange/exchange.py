@@ -223,7 +223,8 @@ class Exchange:
         if deadline is not None:
             this_round.late += sorted(replies.silent)
             why = f"no reply within the deadline of {deadline:g} s"
-            this_round.failures |= dict.fromkeys(replies.silent, why)
+            said = {pid: replies.failures[pid] for pid in replies.silent}
+            this_round.failures |= {p: t.replace("no reply in time", why) for p, t in said.items()}
         return replies.came
 
     def _lacking(self, replies: Replies, again: bool = False) -> Came:
