@@ -16,7 +16,8 @@ all clients count alike, whatever the `weighting` of their models.
 
 Clients that have no optimiser of their own run ``torch.optim.AdamW`` with torch's settings: weight decay
 0.01, β 0.9 and 0.999, ε 1e-8. An AdamW of their own, or of the train config, keeps its settings. Another
-optimiser is refused. Parameters that stay private (FedBN) begin each round with moments of 0 and no shift.
+optimiser is refused, and so is an ε that is 0 in the model's dtype, as 1e-8 is in float16. Parameters that
+stay private (FedBN) begin each round with moments of 0 and no shift.
 
 Departures: the paper sends one number of v̄ for each block of parameters, here all of v̄ travels; its first
 moments are corrected by the round's own step count. The authors' code has both as here. Its shift has the
@@ -77,6 +78,13 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
 
         def make(params: Any, lr: float) -> torch.optim.Optimizer:
             made: torch.optim.Optimizer = (optimizer if what else torch.optim.AdamW)(params, lr=lr)
+            eps, groups = made.defaults["eps"], made.param_groups
+            kinds = {p.dtype for group in groups for p in group["params"]}
+            if lost := [kind for kind in kinds if eps and not torch.tensor(eps, dtype=kind)]:
+                raise ValueError(
+                    f"AdamW's eps={eps:g} is 0 in the model's {lost[0]}, so that its steps may be "
+                    "infinite: give the clients an AdamW with eps=1e-4"
+                )
             made.register_step_post_hook(_shift)
             return made
 
