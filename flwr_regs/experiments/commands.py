@@ -448,10 +448,13 @@ def _is_same(kept: float | None, new: float | None) -> bool:
 def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     """Return the experiment of a folder, and what of it is trained again: its seeds that are asked for.
 
-    The latter has its files where they are here, the only settings that may differ.
+    The latter has its files where they are here, the only settings that may differ; a user's code in the
+    current folder, unless the words say otherwise or the results' own folder for it is here.
     """
     kept, _ = card_files.of_folder(folder)
-    here = {"code-dir": str(Path.cwd()), **words.read_words(args.settings)}
+    here = words.read_words(args.settings)
+    if not Path(kept.settings.get("code-dir", "")).is_dir():  # the results come from elsewhere
+        here = {"code-dir": str(Path.cwd()), **here}
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     read_records(kept, folder)

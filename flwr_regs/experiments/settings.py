@@ -153,7 +153,7 @@ def _hint(name: str) -> str:
 
 def read(name: str, text: str) -> Any:
     """Return the value that the words ``name=text`` give; :meth:`Settings.of` checks it."""
-    default = DEFAULTS.get(name)
+    default = DEFAULTS.get(FIELD_KEYS.get(name, name))
     if isinstance(default, str):
         return text
     with suppress(tomllib.TOMLDecodeError):

@@ -161,7 +161,7 @@ def test_results_need_their_folder_alone(here: Path, trained: tuple[Path, str]) 
 
 def test_one_run_of_results_is_trained_again_and_compared(here: Path) -> None:
     """From a folder or an archive of it, to the bit on this machine; elsewhere within a tolerance."""
-    Path("mine.py").write_text(OWN)
+    assert run("reproduce", "here", "--seeds", "2") == 0  # a user's code is where it was
     choice = ["--methods", "FedAvg", "--seeds", "2"]
     status, out = printed("bench", "--verify", "here", *choice)
     assert (status, out.splitlines()[-1]) == (0, "FedAvg, seed 2: all 2 rounds are the same")

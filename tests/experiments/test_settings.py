@@ -40,9 +40,9 @@ def test_the_names_of_other_flower_apps_are_understood() -> None:
 
 
 def test_words_are_values() -> None:
-    words = {"lr": ".1", "rounds": "3", "overlap": "true", "model": "7", "lr-decay": "1"}
+    words = {"learning-rate": ".1", "rounds": "3", "overlap": "true", "model": "7"}
     values = {name: read(name, text) for name, text in words.items()}
-    assert values == {"lr": 0.1, "rounds": 3, "overlap": True, "model": "7", "lr-decay": 1}
+    assert values == {"learning-rate": 0.1, "rounds": 3, "overlap": True, "model": "7"}
     made = Settings.of({"lr": 1, "rounds": read("rounds", "1e3")})  # flwr hands lr=1 over as an int
     assert (repr(made.lr), repr(made.rounds), read("rounds", ".5")) == ("1.0", "1000", ".5")
 
