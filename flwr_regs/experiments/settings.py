@@ -194,9 +194,13 @@ def _checked(of: Setting, value: Any) -> Any:
 
 
 def _is_chosen(value: str, of: Setting) -> bool:
-    """Return whether a value is one of the choices, one with arguments, or a reference to a user's own."""
-    called = value.partition("(")[0] in of.choices and value.endswith(")")
-    return value in of.choices or bool(of.own and (":" in value or called))
+    """Return whether a value is one of the choices, a data set with arguments, or a user's own.
+
+    A partition of a user's own is Flower Datasets'; there are no others.
+    """
+    called = of.name == "dataset" and value.partition("(")[0] in of.choices and value.endswith(")")
+    own = value.startswith("fds:") if of.name == "partition" else bool(of.own) and ":" in value
+    return value in of.choices or called or own
 
 
 _BOUNDS = {"above": "above", "low": "of at least", "below": "below", "high": "up to"}

@@ -175,6 +175,8 @@ def image_folder(data_dir: str, size: int, grey: bool, groups: bool) -> Parts:
     train, test = ([path for path in part if path.suffix.lower() in ENDINGS] for part in both)
     if not train or not test:
         raise files.Missing
+    if strange := {path.parts[-2] for path in test} - {path.parts[-2] for path in train}:
+        raise ValueError(f"test/ has classes that train/ lacks: {', '.join(sorted(strange))}")
 
     def numbers(level: int) -> list[Array]:
         """Return the places of the pictures' folders among the names of all folders of this level."""
