@@ -106,7 +106,8 @@ def _resumed(args: Namespace) -> Experiment:
 
     The folder may come from another machine: the words may say where the data is here.
     """
-    here = {key: value for key, value in words.read_words(args.settings).items() if key in MOVED}
+    given = words.read_words([word for word in args.settings if "=" in word])  # a card has no =
+    here = {key: value for key, value in given.items() if key in MOVED}
     if len(here) < len(args.settings) or getattr(args, "key", None):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
     options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
