@@ -40,25 +40,33 @@ class Quiet(TorchFunctionMode):
     """In its block dropout is off, and any other draw gives the same numbers each time.
 
     So a stack whose members draw the same numbers can be compared with a client alone.
+
+    Attributes
+    ----------
+    seeds : set of int
+        Of the generators that were drawn from.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self.seeds = set[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function returns."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0]
         if "attention" in name:
             args = tuple(0.0 if type(a) is float else a for a in args)  # their dropout
             kwargs = {k: 0.0 if k == "dropout_p" else v for k, v in kwargs.items()}
-        if name == "bernoulli" and len(args) == 1:  # under vmap not the same for all
-            return (args[0] > 0.5).to(args[0].dtype)
         if not any(part in name for part in DRAWS):
             return func(*args, **kwargs)
+        generator = kwargs.pop("generator", None) or torch.default_generator
+        self.seeds.add(generator.initial_seed())
+        if name == "bernoulli" and len(args) == 1:  # under vmap not the same for all
+            return (args[0] > 0.5).to(args[0].dtype)
         with seeded(0, self._device):
             return func(*args, **kwargs)
 
@@ -88,21 +96,27 @@ def difference(group: Group) -> str:
 
     Two clients train in a stack of their own, and each of them alone, from the same seed and state, in
     float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
-    off. torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
+    off. In a stack, draws from a generator that is always seeded alike would differ between the clients.
+    torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
     first, *others = group.members
     forms = first.plan.forms
     other = next((c for c in others if c.plan.forms != forms), others[0])
     pair = sorted((first, other), key=lambda m: -len(m.plan))
+    seeds = {m.asked.message.config[keys.SEED_KEY] for m in pair}
     for precision, tolerance in TOLERANCES.items():
+        together, alone = Quiet(group.view.device), Quiet(group.view.device)
         with _undisturbed(group.view.device):
             try:
-                result = _stacked(group, pair, precision)
+                result = _stacked(group, pair, precision, together)
                 for row, member in enumerate(pair):
                     parts = result.state, result.upload, result.client
                     actual = _entries(*mapped(parts, itemgetter(row)))
-                    if where := _compared(actual, *_alone(group, member, precision), tolerance):
+                    expected = _alone(group, member, precision, alone)
+                    if where := _compared(actual, *expected, tolerance):
                         return where
+                if fixed := together.seeds & alone.seeds - seeds:
+                    return f"what it draws by the seed {min(fixed)} differs"
                 break
             except Exception:  # whatever torch or the user's code raises in another precision
                 if precision is None:
@@ -110,12 +124,14 @@ def difference(group: Group) -> str:
     return ""
 
 
-def _stacked(group: Group, pair: Sequence[Member], precision: torch.dtype | None) -> StackedResult:
+def _stacked(
+    group: Group, pair: Sequence[Member], precision: torch.dtype | None, quiet: Quiet
+) -> StackedResult:
     """Train two clients in a stack."""
     entries, broadcast = _in(precision, (group.view.entries, group.view.broadcast))
     how = {"entries": entries, "broadcast": broadcast, "precision": None, "randomness": "same"}
     view = replace(group.view, **how)
-    with restored(view.model), Quiet(view.device):
+    with restored(view.model), quiet:
         view.model.to(precision)
         return group.run(Stack(view, [_member(c, precision) for c in pair]))
 
@@ -129,13 +145,15 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     return replace(member, plan=plan_of(data, plan.after, batches), **own)
 
 
-def _alone(group: Group, c: Member, precision: torch.dtype | None) -> tuple[Arrays, Arrays]:
+def _alone(
+    group: Group, c: Member, precision: torch.dtype | None, quiet: Quiet
+) -> tuple[Arrays, Arrays]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
     client, device, classifier = c.asked.client, group.view.device, group.view.classifier
     model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
     seed, both = c.asked.message.config[keys.SEED_KEY], (model, task.loss_fn)
-    with restored(*both), seeded(seed, device), Quiet(device):
+    with restored(*both), seeded(seed, device), quiet:
         member = begin(c.asked.message, c.asked.memory, model, client.identity)
         model.to(precision)
         _use(model, group, _in(precision, c.plan.batch(0)))

@@ -203,15 +203,21 @@ class Group:
         """Train the clients in a stack; default: all of them. No client's state has changed by then.
 
         What does not travel is then as before; raise CannotStack if the round changes it. A client may keep
-        its model for the next round, and with it such a buffer.
+        its model for the next round, and with it such a buffer, or a number that counts its calls.
         """
-        if stack is None:
+        if whole := stack is None:
             self.members.sort(key=lambda m: -len(m.plan))
             stack = Stack(self.view, self.members)
         model, misread = self.view.model, self.view.misread
         misread.clear()
+        both = nn.ModuleList(m for m in (model, self.view.task.loss_fn) if isinstance(m, nn.Module))
+        before = _numbers(both)
         with restored(model, self.view.task.loss_fn):
             result = stack.probe() if self.recipe.probes else stack.run()
+            counted = {n for a, b in zip(before, _numbers(both), strict=True) for n, _ in a ^ b}
+        if whole and counted:  # the check by result has not seen it
+            self.kind.refused = f"the round changes its model's or loss's {sorted(counted)}"
+            raise CannotStack(self.kind.refused)
         if misread and torch.stack(misread).any():
             raise CannotStack("an embedding or one_hot gets an index that is out of range")
         held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
@@ -276,6 +282,12 @@ class Group:
             first = self.view.entries[name]
             value = first.expand(len(self.members), *first.shape)
         return to_numpy(value)
+
+
+def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:
+    """Return the numbers that each module has as attributes."""
+    each = [vars(m).items() for m in modules.modules()]
+    return [{(n, v) for n, v in items if type(v) in (int, float)} for items in each]
 
 
 def _tables(slots: Slot) -> dict[str, Table]:
