@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from flwr.clientapp import ClientApp
 
+from flwr_regs.abilities import Withholds
 from flwr_regs.chain import named
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
@@ -61,7 +63,8 @@ class Clients(ClientSets):
         if isinstance(client_class, type) and not issubclass(client_class, RegClient):
             given = named(client_class)
             raise TypeError(f"app takes a client class, such as FedFORClient, not {given}")
-        return client_app(partial(self.made, client_class), mods)
+        once = not self.by_round and not callable(self.step_budgets)
+        return client_app(partial(self.made, client_class), mods, once=once)
 
     def app_of(self, who: Identity) -> ClientApp:
         """Return a ClientApp of these clients for any method."""
@@ -77,7 +80,9 @@ class Clients(ClientSets):
         shared |= {**vars(self.task), "share_label_counts": True}  # simulated data has no secrets
         budget, sets = self.step_budget(pid, number), self.sets_of(pid, number)
         client = make(self.fresh_model(), *sets, step_budget=budget, **shared)
-        self.begin(client.model, client.identity.terms)
+        if any(issubclass(t, Withholds) for t in client.identity.terms):
+            self.begin(client.model, client.identity.terms)
+            client.model = copy.deepcopy(client.model)  # a grid may keep it beside others
         return client
 
 

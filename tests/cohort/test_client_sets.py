@@ -1,6 +1,7 @@
 """Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -108,40 +109,42 @@ def test_step_budgets_are_kept_on_every_way() -> None:
     """Client 2 takes one step in round 2."""
     budgets = {(2, 2): 1}
     clients = clients_of(KINDS["functions"], step_budgets=lambda *at: budgets.get(at))
-    messages = fr.InProcessGrid(clients.app(fr.FedProxClient), 5)
-    grids = (messages, fr.InProcessGrid(clients), fr.StackedGrid(clients))
+    ways = [(clients.app(fr.FedProxClient), 5), (clients,)]
+    grids = [kind(*way) for kind in (fr.InProcessGrid, fr.StackedGrid) for way in ways]
     models = [trained(grid, "FedProx", mu=0.1) for grid in grids]
-    close(models[1], models[0], 1e-5)
-    close(models[2], models[0], 1e-5)
+    assert all(np.allclose(m["0.weight"], models[0]["0.weight"], atol=1e-5) for m in models)
     plain = trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedProx", mu=0.1)
     assert not np.allclose(models[0]["0.weight"], plain["0.weight"])
     clients.step_budgets = {2: 1}
     assert [clients.step_budget(k, 1) for k in (1, 2)] == [None, 1]
 
 
-def by_messages(clients: fr.Clients) -> fr.InProcessGrid:
-    return fr.InProcessGrid(clients.app(fr.FedBNClient), len(clients))
+def as_app(kind: Any, clients: fr.Clients) -> fr.InProcessGrid:
+    return kind(clients.app(fr.FedBNClient), len(clients))
+
+
+APPS = [partial(as_app, kind) for kind in (fr.InProcessGrid, fr.StackedGrid)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid, by_messages])
+@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid, *APPS])
 def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(
     grid: Any, shared: bool
 ) -> None:
-    """Whoever trained in the model before."""
+    """Whoever trained or evaluated in the model before."""
 
     def model() -> nn.Module:
         return perceptron(nn.BatchNorm1d(8))
 
     given = model() if shared else model
-    clients = fr.Clients(given, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+    clients = fr.Clients(given, pair, pair, num_clients=5, batch_size=8, device="cpu")
 
     def client_fn(context: Any) -> Any:
         data = loader(int(context.node_config["partition-id"]))
-        return fr.FedBNClient(model(), data, device="cpu")
+        return fr.FedBNClient(model(), data, data, device="cpu")
 
     ends = [
-        run(fr.FedBN(seed=3, fraction_evaluate=0.0, fraction_train=0.4), places, 4, model)
+        run(fr.FedBN(seed=3, fraction_train=0.4), places, 4, model)
         for places in (grid(clients), fr.InProcessGrid(fr.client_app(client_fn), 5))
     ]
     close(*ends, 1e-5)
