@@ -184,11 +184,12 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     over_data = measures(client)
     term, slots, config = evaluated(message, held, over_data.model, client.identity)
     model, data, how = over_data.model, client.eval_data, (client.optimizer, client.save_private)
-    scored = loss, count, metrics = personal.score(model, data, over_data)
-    made = personal.own_model(over_data, term, message.config, slots, *how)
-    if made is not None or term.private(list(model.state_dict())):
-        own_loss, _, own = scored if made is None else personal.score(made, data, over_data)
-        metrics |= {f"personal-{k}": v for k, v in {"loss": own_loss, **own}.items()}
+    with batches.seeded(message.config.get(keys.SEED_KEY, 0), over_data.device):  # a loader draws
+        scored = loss, count, metrics = personal.score(model, data, over_data)
+        made = personal.own_model(over_data, term, message.config, slots, *how)
+        if made is not None or term.private(list(model.state_dict())):
+            own_loss, _, own = scored if made is None else personal.score(made, data, over_data)
+            metrics |= {f"personal-{k}": v for k, v in {"loss": own_loss, **own}.items()}
     if "personalise" in message.config and message.config.get("personal-part") != "all":
         config[keys.LAYER_KEY] = find_classifier(model, client.classifier)
     return Answer(Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held)

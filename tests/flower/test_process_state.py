@@ -49,8 +49,8 @@ def test_a_training_leaves_the_process_as_it_was(
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002
     torch.manual_seed(5)
-    before, handler = process_state(), signal.getsignal(signal.SIGTERM)
-    data, rounds = make_clients(), list[int]()
+    before, handler, rounds = process_state(), signal.getsignal(signal.SIGTERM), list[int]()
+    loaders = [torch.utils.data.DataLoader(batches, batch_size=None) for batches in make_clients()]
 
     def looks(number: int) -> None:
         assert not changed(before)
@@ -58,7 +58,7 @@ def test_a_training_leaves_the_process_as_it_was(
         if number == 3:
             raise KeyError("a user's own")
 
-    grid = kind(app_of(fr.SCAFFOLDClient, data, dropping), len(data))
+    grid = kind(app_of(fr.SCAFFOLDClient, loaders, dropping), len(loaders))
     strategy = fr.SCAFFOLD(seed=3, checkpoint_dir=tmp_path)
     with pytest.raises(KeyError, match="a user's own"):
         train(strategy, fr.SCAFFOLDClient, model=dropping, grid=grid, on_round=looks)
