@@ -28,6 +28,8 @@ from flwr_regs.wire.text import one_line
 T = TypeVar("T")
 PATIENCE, LEAST = 1.0, 0.01
 """Seconds that slow replies may hold up the others: all of them together, and each of them at least."""
+AT_ONCE = 16
+"""Pulls that begin together: most of their time is the network's."""
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -160,31 +162,33 @@ class GridNetwork:
     def _pull(self, waiting: Mapping[str, Message]) -> dict[str, list[Message]]:
         """Return the replies that have come, by the id of the message that each was pulled for.
 
-        They are pulled one by one: Flower raises for all that it pulls at once if it cannot read one of
-        them, and the SuperLink has forgotten the others by then. One that it cannot read becomes an error
-        of its client. Raises if the link is down: then the grid cannot name its nodes either.
+        Each is pulled by itself: Flower raises for all of a pull if it cannot read one of them, and the
+        SuperLink has forgotten the others by then. One that it cannot read becomes an error of its client.
+        Raises if the link is down: then the grid cannot name its nodes either.
         """
         came: dict[str, list[Message]] = {}
-        end = time.monotonic() + PATIENCE
-        for key, message in waiting.items():
-            if (pull := self._pulls.pop(key, None)) is None:
-                pull = Pull(self._grid, key)
-                if self.at_once:
-                    pull.run()
-                else:
-                    pull.start()
+        end, each = time.monotonic() + PATIENCE, list(waiting.items())
+        for some in (each[first : first + AT_ONCE] for first in range(0, len(each), AT_ONCE)):
+            for key in [key for key, _ in some if key not in self._pulls]:
+                pull = self._pulls[key] = Pull(self._grid, key)
+                (pull.run if self.at_once else pull.start)()
+            for key, message in some:
+                pull = self._pulls[key]
+                if pull.ident:
                     pull.join(max(end - time.monotonic(), LEAST))
-            if pull.is_alive():
-                self._pulls[key] = pull
-            elif pull.error is not None:
-                try:
-                    self.nodes()
-                except Exception:
-                    raise pull.error from None
-                why = f"its reply cannot be read: {described(pull.error)}"
-                came[key] = [_failure(message, why)]
-            elif pull.replies:
-                came[key] = [_own(message, reply) for reply in pull.replies]
+                if pull.is_alive():
+                    continue
+                del self._pulls[key]
+                if pull.error is not None:
+                    try:
+                        self.nodes()
+                    except Exception:
+                        self._pulls.clear()  # the others have failed as well
+                        raise pull.error from None
+                    why = f"its reply cannot be read: {described(pull.error)}"
+                    came[key] = [_failure(message, why)]
+                elif pull.replies:
+                    came[key] = [_own(message, reply) for reply in pull.replies]
         return came
 
 
