@@ -281,7 +281,7 @@ class BufferedTraining(Training):
         if self._short:
             used = sum(reply.turns for reply in this_round.used.values())
             raise TooFewReplies(
-                f"round {this_round.number} of {self.method}: {used} usable replies for a buffer of "
+                f"round {this_round.number} of FedBuff: {used} usable replies for a buffer of "
                 f"{self._plan.buffer}, and no client is left: {name_failures(this_round.failures)}"
             )
         super()._advance(this_round)
