@@ -272,8 +272,8 @@ def _train(
     seeds = list(dict.fromkeys(run.seed for run in runs))
     _say(
         f"flwr-regs {flwr_regs.__version__}: {counted(several, rows)}, "
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
-        f"{rounds_of(lacking)}; {settings.dataset}, partition "
+        f"{rounds_of(lacking)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; "
+        f"{settings.dataset}, partition "
         f"{split_in_words(settings.config)} over {counted(settings.num_clients, 'client')}\n"
         f"results: {folder}"
     )

@@ -131,7 +131,8 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
         code = self.code_dir if ":" in self.methods + self.dataset + self.model else ""
         for name, folder in (("data-dir", self.data_dir), ("code-dir", code)):
             if folder and not Path(folder).expanduser().is_dir():
-                raise ValueError(f"setting '{name}': there is no folder '{folder}'")
+                moved = f"; if it was moved, {name}=FOLDER says where it is now"
+                raise ValueError(f"setting '{name}': there is no folder '{folder}'{moved}")
 
 
 def split_in_words(settings: Mapping[str, Any]) -> str:

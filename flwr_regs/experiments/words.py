@@ -50,6 +50,8 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
     if args.command == "bench":
         changed |= {"tune": tuple(map(Space.read, args.tune)), "trials": args.trials}
+        for key in {space.key for space in changed["tune"]} & {*given}:
+            raise ValueError(f"'{key}' is given twice: by --tune, and as a setting")
         changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")
     changed = {key: value for key, value in changed.items() if value not in ((), None)}
     if card:
@@ -58,9 +60,10 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
         whole = _here(given)
         experiment = Experiment.of_methods(whole, heading=heading, baseline=args.command == "bench")
         experiment = replace(experiment, **changed)
-        if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not args.tune]:
-            option = idle[0].replace("_", "-")
-            raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
+    tuned = experiment.tune or any(row.tune for row in experiment.rows)
+    if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not tuned]:
+        option = idle[0].replace("_", "-")
+        raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
     if cases:
         rows = [row for label, case in cases.items() for row in _rows(label, case, experiment)]
         experiment = replace(experiment, rows=tuple(rows))
@@ -119,6 +122,8 @@ def _cases(args: Namespace, given: dict[str, Any]) -> tuple[str, dict[str, dict[
     several = values(args.values)
     if len({*several}) < len(several):
         raise ValueError(f"--values has a value twice: {args.values}")
+    if args.key.replace("_", "-") in given:
+        raise ValueError(f"'{args.key}' is given twice: by --values, and as a setting")
     target, dot, _ = args.key.rpartition(".")
     if dot:
         given.setdefault("methods", target)
