@@ -265,7 +265,7 @@ def compiling(run: Run) -> str:
         stacks = partial(StackedGrid, check=False, compile=way)
         strategy, grid = _trained(run, ROUNDS, False, stacks)
         if grid.fallbacks:
-            return "in a stack: clients of this run train one by one"
+            return f"in a stack: clients of this run train one by one: {'; '.join(grid.fallbacks)}"
         seconds.append([entry["seconds"]["clients"] for entry in strategy.history])
     (first, *later), (first_compiled, *later_compiled) = seconds
     before, after = min(later), min(later_compiled)
