@@ -289,7 +289,7 @@ KEYS: dict[str, tuple[Check, str]] = {
     "setting": (_level, "paper, reduced or stand-in: what [settings] are"),
     "hashes": (_hashes, "data set = its hash; a run on other data says so"),
     "departures": (_texts, "what the source reports, how the card differs, what it leaves open"),
-    "extends": (_text, "the name of a card to begin from; keys that are set here replace its keys"),
+    "extends": (_text, "a card of the package to begin from; keys set here replace its keys"),
     "pick": (_texts, "with extends: the names of the panels to keep"),
     "metrics": (_metrics, "what the source reports: `flwr-regs list metrics`"),
     "trials": (_count, "how many settings are tried for each method, at most"),
