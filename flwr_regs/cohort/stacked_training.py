@@ -290,6 +290,9 @@ class Stack:
         group, *others = self._optimizer.param_groups
         extras = ("momentum", "weight_decay", "maximize", "nesterov")
         plain = type(self._optimizer) is torch.optim.SGD and not any(group[k] for k in extras)
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        own = vars(self._optimizer)  # a schedule of the factory's replaces or hooks the step
+        plain = plain and "step" not in own and not any(own[name] for name in hooks)
         alone = not others and len(group["params"]) == len(self._leaves)
         fits = plain and alone and "clip-norm" not in self._view.same["config"]
         return float(group["lr"]) if fits else 0.0

@@ -61,15 +61,19 @@ def clients_of(train: Any, **more: Any) -> fr.Clients:
     return fr.Clients(perceptron, train, [pair(k) for k in range(5)], **settings)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray]:
-    """The model of the same clients, made by `client_fn`."""
+def app_of(kind: Any, model: Any = perceptron) -> Any:
+    """Return the app of the same clients, made by `client_fn`."""
 
     def client_fn(context: Any) -> Any:
-        k = int(context.node_config["partition-id"])
-        return fr.SCAFFOLDClient(perceptron(), loader(k), loader(k), device="cpu")
+        data = loader(int(context.node_config["partition-id"]))
+        return kind(model(), data, data, device="cpu")
 
-    return trained(fr.InProcessGrid(fr.client_app(client_fn), 5))
+    return fr.client_app(client_fn)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return trained(fr.InProcessGrid(app_of(fr.SCAFFOLDClient), 5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,13 +143,9 @@ def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(
     given = model() if shared else model
     clients = fr.Clients(given, pair, pair, num_clients=5, batch_size=8, device="cpu")
 
-    def client_fn(context: Any) -> Any:
-        data = loader(int(context.node_config["partition-id"]))
-        return fr.FedBNClient(model(), data, data, device="cpu")
-
     ends = [
         run(fr.FedBN(seed=3, fraction_train=0.4), places, 4, model)
-        for places in (grid(clients), fr.InProcessGrid(fr.client_app(client_fn), 5))
+        for places in (grid(clients), fr.InProcessGrid(app_of(fr.FedBNClient, model), 5))
     ]
     close(*ends, 1e-5)
 
@@ -207,20 +207,35 @@ def as_it_is(graph: Any, given: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("config", [{}, {"momentum": 0.9}, {"clip-norm": 0.1}], ids=str)
+def halving(by_hook: bool, params: Any, lr: float) -> Any:
+    """Return SGD whose rate halves with each step, by a hook or in a step of its own."""
+    made = torch.optim.SGD(params, lr=lr)
+    step, group = made.step, made.param_groups[0]
+    if by_hook:
+        made.register_step_post_hook(lambda *_: group.update(lr=group["lr"] / 2))
+    else:
+        made.step = lambda: group.update(lr=group["lr"] / 2) or step()  # type: ignore[assignment]
+    return made
+
+
+CHANGED = [{"momentum": 0.9}, {"clip-norm": 0.1}, partial(halving, False), partial(halving, True)]
+
+
+@pytest.mark.parametrize("changed", [{}, *CHANGED], ids=str)
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_compiled_step_gives_the_same_up_to_rounding(
-    config: dict[str, Any], eager: bool, monkeypatch: pytest.MonkeyPatch, log: Log
+    changed: Any, eager: bool, monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
     """Buffers, and what dropout draws, too: a step that is traced anew draws what a kept one draws."""
+    config, optimizer = ({}, changed) if callable(changed) else (changed, None)
     monkeypatch.setattr(stacked_training, "_STEPS", steps := {})
     if eager:  # compiling takes half a minute
         monkeypatch.setattr(torch._inductor, "compile", as_it_is)
 
     def end(drop: float, compile: bool, number: int = 3, of: Any = range(5)) -> Any:
         model = perceptron(nn.BatchNorm1d(8), nn.Dropout(drop))
-        clients = fr.Clients(model, [pair(k) for k in of], batch_size=8, device="cpu")
-        grid = fr.StackedGrid(clients, compile=compile)
+        how = {"batch_size": 8, "device": "cpu", "optimizer": optimizer}
+        grid = fr.StackedGrid(fr.Clients(model, [*map(pair, of)], **how), compile=compile)
         strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
         got = run(strategy, grid, model=lambda: model, train={"local-steps": number, **config})
         assert not grid.fallbacks
@@ -284,13 +299,9 @@ def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
 
 
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
-    def client_fn(context: Any) -> Any:
-        k = int(context.node_config["partition-id"])
-        return fr.FedAvgClient(perceptron(), loader(k), device="cpu")
-
     trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedAvg", cohorts="class-covering")
     with pytest.raises(RuntimeError, match="does not share its label counts"):
-        trained(fr.StackedGrid(fr.client_app(client_fn), 5), "FedAvg", cohorts="class-covering")
+        trained(fr.StackedGrid(app_of(fr.FedAvgClient), 5), "FedAvg", cohorts="class-covering")
 
 
 def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
@@ -298,15 +309,13 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
         method = "FedAvg"
 
         def configure_train(self, *args: Any) -> Any:
-            """Count the messages."""
-            sent = list(super().configure_train(*args))
-            counts.append(len(sent))
-            return sent
+            """Note the messages."""
+            self.sent = list(super().configure_train(*args))
+            return self.sent
 
-    counts: list[int] = []
-    grid = fr.StackedGrid(clients_of(KINDS["functions"]))
-    run(Mine(seed=3), grid, rounds=1)
-    assert counts == [5]
+    grid, strategy = fr.StackedGrid(clients_of(KINDS["functions"])), Mine(seed=3)
+    run(strategy, grid, rounds=1)
+    assert len(strategy.sent) == 5
     assert sum(grid.fallbacks.values()) == 5
 
 
@@ -354,16 +363,12 @@ def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
     assert len(fr.Clients(perceptron, [streamed])) == 1
 
 
-def of_three() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 3))
-
-
 GOOD, (X1, Y1) = pair(0), pair(1)
 BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     # what is wrong: what Clients get, the share that evaluates, what is said
     "no test set": ({}, 1.0, "no test sets to evaluate on: give Clients test_sets=, or set frac"),
     "too few clients": ({"train_sets": [GOOD]}, 0.0, "min_available_nodes is 2, but Clients has 1"),
-    "another shape": ({"model": of_three}, 0.0, r"'0.weight' has the shape \(8, 6\), but \(3, 6"),
+    "another shape": ({"model": nn.Sequential(nn.Linear(6, 3))}, 0.0, r"\(8, 6\), but \(3, 6"),
     "another layer": ({"model": nn.Identity}, 0.0, "'0.weight', but the clients' model has no"),
     "labels": ({"train_sets": [GOOD, (X1, Y1 + 3)]}, 0.0, "train_sets: client 1: a label is"),
     "precision": ({"test_sets": [GOOD, (X1.double(), Y1)]}, 1.0, "test_sets: client 1: the inputs"),
@@ -389,9 +394,7 @@ def test_a_label_that_the_loss_ignores_is_not_refused(kind: Any) -> None:
     sets = [pair(0), (x, y.clone().index_fill(0, torch.tensor([1]), 9))]
     model = nn.Sequential(*perceptron(), nn.BatchNorm1d(3, affine=False, track_running_stats=False))
     clients = fr.Clients(model, sets, loss_fn=loss, device="cpu")
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-    run(strategy, kind(clients))
-    assert not any(entry["failures"] for entry in strategy.history)
+    trained(kind(clients), "FedAvg", fraction_evaluate=0.0)
 
 
 @pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])
