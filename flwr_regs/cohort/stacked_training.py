@@ -569,7 +569,8 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
     constants = [t.detach().flatten().view(torch.uint8) for t in graph.state_dict().values()]
     key = *code, _forms(given), *(t.cpu().numpy().tobytes() for t in constants)
     if key not in _STEPS:
-        _STEPS[key] = torch._inductor.compile(graph, given)
+        # in threads of compiled code, an index out of range would end the process
+        _STEPS[key] = torch._inductor.compile(graph, given, options={"cpp.threads": 1})
     return _STEPS[key]
 
 
