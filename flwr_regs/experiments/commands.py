@@ -288,7 +288,7 @@ def _train(
             next_at = time.monotonic() + SELDOM * (time.monotonic() - began)
 
     how = args.workers, args.runner, tables
-    engine.execute(runs, folder, progress(lacking), *how, gpus=args.gpus_per_client)
+    engine.execute(runs, folder, progress(lacking), *how, gpus=args.gpus_per_client, keep=True)
 
 
 def _keep_farewell(folder: Path, command: str) -> None:

@@ -49,6 +49,7 @@ def execute(
     tables: Callable[[Sequence[RunRecord]], None] = lambda records: None,
     grid: Grid | None = None,
     gpus: float = 0.0,
+    keep: bool = False,
 ) -> list[RunRecord]:
     """Train what is missing of some runs in `folder`, and return the records of all.
 
@@ -73,6 +74,8 @@ def execute(
         Where the clients are, if they are not in this process.
     gpus : float
         Each client's share of a GPU, in Ray.
+    keep : bool
+        Whether the workers stay for the next call, until this process ends: each takes seconds to start.
 
     Raises
     ------
@@ -101,10 +104,10 @@ def execute(
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = ([run for run in lacking if run.seed == seed] for seed in seeds)
         rays = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
-        trained = chain.from_iterable(_in_processes(rays, folder, progress, 1))
+        trained = chain.from_iterable(_in_processes(rays, folder, progress, 1, False))
     elif workers > 1:
         jobs = [partial(train, run, folder, _ToParent(), runner) for run in lacking]
-        trained = _in_processes(jobs, folder, progress, workers)
+        trained = _in_processes(jobs, folder, progress, workers, keep)
     else:
         trained = (train(run, folder, progress, runner, grid) for run in lacking)
     with progress.screen:
@@ -155,13 +158,24 @@ _CHECKED: set[tuple[Any, ...]] = set()
 """The kinds of runs whose clients have all been stacked, and compared, in this process."""
 
 
+_KEPT: dict[int, tuple[ProcessPoolExecutor, Any]] = {}
+"""The workers that stay, by their number, and the queue of their news."""
+
+
 def _in_processes(
-    jobs: Sequence[Callable[[], Any]], folder: Path | None, progress: Progress, workers: int
+    jobs: Sequence[Callable[[], Any]],
+    folder: Path | None,
+    progress: Progress,
+    workers: int,
+    keep: bool,
 ) -> Iterator[Any]:
     """Do the jobs in processes of their own, some at a time, and yield what they return."""
     context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
+    if (kept := _KEPT.pop(workers, None)) is None:
+        queue = context.SimpleQueue()
+        pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
+    else:
+        pool, queue = kept
     try:
         # as the workers begin, which start here
         with nullcontext() if os.name == "nt" else _ctrl_c_blocked():
@@ -182,8 +196,12 @@ def _in_processes(
                 end_descendants(process.pid)
             process.kill()
         raise
+    else:
+        if keep:
+            _KEPT[workers] = pool, queue
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        if workers not in _KEPT:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
