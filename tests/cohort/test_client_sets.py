@@ -224,7 +224,7 @@ def halving(by_hook: bool, params: Any, lr: float) -> Any:
 CHANGED = [{"momentum": 0.9}, {"clip-norm": 0.1}, partial(halving, False), partial(halving, True)]
 
 
-@pytest.mark.parametrize("changed", [{}, *CHANGED], ids=str)
+@pytest.mark.parametrize("changed", [{}, *CHANGED], ids=["", "momentum", "clip", "step", "hook"])
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_compiled_step_gives_the_same_up_to_rounding(
     changed: Any, eager: bool, monkeypatch: pytest.MonkeyPatch, log: Log
