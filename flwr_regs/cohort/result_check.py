@@ -96,7 +96,7 @@ def difference(group: Group) -> str:
 
     Two clients train in a stack of their own, and each of them alone, from the same seed and state, in
     float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
-    off. In a stack, draws from a generator that is always seeded alike would differ between the clients.
+    off. A draw by a fixed seed is a difference as well: in a stack, each client would get other numbers.
     torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
     first, *others = group.members

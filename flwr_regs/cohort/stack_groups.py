@@ -210,9 +210,8 @@ class Group:
             stack = Stack(self.view, self.members)
         model, misread = self.view.model, self.view.misread
         misread.clear()
-        both = nn.ModuleList(m for m in (model, self.view.task.loss_fn) if isinstance(m, nn.Module))
-        before = _numbers(both)
-        with restored(model, self.view.task.loss_fn):
+        with restored(model, self.view.task.loss_fn) as both:
+            before = _numbers(both)
             result = stack.probe() if self.recipe.probes else stack.run()
             counted = {n for a, b in zip(before, _numbers(both), strict=True) for n, _ in a ^ b}
         if whole and counted:  # the check by result has not seen it

@@ -50,8 +50,8 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
     if args.command == "bench":
         changed |= {"tune": tuple(map(Space.read, args.tune)), "trials": args.trials}
-        for key in {space.key for space in changed["tune"]} & {*given}:
-            raise ValueError(f"'{key}' is given twice: by --tune, and as a setting")
+        if twice := [space.key for space in changed["tune"] if space.key in given]:
+            raise ValueError(f"'{twice[0]}' is given twice: by --tune, and as a setting")
         changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")
     changed = {key: value for key, value in changed.items() if value not in ((), None)}
     if card:

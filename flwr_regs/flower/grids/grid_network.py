@@ -170,12 +170,11 @@ class GridNetwork:
         end, each = time.monotonic() + PATIENCE, list(waiting.items())
         for some in (each[first : first + AT_ONCE] for first in range(0, len(each), AT_ONCE)):
             for key in [key for key, _ in some if key not in self._pulls]:
-                pull = self._pulls[key] = Pull(self._grid, key)
-                (pull.run if self.at_once else pull.start)()
+                self._pulls[key] = Pull(self._grid, key)
+                self._pulls[key].start()
             for key, message in some:
                 pull = self._pulls[key]
-                if pull.ident:
-                    pull.join(max(end - time.monotonic(), LEAST))
+                pull.join(max(end - time.monotonic(), LEAST))
                 if pull.is_alive():
                     continue
                 del self._pulls[key]
