@@ -106,6 +106,11 @@ def test_an_error_of_the_user_is_one_error(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_run_says_why_its_clients_are_not_stacked() -> None:
+    (run,) = simulate("FedAvg", seeds=(1,), runner="stacked", optimizer="Adafactor", **QUICK).runs
+    assert "one by one: Adafactor is not known to treat each number alone" in run.warnings[0]
+
+
 def test_one_process_needs_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert simulate("FedAvg", seeds=(1,), **QUICK).runs

@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from safetensors.torch import save as as_bytes
 
+from flwr_regs.cohort.stacks import ALONE
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import left
 from flwr_regs.experiments.report import run_records as records
@@ -125,7 +126,10 @@ class Trainer:
         finally:  # also after Ctrl-C: nothing here takes long
             self.heartbeat.at("")
             record.seconds += time.monotonic() - began
-            record.processor_seconds, record.warnings = self._spent, [*warned]
+            record.processor_seconds = self._spent
+            reasons = [why for why in getattr(grid, "fallbacks", ()) if why != ALONE]
+            told = [f"StackedGrid: clients train one by one: {why}" for why in reasons]
+            record.warnings = [*dict.fromkeys([*warned, *told])]
             if strategy.history and folder is not None:
                 path = folder / f"{record_path(folder, *self.run.key).stem}.safetensors"
                 write(path, as_bytes(strategy.arrays.to_torch_state_dict()))
