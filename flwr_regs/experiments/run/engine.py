@@ -189,7 +189,15 @@ def _in_processes(
                 yield future.result()
     except BrokenProcessPool as error:
         again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
-        raise RuntimeError(f"a worker was killed, perhaps for want of memory{again}") from error
+        why = "was killed, perhaps for want of memory"
+        processes = [*(pool._processes or {}).values()]
+        pool.shutdown()  # that waits for their ends
+        if any(process.exitcode == 1 for process in processes):
+            why = (
+                "has ended by itself; in a script, start the training under "
+                "`if __name__ == '__main__':`, because each worker imports the script"
+            )
+        raise RuntimeError(f"a worker {why}{again}") from error
     except BaseException:
         for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
             if process.pid is not None:
