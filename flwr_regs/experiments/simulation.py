@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from flwr_regs.experiments.user_code import offer
 from flwr_regs.experiments.words import out_folder
 
 RUNNERS = ("process", "stacked", "ray")
+_ONE_AT_A_TIME = threading.RLock()
+"""Threads would share torch's random state, and give other numbers each time."""
 
 
 def simulate(
@@ -38,6 +41,8 @@ def simulate(
     **settings: Any,
 ) -> Results:
     """Compare methods on the same data, cohorts and seeds, and return the results. Quiet.
+
+    Calls from several threads wait for each other.
 
     Parameters
     ----------
@@ -101,27 +106,28 @@ def simulate(
     if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
         alone = "other processes find methods, data set and model by name alone"
         raise ValueError(f"{alone}: give 'mine.py:name', or runner='process' with workers=1")
-    given = {key(name): _plain(value) for name, value in settings.items()}
-    given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
-    given |= {"dataset": _named(dataset), "model": _named(model)}
-    given["code-dir"] = given.get("code-dir") or os.getcwd()
-    experiment = Experiment.of_methods(given, seeds).checked()
-    runs = experiment.tests(experiment.panel)
-    if baseline:
-        check_rows([baseline], [run.label for run in runs])
-    bars = (progress if show else Progress)(runs)
-    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        folder = None if out is None else Path(out).expanduser().resolve()
-        if folder:
-            save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
-        place = folder or (Path(temporary) if runner == "ray" else None)
-        records = engine.execute(runs, place, bars, workers, runner)
-        if failed := [record for record in records if not record.ended]:
-            raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
-        results = Results(records, baseline=baseline)
-        if folder:
-            results.save(folder)
-    return results
+    with _ONE_AT_A_TIME:
+        given = {key(name): _plain(value) for name, value in settings.items()}
+        given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
+        given |= {"dataset": _named(dataset), "model": _named(model)}
+        given["code-dir"] = given.get("code-dir") or os.getcwd()
+        experiment = Experiment.of_methods(given, seeds).checked()
+        runs = experiment.tests(experiment.panel)
+        if baseline:
+            check_rows([baseline], [run.label for run in runs])
+        bars = (progress if show else Progress)(runs)
+        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+            folder = None if out is None else Path(out).expanduser().resolve()
+            if folder:
+                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
+            place = folder or (Path(temporary) if runner == "ray" else None)
+            records = engine.execute(runs, place, bars, workers, runner)
+            if failed := [record for record in records if not record.ended]:
+                raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
+            results = Results(records, baseline=baseline)
+            if folder:
+                results.save(folder)
+        return results
 
 
 def _plain(value: Any) -> Any:
