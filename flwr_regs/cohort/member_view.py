@@ -322,6 +322,8 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
     """Return a cross-entropy; the usual one in fewer operations than torch's under vmap."""
     if not targets.is_floating_point() and targets.dtype not in (torch.int64, torch.uint8):
         raise CannotStack(f"its labels are {targets.dtype}, which torch refuses outside of vmap")
+    if targets.dtype == torch.uint8:  # under vmap torch takes int64 alone
+        targets = targets.long()
     by_class = logits.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
     plain = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": how.get("ignore_index")}
     usual = all(value in (None, plain.get(name)) for name, value in how.items())

@@ -100,8 +100,8 @@ def difference(group: Group) -> str:
     torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
     first, *others = group.members
-    forms = first.plan.forms
-    other = next((c for c in others if c.plan.forms != forms), others[0])
+    forms = first.plan.forms, first.planned_steps
+    other = next((c for c in others if (c.plan.forms, c.planned_steps) != forms), others[0])
     pair = sorted((first, other), key=lambda m: -len(m.plan))
     seeds = {m.asked.message.config[keys.SEED_KEY] for m in pair}
     for precision, tolerance in TOLERANCES.items():
@@ -199,7 +199,7 @@ def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -
     for name in [n for n in alone if n in stacked]:
         expected, value = alone[name], stacked[name]
         if not expected.is_floating_point():
-            if not torch.equal(value, expected):
+            if value.dtype != expected.dtype or not torch.equal(value, expected):
                 return f"'{name}' differs"
             continue
         off = (value.double() - expected.double()).nan_to_num().norm().item()

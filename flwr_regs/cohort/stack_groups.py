@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -44,15 +44,14 @@ class Kind:
     ----------
     refused : str
         Why they train one by one; "" if they do not.
-    training : str
-        The one in which their last stack was checked.
-    due : float
-        The round of it from which on their next stack is checked.
+    checked : dict of bool to (str, float)
+        Whether all of a stack take equal numbers of steps, as terms that are `elementwise` then run
+        otherwise -> the training in which such a stack was checked last, and its round from which on the
+        next one is.
     """
 
     refused: str = ""
-    training: Any = ""
-    due: float = 0
+    checked: dict[bool, tuple[Any, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

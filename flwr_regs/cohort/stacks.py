@@ -200,14 +200,17 @@ class Stacks:
         training, this_round = config.get(keys.START_KEY), int(config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if often is False or (training == kind.training and this_round < kind.due):
+        equal = len({(len(m.plan), m.planned_steps) for m in group.members}) == 1
+        one = len(group.members) == 1
+        known = [at for alike, at in kind.checked.items() if one or alike == equal]
+        if often is False or any(of == training and this_round < due for of, due in known):
             return
-        if len(group.members) == 1:
+        if one:
             raise CannotStack(UNCHECKED)
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)
-        kind.training, kind.due = training, math.inf if often == "first" else this_round + often
+        kind.checked[equal] = training, math.inf if often == "first" else this_round + often
 
 
 class Build(pickle.Pickler):

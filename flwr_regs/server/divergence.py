@@ -68,6 +68,8 @@ BEFORE = "`strategy.arrays` is the model before it"
 LAST = 5
 ENOUGH = 3
 """Clients with something else than zeros, so that their median counts."""
+ROUNDING = float(np.finfo(np.float32).eps)
+"""Of a cohort's usual upload; an array of it that is shorter bounds nobody."""
 STEP, MEAN = "global step", "clients' mean"
 Length = tuple[float, float]
 """Of what was measured, and of the same in units of the learning rate."""
@@ -128,7 +130,10 @@ class DivergenceGuard(Snapshots):
         wrong: Reasons = {}
         for (name, key), of_each in squares.items():
             which = f"{what} '{key}' of '{name}'" if key else f"{what} of '{name}'"
-            wrong |= self._beyond(this_round, which, of_each, times[name])
+            # the moments of a bias before BatchNorm, for instance, are rounding alone
+            noise = ROUNDING**2 * median_low(squares[name, ""].values())
+            beyond = self._beyond(this_round, which, of_each, times[name])
+            wrong |= {pid: why for pid, why in beyond.items() if of_each[pid] > noise}
         self._leave_out(this_round, wrong)
 
     def check_variances(self, this_round: Round, base: Mapping[str, np.ndarray]) -> None:
