@@ -94,15 +94,20 @@ class Drawn:
 def difference(group: Group) -> str:
     """Return where a stack's result is not that of its clients alone, and by how much; "" if nowhere.
 
-    Two clients train in a stack of their own, and each of them alone, from the same seed and state, in
-    float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
-    off. A draw by a fixed seed is a difference as well: in a stack, each client would get other numbers.
+    Two clients, as unlike in steps and batches as there are, train in a stack of their own, and each of
+    them alone, from the same seed and state, in float64 if the model can. Random numbers beside those of
+    the data are the same for both, and dropout is off. A draw by a fixed seed is a difference as well: in a
+    stack, each client would get other numbers.
+
     torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
     """
     first, *others = group.members
-    forms = first.plan.forms, first.planned_steps
-    other = next((c for c in others if (c.plan.forms, c.planned_steps) != forms), others[0])
-    pair = sorted((first, other), key=lambda m: -len(m.plan))
+    steps, forms = (len(first.plan), first.planned_steps), first.plan.forms
+
+    def unlike(c: Member) -> tuple[bool, bool]:
+        return (len(c.plan), c.planned_steps) != steps, c.plan.forms != forms
+
+    pair = sorted((first, max(others, key=unlike)), key=lambda m: -len(m.plan))
     seeds = {m.asked.message.config[keys.SEED_KEY] for m in pair}
     for precision, tolerance in TOLERANCES.items():
         together, alone = Quiet(group.view.device), Quiet(group.view.device)

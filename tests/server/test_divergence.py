@@ -138,6 +138,16 @@ def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float 
     return out
 
 
+def test_an_array_that_is_rounding_alone_leaves_out_nobody() -> None:
+    guard = DivergenceGuard(Options.of(chain([])), "FedAvg")
+    uploads = {k: {"t": {"v": np.ones(1), "bias": np.array([1e-17])}} for k in range(4)}
+    uploads[3]["t"]["bias"][0] = 1e-9
+    guard.check_uploads(Round(1, lr=1.0), uploads)
+    uploads[3]["t"]["bias"][0] = 1e-6
+    with pytest.raises(UnusableReplies, match="'bias' of 't' is 1e-06 long"):
+        guard.check_uploads(Round(1, lr=1.0), uploads)
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
 @pytest.mark.parametrize(
