@@ -409,6 +409,7 @@ def holding(params: Any, lr: float) -> Any:
 
 
 Once = partial(Cohort, rounds=1)
+Equal = partial(Once, config={"local-steps": 3})
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
     "the app has mods": Once(mods=[lambda message, context, call: call(message, context)]),
@@ -430,8 +431,8 @@ REASONS: dict[str, Cohort] = {
         model=partial(Around, lambda layer, x: layer(x.x)),
         loader=lambda k, shuffle=False: [(SimpleNamespace(x=x), y) for x, y in data_of(k, False)],
     ),
-    "'NoneType' object has no attribute 'float'": Once(terms=[Odd("output")]),  # not elementwise
-    "for *: 'float' and 'NoneType'": Once(terms=[Odd("client_id")]),  # nor this
+    "'NoneType' object has no attribute 'float'": Equal(terms=[Odd("output")]),  # not elementwise
+    "for *: 'float' and 'NoneType'": Equal(terms=[Odd("client_id")]),  # nor this
     "the loss does not depend on ['scale', 'none']": Once(
         terms=[fr.Private("none, scale")], model=Unused
     ),
