@@ -207,6 +207,7 @@ def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) 
         (folder / "tuning").mkdir(exist_ok=True)
 
         def train(trials: Sequence[Run]) -> dict[Any, RunRecord]:
+            check_records(trials, folder / "tuning")
             _train(trials, folder / "tuning", "trial", args)
             return recorded(trials, folder / "tuning")
 
@@ -414,8 +415,9 @@ def _verify(args: Namespace) -> int:
     panel, old, made, run = random.choice(ended)
     where = f"{panel.name}: " * (len(kept.panels) > 1)
     _say(f"{where}{old.label}, seed {old.seed}; one of {len(ended)} runs")
-    if "--runner" in made["command"]:  # another one rounds otherwise
-        args.runner = made["command"][made["command"].index("--runner") + 1]
+    command = " ".join(made["command"]).replace("--runner=", "--runner ").split()
+    if "--runner" in command:  # another one rounds otherwise
+        args.runner = command[command.index("--runner") + 1]
     (new,) = _again([run], kept, args).values()
     present = provenance([])
     # what a stack rounds may change with its code

@@ -119,7 +119,8 @@ def simulate(
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             folder = None if out is None else Path(out).expanduser().resolve()
             if folder:
-                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
+                how = [] if runner == "process" else ["--runner", runner]
+                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate", *how]))
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

@@ -86,6 +86,11 @@ def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) 
         else:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         with image:
+            if image.mode[0] in "IF":  # Pillow would cut all that is above 255
+                which = source if isinstance(source, Path) else "a picture"
+                raise ValueError(
+                    f"{which} is of mode {image.mode}: its values must be from 0 to 255"
+                )
             left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
             width, height = image.size
             plain = image.convert(mode).crop((left, top, width - left, height - top))
