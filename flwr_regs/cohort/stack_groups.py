@@ -45,9 +45,8 @@ class Kind:
     refused : str
         Why they train one by one; "" if they do not.
     checked : dict of bool to (str, float)
-        Whether all of a stack take equal numbers of steps, as terms that are `elementwise` then run
-        otherwise -> the training in which such a stack was checked last, and its round from which on the
-        next one is.
+        Whether all of a stack take equal numbers of steps -> the training in which such a stack was checked
+        last, and the round from which on the next one is. Terms that are `elementwise` run in two ways.
     """
 
     refused: str = ""

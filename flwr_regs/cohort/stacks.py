@@ -200,10 +200,12 @@ class Stacks:
         training, this_round = config.get(keys.START_KEY), int(config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
+        if often is False:
+            return
         equal = len({(len(m.plan), m.planned_steps) for m in group.members}) == 1
         one = len(group.members) == 1
         known = [at for alike, at in kind.checked.items() if one or alike == equal]
-        if often is False or any(of == training and this_round < due for of, due in known):
+        if any(of == training and this_round < due for of, due in known):
             return
         if one:
             raise CannotStack(UNCHECKED)
