@@ -16,7 +16,9 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from multiprocessing.connection import Connection, wait
@@ -41,10 +43,19 @@ except ImportError:
 SHARED = Path("/dev/shm")
 Answers = Generator[tuple[int, Any], None, None]
 _READY = "ready"
+_SENDING = threading.Lock()
+"""Held while a connection is written to: a task may have threads that tell."""
 
 
 class Ended(str):
     """In place of an answer: how the process ended that had the task."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a process tells before its answer: see `tell`."""
+
+    told: Any
 
 
 class WorkerPool:
@@ -89,7 +100,7 @@ class WorkerPool:
         _end(self.running)
 
     def answers(self, tasks: Sequence[Any], lanes: Sequence[Any]) -> Answers:
-        """Yield (a task's place, its answer) as the answers come, or `Ended`.
+        """Yield (a task's place, its answer) as the answers come, or `Ended`; `News` before an answer.
 
         Of tasks in one of the `lanes`, each waits until the one before it is answered. Close the generator
         if it may not run to its end: that ends the processes. Raises RuntimeError if one does not start.
@@ -117,7 +128,10 @@ class WorkerPool:
                             answer = _read(worker)
                         except (EOFError, OSError):  # it ended before its answer, or within it
                             answer = Ended(self._buried(worker))
-                        yield at.pop(worker), answer
+                        k = at[worker]
+                        if not isinstance(answer, News):
+                            del at[worker]
+                        yield k, answer
             except BaseException:  # such as Ctrl-C: what the processes are at is of no use
                 self.close()
                 raise
@@ -132,7 +146,8 @@ class WorkerPool:
             connection, theirs = method.Pipe()
             # no daemon: a client's DataLoader may have processes of its own
             process: BaseProcess = method.Process(target=_serve, args=(theirs, *how), daemon=False)
-            process.start()
+            with _ctrl_c_blocked():
+                process.start()
             self.running[connection] = process
             new.append(connection)
             theirs.close()
@@ -157,6 +172,19 @@ class WorkerPool:
         code = process.exitcode
         why = f" ({signal.Signals(-code).name})" if code and code < 0 else ""
         return f"ended with exit code {code}{why}"
+
+
+@contextlib.contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Hold Ctrl-C back; a process that starts meanwhile does not get it either."""
+    if os.name == "nt":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(running: dict[Connection, BaseProcess]) -> None:
@@ -185,12 +213,22 @@ def _serve(connection: Connection, make: Callable[[Any], Any], threads: int, lev
         connection.send(f"what it was given cannot be read there, {described(error)}")
         return
     connection.send(_READY)
+    global _answer_with
     while True:
         try:
             folders, task = _read(connection)
         except (EOFError, OSError):  # alone: what the task itself raises must show
             return
-        _send(connection, folders, answer(task))
+        _answer_with = partial(_send, connection, folders)
+        _answer_with(answer(task))
+
+
+def tell(told: Any) -> None:
+    """Let the asking process have `News`; for a task, in the process that is at it."""
+    _answer_with(News(told))
+
+
+_answer_with: Callable[[Any], None]
 
 
 Part = tuple[dict[int, Answer], dict[str, int]]
@@ -262,7 +300,8 @@ def _send(connection: Connection, folders: Sequence[str], value: Any) -> None:
         except OSError:
             if folder == folders[-1]:
                 raise
-    connection.send((data, [v.nbytes for v in views], file.name))
+    with _SENDING:
+        connection.send((data, [v.nbytes for v in views], file.name))
 
 
 def _read(connection: Connection) -> Any:

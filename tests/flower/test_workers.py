@@ -236,6 +236,12 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
         InProcessGrid(client_app(client_fn), 3, workers=True)
 
 
+def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
+    ends = processes.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
+    with pytest.raises(RuntimeError, match="if __name__ == '__main__'"):
+        [*ends.answers([0], lanes=[0])]
+
+
 SCRIPT = """
 import os
 from tests.flower.test_workers import a_grid, messages_to, pool

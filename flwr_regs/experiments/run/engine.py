@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_regs import InProcessGrid, StackedGrid, client_app
+from flwr_regs.cohort.processes import Ended, News, WorkerPool, tell
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
@@ -158,8 +155,26 @@ _CHECKED: set[tuple[Any, ...]] = set()
 """The kinds of runs whose clients have all been stacked, and compared, in this process."""
 
 
-_KEPT: dict[int, tuple[ProcessPoolExecutor, Any]] = {}
-"""The workers that stay, by their number, and the queue of their news."""
+class Workers(WorkerPool):
+    """Processes that each do a job at a time. With them ends what they have started, such as Ray.
+
+    Parameters
+    ----------
+    number : int
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_worker, None, number, "nothing", "")
+
+    def close(self) -> None:
+        for process in self.running.values():
+            if process.pid is not None:
+                end_descendants(process.pid)
+        super().close()
+
+
+_KEPT: dict[int, Workers] = {}
+"""The workers that stay, by their number."""
 
 
 def _in_processes(
@@ -170,72 +185,37 @@ def _in_processes(
     keep: bool,
 ) -> Iterator[Any]:
     """Do the jobs in processes of their own, some at a time, and yield what they return."""
-    context = multiprocessing.get_context("spawn")
-    if (kept := _KEPT.pop(workers, None)) is None:
-        queue = context.SimpleQueue()
-        pool = ProcessPoolExecutor(workers, context, _begin_worker, (queue, workers))
-    else:
-        pool, queue = kept
-    try:
-        # as the workers begin, which start here
-        with nullcontext() if os.name == "nt" else _ctrl_c_blocked():
-            waiting: set[Future[Any]] = {pool.submit(job) for job in jobs}
-        while waiting:
-            done, waiting = wait(waiting, timeout=0.2)
-            while not queue.empty():
-                news, told = queue.get()
+    pool = _KEPT.pop(workers, None) or Workers(workers)
+    with closing(pool.answers(jobs, lanes=range(len(jobs)))) as answers:
+        for _, answer in answers:
+            if isinstance(answer, News):
+                news, *told = answer.told
                 getattr(progress, news)(*told)
-            for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
-                yield future.result()
-    except BrokenProcessPool as error:
-        again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
-        why = "was killed, perhaps for want of memory"
-        processes = [*(pool._processes or {}).values()]
-        pool.shutdown()  # that waits for their ends
-        if any(process.exitcode == 1 for process in processes):
-            why = (
-                "has ended by itself; in a script, start the training under "
-                "`if __name__ == '__main__':`, because each worker imports the script"
-            )
-        raise RuntimeError(f"a worker {why}{again}") from error
-    except BaseException:
-        for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
-            if process.pid is not None:
-                end_descendants(process.pid)
-            process.kill()
-        raise
+            elif isinstance(answer, Ended):
+                again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
+                why = f"a worker {answer}, perhaps for want of memory{again}"
+                raise RuntimeError(why)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                yield answer
+    if keep:
+        _KEPT[workers] = pool
     else:
-        if keep:
-            _KEPT[workers] = pool, queue
-    finally:
-        if workers not in _KEPT:
-            pool.shutdown(wait=True, cancel_futures=True)
+        pool.close()
 
 
-@contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back; a process that starts meanwhile does not get it either."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_QUEUE: Any = None
-
-
-def _begin_worker(queue: Any, workers: int) -> None:
-    """Prepare one of some workers, which share the cores.
-
-    Ctrl-C is the parent's to handle, and a pool that breaks ends it at once.
-    """
-    global _QUEUE
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    _QUEUE = queue
-    torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
+def _worker(_: None) -> Callable[[Callable[[], Any]], Any]:
+    """Prepare one of some workers; return what does a job."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def done(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except BaseException as error:  # the parent raises it
+            return error
+
+    return done
 
 
 def _end_with_parent() -> None:
@@ -250,10 +230,10 @@ class _ToParent(Progress):
     """Passes a worker's news on."""
 
     def round(self, *told: Any) -> None:
-        _QUEUE.put(("round", told))
+        tell(("round", *told))
 
     def within(self, *told: Any) -> None:
-        _QUEUE.put(("within", told))
+        tell(("within", *told))
 
 
 def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
