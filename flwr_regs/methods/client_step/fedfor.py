@@ -78,7 +78,7 @@ class FirstOrder(LastStep):
             if n in ctx.broadcast:
                 g = ctx.broadcast[n]  # (w_{t−1} − w_t)/η, below Eq. 5
                 # Eq. 7's step function, 0 or 1: a comparison takes several times as long under vmap
-                h = (g * (params[n] - ctx.start[n])).sign_().relu_()
+                h = (params[n] - ctx.start[n]).mul_(g).sign_().relu_()
                 grad = h.mul_(g * alpha).add_(grad)
             out[n] = grad
         return out
