@@ -67,10 +67,10 @@ def train(args: Namespace) -> int:
     folder = args.resume or words.out_folder(out)
     if experiment.metrics:
         experiment = choices.with_notes(experiment)
-    if not args.resume:
-        save(experiment, folder, provenance(["flwr-regs", *args.words]))
     _keep_farewell(folder, args.command)
     with locked(folder):
+        if not args.resume:
+            save(experiment, folder, provenance(["flwr-regs", *args.words]))
         if experiment.tune:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.results import Results, check_rows, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
@@ -104,8 +106,8 @@ def simulate(
     several = methods if isinstance(methods, list | tuple) else [methods]
     far = workers > 1 or runner == "ray"
     if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
-        alone = "other processes find methods, data set and model by name alone"
-        raise ValueError(f"{alone}: give 'mine.py:name', or runner='process' with workers=1")
+        by_name = "other processes find methods, data set and model by name alone"
+        raise ValueError(f"{by_name}: give 'mine.py:name', or runner='process' with workers=1")
     with _ONE_AT_A_TIME:
         given = {key(name): _plain(value) for name, value in settings.items()}
         given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
@@ -116,11 +118,12 @@ def simulate(
         if baseline:
             check_rows([baseline], [run.label for run in runs])
         bars = (progress if show else Progress)(runs)
-        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-            folder = None if out is None else Path(out).expanduser().resolve()
+        folder = None if out is None else out_folder(str(Path(out).expanduser().resolve()))
+        alone = locked(folder) if folder else nullcontext()
+        with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
                 how = [] if runner == "process" else ["--runner", runner]
-                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate", *how]))
+                save(experiment, folder, provenance(["flwr_regs.simulate", *how]))
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

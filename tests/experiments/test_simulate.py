@@ -13,6 +13,7 @@ from flwr_regs import FedAvg, FedFOR, Term, simulate
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import results_of
+from flwr_regs.experiments.report.folders import locked
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
 METHODS = "FedAvg, FedFOR(alpha=0.1)"
@@ -41,6 +42,8 @@ def test_it_is_quiet_and_gives_the_numbers_of_the_command(
 
 def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -> None:
     given: dict[str, Any] = {"rounds": np.int64(1), "local_epochs": 1, "lr": np.float32(0.5)}
+    with locked(tmp_path), pytest.raises(ValueError, match="is being written by another run"):
+        simulate("FedAvg", out=tmp_path, **given)
     result = simulate("FedAvg", seeds=(s for s in np.arange(1, 3)), out=tmp_path / "kept", **given)
     assert result.seeds == [1, 2]
     assert {(r.job["lr"], r.job["rounds"]) for r in result.runs} == {(0.5, 1)}

@@ -88,9 +88,8 @@ def execute(
     ended = {key: record for key, record in known.items() if record.ended}
     lacking = [run for run in runs if run.key not in ended]
     if lacking and not progress.quiet:
-        nodes = 0 if grid is None else len([*grid.get_node_ids()])
         settings = lacking[0].settings
-        if said := left(settings, client_data_of(settings, nodes)):
+        if said := left(settings, client_data_of(settings)):
             progress.say(f"data: {said}")
         if grid is None:
             announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
@@ -122,10 +121,9 @@ def train(
     run: Run, folder: Path | None, progress: Progress, runner: str, grid: Grid | None = None
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-    nodes = 0 if grid is None else len([*grid.get_node_ids()])
     with quiet() as warned, threads(1) as allowed:
         warm_up()
-        clients, stacked = RunClients(run, client_data_of(run.settings, nodes)), runner == "stacked"
+        clients, stacked = RunClients(run, client_data_of(run.settings)), runner == "stacked"
         kind = References if run.calls[0].target in REFERENCES else Trainer
         trainer = kind(clients, folder, progress, allowed)
         if not stacked:  # in a stack all begin at once

@@ -60,7 +60,7 @@ class Trainer:
         if not run.settings.test_on_clients:
             self._test = ServerTest(clients.new_model(), data, threads, self._testing)
         self.record = RunRecord(
-            *(run.label, run.method, run.seed, run.settings.config, data.num_clients),
+            *(run.label, run.method, run.seed, run.settings.config, run.settings.num_clients),
             self.strategy.term.config(),
             *(left(run.settings, data), run.row, {**run.point}, self.strategy.weighting),
         )
