@@ -256,7 +256,8 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     done = {key for key, record in records.items() if record.status != "unfinished"}
     lacking = [f"{run.label}, seed {run.seed}" for run in tests if run.key not in done]
     runs = [*records.values()]
-    first = runs[0].label if experiment.baseline else ""
+    first = runs[0].label if experiment.baseline else made.get("baseline", "")
+    first *= any(run.label == first for run in runs)  # its runs may be to come
     return Results(runs, notes, experiment.heading, experiment.ordered, first, lacking)
 
 

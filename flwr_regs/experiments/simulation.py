@@ -123,7 +123,8 @@ def simulate(
         with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
                 how = [] if runner == "process" else ["--runner", runner]
-                save(experiment, folder, provenance(["flwr_regs.simulate", *how]))
+                came = provenance(["flwr_regs.simulate", *how])
+                save(experiment, folder, {**came, "baseline": baseline})
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

@@ -44,12 +44,16 @@ def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -
     given: dict[str, Any] = {"rounds": np.int64(1), "local_epochs": 1, "lr": np.float32(0.5)}
     with locked(tmp_path), pytest.raises(ValueError, match="is being written by another run"):
         simulate("FedAvg", out=tmp_path, **given)
-    result = simulate("FedAvg", seeds=(s for s in np.arange(1, 3)), out=tmp_path / "kept", **given)
+    given |= {"baseline": "FedAvg", "out": (kept := tmp_path / "kept")}
+    result = simulate(METHODS, seeds=(s for s in np.arange(1, 3)), **given)
     assert result.seeds == [1, 2]
     assert {(r.job["lr"], r.job["rounds"]) for r in result.runs} == {(0.5, 1)}
-    experiment, made = card_files.of_folder(tmp_path / "kept")
+    experiment, made = card_files.of_folder(kept)
     assert (experiment.seeds, made["command"]) == ((1, 2), ["flwr_regs.simulate"])
-    assert (tmp_path / "kept" / "clients.pdf").is_file()
+    assert (kept / "clients.pdf").is_file()
+    assert cli.main(["plot", str(kept)]) == 0
+    assert (kept / "table.txt").read_text() == result.text()
+    assert "vs FedAvg" in result.text()
 
 
 def load() -> Any:
