@@ -416,16 +416,16 @@ def _verify(args: Namespace) -> int:
     panel, old, made, run = random.choice(ended)
     where = f"{panel.name}: " * (len(kept.panels) > 1)
     _say(f"{where}{old.label}, seed {old.seed}; one of {len(ended)} runs")
-    command = " ".join(made["command"]).replace("--runner=", "--runner ").split()
-    if "--runner" in command:  # another one rounds otherwise
-        args.runner = command[command.index("--runner") + 1]
+    args.runner = old.runner.rpartition(", ")[2] or args.runner  # another one rounds otherwise
     (new,) = _again([run], kept, args).values()
-    present = provenance([])
+    present, made = {**provenance([]), "runner": new.runner}, {**made, "runner": old.runner}
     # what a stack rounds may change with its code
-    must = ("versions", "platform", *["commit"] * (args.runner == "stacked"))
+    must = ("versions", "platform", "runner", *["commit"] * (args.runner == "stacked"))
     if other := [what for what in must if present[what] != made.get(what)]:
-        there = ", ".join(f"{what} {made.get(what)} there, {present[what]} here" for what in other)
-        _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
+        differ = [f"{what} {made.get(what) or '?'} there, {present[what]} here" for what in other]
+        _say(
+            f"{', '.join(differ)}: the last five rounds must agree within {args.tolerance:g} points"
+        )
         return int(not _is_equal(old, new, args.tolerance))
     _say("machine and versions are those of the results: all rounds must be equal")
     for one, two in zip_longest(old.test, new.test):

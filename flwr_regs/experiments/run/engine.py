@@ -126,6 +126,7 @@ def train(
         clients, stacked = RunClients(run, client_data_of(run.settings)), runner == "stacked"
         kind = References if run.calls[0].target in REFERENCES else Trainer
         trainer = kind(clients, folder, progress, allowed)
+        trainer.record.runner = runner
         if not stacked:  # in a stack all begin at once
             clients.told = trainer.client_begins
         here = grid is None or kind is References
@@ -273,7 +274,7 @@ def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
     def main(grid: Grid, _: Context) -> None:
         while len([*grid.get_node_ids()]) < clients:  # they register while the server starts
             time.sleep(0.05)
-        trained.extend(execute(runs, folder, _ToParent(), grid=grid))
+        trained.extend(train(run, folder, _ToParent(), "ray", grid) for run in runs)
 
     resources: Any = {"num_cpus": 1, "num_gpus": gpus}
     run_simulation(server, app, clients, backend_config={"client_resources": resources})

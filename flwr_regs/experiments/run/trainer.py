@@ -160,6 +160,9 @@ class Trainer:
             points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
+                if not record.runner.endswith(self.record.runner):
+                    record.runner += f", {self.record.runner}"
+                self.record.runner = record.runner
                 return checkpoint.path
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None

@@ -1,5 +1,6 @@
 """A run: its tests, its record and its model, against the saved model; and what ends it."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,9 @@ def test_ctrl_c_in_a_test_ends_at_once_and_the_run_goes_on(
     assert len(begun) == 3  # no test more
     half = read(record_path(tmp_path / "a", "FedAvg", 7))
     assert (half.ended, len(half.rounds), len(half.test)) == (False, 2, 2)
+    other = shutil.copytree(tmp_path / "a", tmp_path / "c")
+    (mixed,) = engine.execute(runs_of(**given), other, Progress(), runner="stacked")
+    assert mixed.runner == "process, stacked"
     (resumed,) = in_folder(tmp_path / "a", **given)
     assert resumed.processor_seconds is None  # not all of it ran in one process
     (whole,) = in_folder(tmp_path / "b", **given)
