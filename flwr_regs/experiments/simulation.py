@@ -16,10 +16,10 @@ import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report.folders import locked
-from flwr_regs.experiments.report.results import Results, check_rows, provenance
+from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
-from flwr_regs.experiments.settings import key
+from flwr_regs.experiments.settings import SETTINGS, Setting, checked, key
 from flwr_regs.experiments.user_code import offer
 from flwr_regs.experiments.words import out_folder
 
@@ -94,15 +94,15 @@ def simulate(
     """
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be several, such as (1, 2, 3) or [{seeds}], not {seeds!r}")
-    seeds = [*map(_plain, seeds)]
+    seeds = [checked(SETTINGS["seed"], _plain(seed)) for seed in seeds]
     if not seeds or len({*seeds}) < len(seeds):
         raise ValueError(f"seeds must be different numbers, such as (1, 2, 3), not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
-    if runner not in RUNNERS:
-        raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
+    workers = checked(Setting("workers", 1, "", low=1), _plain(workers))
+    runner = checked(Setting("runner", "process", "", choices=RUNNERS), runner)
+    if out is not None and not (isinstance(out, str | os.PathLike) and str(out)):
+        raise ValueError(f"out must be the path of a folder, or None, not {out!r}")
     several = methods if isinstance(methods, list | tuple) else [methods]
     far = workers > 1 or runner == "ray"
     if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
@@ -115,8 +115,8 @@ def simulate(
         given["code-dir"] = given.get("code-dir") or os.getcwd()
         experiment = Experiment.of_methods(given, seeds).checked()
         runs = experiment.tests(experiment.panel)
-        if baseline:
-            check_rows([baseline], [run.label for run in runs])
+        labels = dict.fromkeys(["", *(run.label for run in runs)])
+        baseline = checked(Setting("baseline", "", "", choices=labels), baseline)
         bars = (progress if show else Progress)(runs)
         folder = None if out is None else out_folder(str(Path(out).expanduser().resolve()))
         alone = locked(folder) if folder else nullcontext()
