@@ -26,12 +26,12 @@ from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records, tried
-from flwr_regs.experiments.report.folders import check_writable, locked, write
+from flwr_regs.experiments.report.folders import CannotWrite, check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run import tuning
-from flwr_regs.experiments.run.process_family import on_farewell
+from flwr_regs.experiments.run.process_family import WorkerKilled, on_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted, progress, rounds_of
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
@@ -74,9 +74,12 @@ def train(args: Namespace) -> int:
         if experiment.tune:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
-        trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
-    if experiment.metrics:
-        _report_card(experiment, [results for _, results in trained], folder)
+        try:
+            trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
+            if experiment.metrics:
+                _report_card(experiment, [results for _, results in trained], folder)
+        except (CannotWrite, WorkerKilled) as error:
+            raise type(error)(f"{error}: go on with --resume {folder}") from error
     return max(status for status, _ in trained)
 
 

@@ -33,7 +33,7 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import RunClients, client_of
 from flwr_regs.experiments.run.costs import announcement
-from flwr_regs.experiments.run.process_family import adopt, end_descendants
+from flwr_regs.experiments.run.process_family import WorkerKilled, adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
@@ -103,10 +103,10 @@ def execute(
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = ([run for run in lacking if run.seed == seed] for seed in seeds)
         rays = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
-        trained = chain.from_iterable(_in_processes(rays, folder, progress, 1, False))
+        trained = chain.from_iterable(_in_processes(rays, progress, 1, False))
     elif workers > 1:
         jobs = [partial(train, run, folder, _ToParent(), runner) for run in lacking]
-        trained = _in_processes(jobs, folder, progress, workers, keep)
+        trained = _in_processes(jobs, progress, workers, keep)
     else:
         trained = (train(run, folder, progress, runner, grid) for run in lacking)
     with progress.screen:
@@ -162,11 +162,7 @@ _KEPT: dict[int, tuple[ProcessPoolExecutor, Any]] = {}
 
 
 def _in_processes(
-    jobs: Sequence[Callable[[], Any]],
-    folder: Path | None,
-    progress: Progress,
-    workers: int,
-    keep: bool,
+    jobs: Sequence[Callable[[], Any]], progress: Progress, workers: int, keep: bool
 ) -> Iterator[Any]:
     """Do the jobs in processes of their own, some at a time, and yield what they return."""
     context = multiprocessing.get_context("spawn")
@@ -187,16 +183,15 @@ def _in_processes(
             for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
                 yield future.result()
     except BrokenProcessPool as error:
-        again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
-        why = "was killed, perhaps for want of memory"
         processes = [*(pool._processes or {}).values()]
         pool.shutdown()  # that waits for their ends
         if any(process.exitcode == 1 for process in processes):
-            why = (
-                "has ended by itself; in a script, start the training under "
+            raise RuntimeError(
+                "a worker has ended by itself; in a script, start the training under "
                 "`if __name__ == '__main__':`, because each worker imports the script"
-            )
-        raise RuntimeError(f"a worker {why}{again}") from error
+            ) from error
+        fewer = "; fewer of them need less" * (workers > 1)
+        raise WorkerKilled(f"a worker was killed, perhaps for want of memory{fewer}") from error
     except BaseException:
         for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
             if process.pid is not None:

@@ -192,8 +192,8 @@ def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:
 
 def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
     jobs = [partial(os._exit, 1)]  # as Python ends it, in a script without that line
-    with pytest.raises(RuntimeError, match="if __name__ == '__main__'"):
-        [*engine._in_processes(jobs, None, Progress(), workers=1, keep=False)]
+    with pytest.raises(RuntimeError, match=r"if __name__ == '__main__':`, because .* the script$"):
+        [*engine._in_processes(jobs, Progress(), workers=1, keep=False)]
 
 
 WORKERS = ["--seeds", "1,2", "--workers", "2"]
