@@ -38,6 +38,7 @@ from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
+from flwr_regs.experiments.user_code import staying
 
 
 def execute(
@@ -174,7 +175,7 @@ def _in_processes(
     try:
         # as the workers begin, which start here
         with nullcontext() if os.name == "nt" else _ctrl_c_blocked():
-            waiting: set[Future[Any]] = {pool.submit(job) for job in jobs}
+            waiting: set[Future[Any]] = {pool.submit(_done, job) for job in jobs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
@@ -204,6 +205,12 @@ def _in_processes(
     finally:
         if workers not in _KEPT:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _done(job: Callable[[], Any]) -> Any:
+    """Do a job in a worker, and return what it returns."""
+    with staying():
+        return job()
 
 
 @contextmanager

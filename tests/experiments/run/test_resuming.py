@@ -194,6 +194,9 @@ def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
     jobs = [partial(os._exit, 1)]  # as Python ends it, in a script without that line
     with pytest.raises(RuntimeError, match=r"if __name__ == '__main__':`, because .* the script$"):
         [*engine._in_processes(jobs, Progress(), workers=1, keep=False)]
+    jobs = [partial(sys.exit, 0)]  # as a user's code may
+    with pytest.raises(ValueError, match=r"your code ends the process: SystemExit: 0$"):
+        [*engine._in_processes(jobs, Progress(), workers=1, keep=False)]
 
 
 WORKERS = ["--seeds", "1,2", "--workers", "2"]
