@@ -421,14 +421,12 @@ def _verify(args: Namespace) -> int:
     _say(f"{where}{old.label}, seed {old.seed}; one of {len(ended)} runs")
     args.runner = old.runner.rpartition(", ")[2] or args.runner  # another one rounds otherwise
     (new,) = _again([run], kept, args).values()
-    present, made = {**provenance([]), "runner": new.runner}, {**made, "runner": old.runner}
+    present, made = {**provenance([]), "runner": new.runner}, {**made, "runner": old.runner or "?"}
     # what a stack rounds may change with its code
     must = ("versions", "platform", "runner", *["commit"] * (args.runner == "stacked"))
     if other := [what for what in must if present[what] != made.get(what)]:
-        differ = [f"{what} {made.get(what) or '?'} there, {present[what]} here" for what in other]
-        _say(
-            f"{', '.join(differ)}: the last five rounds must agree within {args.tolerance:g} points"
-        )
+        there = ", ".join(f"{what} {made.get(what)} there, {present[what]} here" for what in other)
+        _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")
         return int(not _is_equal(old, new, args.tolerance))
     _say("machine and versions are those of the results: all rounds must be equal")
     for one, two in zip_longest(old.test, new.test):

@@ -122,8 +122,7 @@ def simulate(
         alone = locked(folder) if folder else nullcontext()
         with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
-                how = [] if runner == "process" else ["--runner", runner]
-                came = provenance(["flwr_regs.simulate", *how])
+                came = provenance(["flwr_regs.simulate"])
                 save(experiment, folder, {**came, "baseline": baseline})
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)

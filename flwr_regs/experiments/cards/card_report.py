@@ -18,17 +18,7 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
     `results` are those of the panels, in order. Accuracies are fractions; the source's too. ``n`` of the
     `seeds` that are not unfinished have a value.
     """
-    names = (
-        "panel",
-        "method",
-        "metric",
-        "value",
-        "std",
-        "n",
-        "seeds",
-        "source_value",
-        "source_std",
-    )
+    names = ("panel", "method", "metric", "value", "std", "n", "seeds")
     rows = []
     for panel, of_panel in zip(card.panels, results, strict=True):
         labels = card.rows_of(panel)
@@ -41,12 +31,10 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
                 reported = panel.reports.get(metric, {}).get(row.name, [])
                 theirs = reported if isinstance(reported, list) else [reported]
-                scaled = (scale * value for value in theirs)
-                cells = (
-                    *(panel.name, row.name, metric, *ours, int(n or 0), seeds[label]),
-                    *(*scaled, None, None),
-                )
-                rows.append(dict(zip(names, cells, strict=False)))
+                source = [*(scale * value for value in theirs), None, None]
+                cells = (panel.name, row.name, metric, *ours, int(n or 0), seeds[label])
+                rows.append(dict(zip(names, cells, strict=True)))
+                rows[-1] |= {"source_value": source[0], "source_std": source[1]}
     return rows
 
 

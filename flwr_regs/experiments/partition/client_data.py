@@ -19,16 +19,9 @@ Array = np.ndarray[Any, Any]
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
 DATA_SETTINGS = (
-    *("seed", "dataset", "partition", "num_clients", "examples_per_client", "held_out_clients"),
-    *(
-        "held_out_share",
-        "personalise",
-        "test_split",
-        "test_examples",
-        "straggler_share",
-        "straggler_speed",
-    ),
-    *("drop_out", *map(field_name, OF_PARTITIONS)),
+    *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
+    *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
+    *("drop_out", "num_clients", *map(field_name, OF_PARTITIONS)),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
