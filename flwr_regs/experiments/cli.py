@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parsed(sys.argv[1:] if argv is None else argv)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         on_farewell("flwr-regs: interrupted")
-        with ending_in_time():
+        from flwr_regs.experiments.user_code import staying
+
+        with ending_in_time(), staying():
             done: int | str = pkgutil.resolve_name(f"flwr_regs.experiments.{args.do}")(args)
             if isinstance(done, str):
                 print(done)

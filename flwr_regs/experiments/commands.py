@@ -26,12 +26,12 @@ from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records, tried
-from flwr_regs.experiments.report.folders import check_writable, locked, write
+from flwr_regs.experiments.report.folders import CannotWrite, check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
 from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.run import tuning
-from flwr_regs.experiments.run.process_family import on_farewell
+from flwr_regs.experiments.run.process_family import WorkerKilled, on_farewell
 from flwr_regs.experiments.run.progress import Heartbeat, counted, progress, rounds_of
 from flwr_regs.experiments.settings import PLACES, split_in_words
 from flwr_regs.experiments.space import Point
@@ -67,16 +67,19 @@ def train(args: Namespace) -> int:
     folder = args.resume or words.out_folder(out)
     if experiment.metrics:
         experiment = choices.with_notes(experiment)
-    if not args.resume:
-        save(experiment, folder, provenance(["flwr-regs", *args.words]))
     _keep_farewell(folder, args.command)
     with locked(folder):
+        if not args.resume:
+            save(experiment, folder, provenance(["flwr-regs", *args.words]))
         if experiment.tune:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
-        trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
-    if experiment.metrics:
-        _report_card(experiment, [results for _, results in trained], folder)
+        try:
+            trained = [_train_panel(args, experiment, *pair) for pair in places(experiment, folder)]
+            if experiment.metrics:
+                _report_card(experiment, [results for _, results in trained], folder)
+        except (CannotWrite, WorkerKilled) as error:
+            raise type(error)(f"{error}: go on with --resume {folder}") from error
     return max(status for status, _ in trained)
 
 
@@ -256,7 +259,8 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     done = {key for key, record in records.items() if record.status != "unfinished"}
     lacking = [f"{run.label}, seed {run.seed}" for run in tests if run.key not in done]
     runs = [*records.values()]
-    first = runs[0].label if experiment.baseline else ""
+    first = runs[0].label if experiment.baseline else made.get("baseline", "")
+    first *= any(run.label == first for run in runs)  # its runs may be to come
     return Results(runs, notes, experiment.heading, experiment.ordered, first, lacking)
 
 
@@ -415,13 +419,11 @@ def _verify(args: Namespace) -> int:
     panel, old, made, run = random.choice(ended)
     where = f"{panel.name}: " * (len(kept.panels) > 1)
     _say(f"{where}{old.label}, seed {old.seed}; one of {len(ended)} runs")
-    command = " ".join(made["command"]).replace("--runner=", "--runner ").split()
-    if "--runner" in command:  # another one rounds otherwise
-        args.runner = command[command.index("--runner") + 1]
+    args.runner = old.runner.rpartition(", ")[2] or args.runner  # another one rounds otherwise
     (new,) = _again([run], kept, args).values()
-    present = provenance([])
+    present, made = {**provenance([]), "runner": new.runner}, {**made, "runner": old.runner or "?"}
     # what a stack rounds may change with its code
-    must = ("versions", "platform", *["commit"] * (args.runner == "stacked"))
+    must = ("versions", "platform", "runner", *["commit"] * (args.runner == "stacked"))
     if other := [what for what in must if present[what] != made.get(what)]:
         there = ", ".join(f"{what} {made.get(what)} there, {present[what]} here" for what in other)
         _say(f"{there}: the last five rounds must agree within {args.tolerance:g} points")

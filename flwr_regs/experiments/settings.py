@@ -81,7 +81,7 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
             if name not in DEFAULTS:
                 hint = f"{_hint(name)} (`flwr-regs list settings` shows all)"
                 raise ValueError(f"unknown setting '{name}'{hint}")
-        return cls(**{field_name(name): _checked(SETTINGS[name], of) for name, of in given.items()})
+        return cls(**{field_name(name): checked(SETTINGS[name], of) for name, of in given.items()})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -179,7 +179,8 @@ def legal(of: Setting) -> str:
     return text + "".join(f" {words} {bound}" for words, bound in bounds if math.isfinite(bound))
 
 
-def _checked(of: Setting, value: Any) -> Any:
+def checked(of: Setting, value: Any) -> Any:
+    """Return a value of the setting's type; ValueError that says what came, and what was expected."""
     kind = type(of.default)
     right = isinstance(value, (int, float) if kind in (int, float) else kind)
     right = right and isinstance(value, bool) == (kind is bool)

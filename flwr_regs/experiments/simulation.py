@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 import flwr_regs
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.report.results import Results, check_rows, provenance
+from flwr_regs.experiments.report.folders import locked
+from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
-from flwr_regs.experiments.settings import key
+from flwr_regs.experiments.settings import SETTINGS, Setting, checked, key
 from flwr_regs.experiments.user_code import offer
 from flwr_regs.experiments.words import out_folder
 
@@ -92,20 +94,20 @@ def simulate(
     """
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be several, such as (1, 2, 3) or [{seeds}], not {seeds!r}")
-    seeds = [*map(_plain, seeds)]
+    seeds = [checked(SETTINGS["seed"], _plain(seed)) for seed in seeds]
     if not seeds or len({*seeds}) < len(seeds):
         raise ValueError(f"seeds must be different numbers, such as (1, 2, 3), not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
-    if runner not in RUNNERS:
-        raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
+    workers = checked(Setting("workers", 1, "", low=1), _plain(workers))
+    runner = checked(Setting("runner", "process", "", choices=RUNNERS), runner)
+    if out is not None and not (isinstance(out, str | os.PathLike) and str(out)):
+        raise ValueError(f"out must be the path of a folder, or None, not {out!r}")
     several = methods if isinstance(methods, list | tuple) else [methods]
     far = workers > 1 or runner == "ray"
     if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
-        alone = "other processes find methods, data set and model by name alone"
-        raise ValueError(f"{alone}: give 'mine.py:name', or runner='process' with workers=1")
+        by_name = "other processes find methods, data set and model by name alone"
+        raise ValueError(f"{by_name}: give 'mine.py:name', or runner='process' with workers=1")
     with _ONE_AT_A_TIME:
         given = {key(name): _plain(value) for name, value in settings.items()}
         given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
@@ -113,14 +115,15 @@ def simulate(
         given["code-dir"] = given.get("code-dir") or os.getcwd()
         experiment = Experiment.of_methods(given, seeds).checked()
         runs = experiment.tests(experiment.panel)
-        if baseline:
-            check_rows([baseline], [run.label for run in runs])
+        labels = dict.fromkeys(["", *(run.label for run in runs)])
+        baseline = checked(Setting("baseline", "", "", choices=labels), baseline)
         bars = (progress if show else Progress)(runs)
-        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-            folder = None if out is None else Path(out).expanduser().resolve()
+        folder = None if out is None else out_folder(str(Path(out).expanduser().resolve()))
+        alone = locked(folder) if folder else nullcontext()
+        with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
-                how = [] if runner == "process" else ["--runner", runner]
-                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate", *how]))
+                came = provenance(["flwr_regs.simulate"])
+                save(experiment, folder, {**came, "baseline": baseline})
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

@@ -108,8 +108,19 @@ def call(reference: str, folder: str, seed: int) -> Any:
     with seeded(seed):
         try:
             return thing()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"'{reference}' failed: {said(error)}") from error
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """Raise ValueError, with the user's file and line, where a user's code ends the process."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == 143:  # SIGTERM
+            raise
+        raise ValueError(f"your code ends the process: {said(end)}") from end
 
 
 def said(error: BaseException) -> str:

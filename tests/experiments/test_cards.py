@@ -15,11 +15,14 @@ import pytest
 
 from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.calls import REFERENCES
-from flwr_regs.experiments.cards import card_files, choices
+from flwr_regs.experiments.cards import card_files, card_report, choices
 from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import catalogue
 from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
+from flwr_regs.experiments.report.results import Results
 from flwr_regs.methods.registry import METHODS
+from tests.experiments.report.test_results import GOOD
+from tests.experiments.report.test_results import run as record_of
 from tests.experiments.test_commands import CARD, MINE
 
 CARDS = card_files.names()
@@ -162,6 +165,14 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     assert rows("here") == before
     assert run("bench", "here/two/experiment.toml", "out=again") in (0, 1)  # it is a card
     assert rows("again") == [row for row in before if row["panel"] == "two"]
+
+
+def test_a_mean_over_some_of_the_seeds_is_marked() -> None:
+    card = replace(load("card.toml"), metrics=("final", "rounds-to"))
+    one = card.only(card_files.panel_of(card, "one"))
+    results = Results([record_of("FedAvg", GOOD, 1), record_of("FedAvg", [0.5], 2)])
+    text = card_report.as_text(one, card_report.report_rows(one, [results]))
+    assert re.search(r"FedAvg +72.00 ± 31.11 +3 \(1 of 2\)\n", text)
 
 
 def runs_of(card: Experiment) -> Iterator[Run]:

@@ -13,6 +13,7 @@ from flwr_regs import FedAvg, FedFOR, Term, simulate
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import results_of
+from flwr_regs.experiments.report.folders import locked
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
 METHODS = "FedAvg, FedFOR(alpha=0.1)"
@@ -41,12 +42,18 @@ def test_it_is_quiet_and_gives_the_numbers_of_the_command(
 
 def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -> None:
     given: dict[str, Any] = {"rounds": np.int64(1), "local_epochs": 1, "lr": np.float32(0.5)}
-    result = simulate("FedAvg", seeds=(s for s in np.arange(1, 3)), out=tmp_path / "kept", **given)
+    with locked(tmp_path), pytest.raises(ValueError, match="is being written by another run"):
+        simulate("FedAvg", out=tmp_path, **given)
+    given |= {"baseline": "FedAvg", "out": (kept := tmp_path / "kept")}
+    result = simulate(METHODS, seeds=(s for s in np.arange(1, 3)), **given)
     assert result.seeds == [1, 2]
     assert {(r.job["lr"], r.job["rounds"]) for r in result.runs} == {(0.5, 1)}
-    experiment, made = card_files.of_folder(tmp_path / "kept")
+    experiment, made = card_files.of_folder(kept)
     assert (experiment.seeds, made["command"]) == ((1, 2), ["flwr_regs.simulate"])
-    assert (tmp_path / "kept" / "clients.pdf").is_file()
+    assert (kept / "clients.pdf").is_file()
+    assert cli.main(["plot", str(kept)]) == 0
+    assert (kept / "table.txt").read_text() == result.text()
+    assert "vs FedAvg" in result.text()
 
 
 def load() -> Any:
@@ -78,11 +85,18 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"runner": "spark"}, "runner must be one of process, stacked, ray, not 'spark'"),
+        ({"runner": "spark"}, "'runner' must be one of process, stacked, ray, not 'spark'"),
+        ({"workers": "2"}, "'workers' must be a whole number of at least 1, not '2'"),
+        ({"workers": 1.5}, "'workers' must be a whole number of at least 1, not 1.5"),
+        ({"baseline": FedAvg}, "'baseline' must be one of '', FedAvg, .*, not <class .*FedAvg'>"),
+        ({"baseline": "FedAvgM"}, "'baseline' has no 'FedAvgM'; did you mean 'FedAvg'"),
+        ({"out": 5}, "out must be the path of a folder, or None, not 5"),
+        ({"out": ""}, "out must be the path of a folder, or None, not ''"),
         ({"learning_rates": 1.0}, "unknown setting 'learning-rates'; did you mean 'lr'"),
         ({"seeds": ()}, "seeds"),
         ({"seed": 3}, r"simulate takes seeds=\(1, 2, 3\), not seed"),
         ({"seeds": (1, 1)}, "seeds must be different"),
+        ({"seeds": ([1],)}, r"setting 'seed' must be a whole number .*, not \[1\]"),
         ({"seeds": 3}, r"seeds must be several, such as \(1, 2, 3\)"),
         ({"methods": [FedAvg()]}, "give the class FedAvg, .*not an instance"),
         ({"dataset": lambda: 7}, "expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,15 @@ from flwr_regs.experiments.report.terminal import columns
 def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, Any]]:
     """Return a row for each panel, method and metric: ours, and what the source reports.
 
-    `results` are those of the panels, in order. Accuracies are fractions; the source's too.
+    `results` are those of the panels, in order. Accuracies are fractions; the source's too. ``n`` of the
+    `seeds` that are not unfinished have a value.
     """
-    names = ("panel", "method", "metric", "value", "std", "n", "source_value", "source_std")
+    names = ("panel", "method", "metric", "value", "std", "n", "seeds")
     rows = []
     for panel, of_panel in zip(card.panels, results, strict=True):
         labels = card.rows_of(panel)
         each = metrics.of_runs(of_panel.runs, next(iter(labels))).groupby(level="label")
+        seeds = Counter(run.label for run in of_panel.runs if run.status != "unfinished")
         means = each[[*card.metrics]].agg(["mean", "std", "count"]).reindex([*labels])
         for label, row in labels.items():
             for metric in card.metrics:
@@ -28,9 +31,10 @@ def report_rows(card: Experiment, results: Sequence[Results]) -> list[dict[str, 
                 scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
                 reported = panel.reports.get(metric, {}).get(row.name, [])
                 theirs = reported if isinstance(reported, list) else [reported]
-                scaled = (scale * value for value in theirs)
-                cells = (panel.name, row.name, metric, *ours, int(n or 0), *scaled, None, None)
-                rows.append(dict(zip(names, cells, strict=False)))
+                source = [*(scale * value for value in theirs), None, None]
+                cells = (panel.name, row.name, metric, *ours, int(n or 0), seeds[label])
+                rows.append(dict(zip(names, cells, strict=True)))
+                rows[-1] |= {"source_value": source[0], "source_std": source[1]}
     return rows
 
 
@@ -47,12 +51,16 @@ def as_text(card: Experiment, rows: Sequence[Mapping[str, Any]]) -> str:
         lines += [f"NOTE: {note}" for note in panel.notes]
     lines += ["", *(f"{m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
     lines += ["±: standard deviation over the seeds"] * any(row["std"] is not None for row in rows)
+    some = any(0 < row["n"] < row["seeds"] for row in rows)
+    lines += ["(2 of 3): the mean of the 2 seeds of 3 that have a value"] * some
     return "\n".join(lines) + "\n"
 
 
 def _cell(row: Mapping[str, Any]) -> str:
     name = row["metric"]
     ours = metrics.shown(name, row["value"], row["std"])
+    if 0 < row["n"] < row["seeds"]:  # as the table says how many reach the target
+        ours += f" ({row['n']} of {row['seeds']})"
     if row["source_value"] is None:
         return ours
     return f"{ours} [{metrics.shown(name, row['source_value'], row['source_std'])}]"

@@ -21,7 +21,7 @@ USUAL, SEQUENCES = 10_000, 2_000
 DATA_SETTINGS = (
     *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
     *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", *map(field_name, OF_PARTITIONS)),
+    *("drop_out", "num_clients", *map(field_name, OF_PARTITIONS)),
 )
 """The settings that decide which examples a client has: runs that share them share a `ClientData`."""
 
@@ -34,19 +34,17 @@ class ClientData:
     ----------
     settings : Settings
     data : Data
-    num_clients : int
-        The clients that train.
     """
 
     settings: Settings
     data: Data
-    num_clients: int
 
     @cached_property
     def every_part(self) -> list[Array]:
         """The examples of each client, then of each client that is held out."""
-        data, clients = self.data, self.num_clients + self.settings.held_out_clients
-        parts = partition(data.train_y, self.settings, clients, data.groups, data.coarse)
+        data, settings = self.data, self.settings
+        clients = settings.num_clients + settings.held_out_clients
+        parts = partition(data.train_y, settings, clients, data.groups, data.coarse)
         return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
@@ -63,7 +61,7 @@ class ClientData:
 
         Raises ValueError for a partition that is impossible.
         """
-        return self.every_part[: self.num_clients]
+        return self.every_part[: self.settings.num_clients]
 
     @property
     def hash(self) -> str:
@@ -138,7 +136,7 @@ class ClientData:
         """Return (whether they are training examples, the rows that the server tests on)."""
         settings = self.settings
         if settings.held_out_clients:
-            rows = np.concatenate(self.every_part[self.num_clients :])
+            rows = np.concatenate(self.every_part[settings.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
         elif 0 < self.most_tested < len(self.data.test_y):
@@ -172,14 +170,13 @@ class ClientData:
         return 0 if luck < settings.drop_out else int(planned * speed)
 
 
-def client_data_of(settings: Any, num_clients: int = 0) -> ClientData:
+def client_data_of(settings: Any) -> ClientData:
     """Return the clients' data of :class:`Settings`, made once for all runs that share it.
 
-    `num_clients` is how many there are, by default as many as the settings say. Raises as
-    :func:`data_of` does.
+    Raises as :func:`data_of` does.
     """
     shared = Settings(**{name: getattr(settings, name) for name in DATA_SETTINGS})
-    return _client_data(shared, data_of(settings), num_clients or settings.num_clients)
+    return _client_data(shared, data_of(settings))
 
 
 _client_data = lru_cache(maxsize=8)(ClientData)

@@ -53,18 +53,18 @@ def check_writable(folder: Path, keep: bool = True) -> None:
 
 
 class CannotWrite(OSError):
-    """Results cannot be written; the message names the file, and says how to go on."""
+    """Results cannot be written; the message names the file."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file, and how to go on, if it cannot be written: the disk may be full."""
+    """Name the file if it cannot be written: the disk may be full."""
     try:
         yield
     except OSError as error:
-        room = ": make room, and go on with --resume" if error.errno in FULL else ""
-        text = f"{path} cannot be written ({error.strerror or error}); all written before is kept"
-        raise CannotWrite(text + room) from error
+        room = ": make room" if error.errno in FULL else ""
+        text = f"{path} cannot be written ({error.strerror or error}{room})"
+        raise CannotWrite(f"{text}; all written before is kept") from error
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -56,6 +56,7 @@ def over_rounds(
     target: float | None = None,
     kind: str = "",
     seeds: Mapping[str, int] | None = None,
+    labels: Sequence[str] = (),
     title: str = "",
     heading: str = "",
     ordered: bool = False,
@@ -72,13 +73,14 @@ def over_rounds(
 
     Parameters
     ----------
-    points : the runs' points, in the order of the lines' looks
+    points : the runs' points, label after label
     x : a key of `X`; megabytes are logarithmic if the labels' totals differ by more than 30 times
     y : a key of `Y`; the loss is logarithmic if it changes by more than 30 times
     target : an accuracy in per cent to mark
     kind : what an accuracy is that is no test's: "expected" or "held-out". On held-out data, the line
         is the first "seed", with stripes to the second
     seeds : label -> how many runs its points are means of, where they are; by default, the points' seeds
+    labels : all that a folder's pictures have, so that each has one look; by default, the points'
     title : one sentence above the axes, if the look has none
     heading : what the labels are, above them
     ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
@@ -94,7 +96,7 @@ def over_rounds(
             one = f"{axis} must be one of {', '.join(legal)}"
             raise ValueError(f"{one}, not {word!r}{nearest(word, legal)}")
     look, best = look or Look(), kind == "held-out"
-    looks = {label: index for index, label in enumerate(points["label"].unique())}
+    looks = {label: index for index, label in enumerate(labels or points["label"].unique())}
     points = _chosen(points, look)
     if y != "accuracy":
         points = points[points["part"] != "filled"]

@@ -214,8 +214,9 @@ class Results:
         kind = "expected" if x == "clients" and not self._clients_test else ""
         target = 100 * self.target if y == "accuracy" and x != "clients" else None
         heading = "" if self.heading == "method" else self.heading
+        labels = [*dict.fromkeys(run.label for run in self.runs)]
         how = {"ordered": self.ordered, "title": title, "heading": heading, "look": look}
-        return plots.over_rounds(points, x, y, target=target, kind=kind, **how)
+        return plots.over_rounds(points, x, y, target=target, kind=kind, labels=labels, **how)
 
     def rounds(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each test of a model, of each run.

@@ -44,6 +44,8 @@ class RunRecord:
         Its row in the tables, and what tuning tried in it, or had chosen for it.
     weighting : str
         How the server weighs clients; empty if it does not.
+    runner : str
+        ``process``, ``stacked`` or ``ray``; several, where it was resumed in another; empty if not known.
     test : list of dict
         ``round``, ``loss`` and ``accuracy`` of the global model; round 0 is the initial one.
     rounds : list of dict
@@ -78,6 +80,7 @@ class RunRecord:
     row: str = ""
     point: dict[str, Any] = field(default_factory=dict)
     weighting: str = ""
+    runner: str = ""
     test: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     per_client: dict[str, Any] = field(default_factory=dict)

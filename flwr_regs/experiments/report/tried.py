@@ -85,6 +85,6 @@ def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> di
             mean = points[points["part"] != "filled"].groupby("round").mean(numeric_only=True)
             best.append(mean.reset_index().assign(label=label, seed=place, part="whole"))
     if best:
-        how |= {"kind": "held-out", "seeds": seeds}
+        how |= {"kind": "held-out", "seeds": seeds, "labels": order}
         drawn["tuning-gap"] = plots.over_rounds(pd.concat(best), **how)
     return drawn

@@ -62,7 +62,7 @@ class RunClients(Clients):
             test_sets=self.sets_of if tests else None,
             batch_size=settings.batch_size,
             loss_fn=LOSSES[data.data.loss],
-            num_clients=data.num_clients,
+            num_clients=settings.num_clients,
         )
 
     def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:
@@ -94,7 +94,7 @@ class RunClients(Clients):
                 x = shifts.in_domain(x, pid % len(shifts.DOMAINS), settings.seed + len(y))
             if settings.partition == "noise":
                 level, seed = settings.noise_level, settings.seed
-                x = shifts.noisy(x, pid, clients.num_clients, level, seed, part)
+                x = shifts.noisy(x, pid, settings.num_clients, level, seed, part)
             return torch.from_numpy(x), torch.from_numpy(clients.labels(y, server_round))
 
         examples = tensors(data.train_x[trained], data.train_y[trained], 0)
@@ -134,19 +134,17 @@ def client_of(runs: tuple[Run, ...], context: MessageContext) -> RegClient:
     The `runs` share their data; what their clients need is made once in a process. Of another method, it
     is a client of the first run, which refuses the message.
     """
-    clients, kinds = _shared(runs, int(context.node_config["num-partitions"]))
+    clients, kinds = _shared(runs)
     first = next(iter(kinds.values()))
     return clients.made(kinds.get(str(context.config.get("regs.method", "")), first), context)
 
 
 @lru_cache(maxsize=2)
-def _shared(
-    runs: tuple[Run, ...], num_clients: int
-) -> tuple[RunClients, dict[str, type[RegClient]]]:
+def _shared(runs: tuple[Run, ...]) -> tuple[RunClients, dict[str, type[RegClient]]]:
     """Return the clients, and method -> its kind of client."""
     strategies = [run.strategy() for run in runs]
     kinds = {strategy.method_name: client_class(strategy) for strategy in strategies}
-    return RunClients(runs[0], client_data_of(runs[0].settings, num_clients)), kinds
+    return RunClients(runs[0], client_data_of(runs[0].settings)), kinds
 
 
 @lru_cache(maxsize=2)
@@ -156,8 +154,9 @@ def _runs_of(config: tuple[tuple[str, Any], ...]) -> tuple[Run, ...]:
 
 
 def client_fn(context: MessageContext) -> RegClient:
-    """Return a client of ``flwr run``, whose run config says what is compared."""
-    return client_of(_runs_of(tuple(context.run_config.items())), context)
+    """Return a client of ``flwr run``: its run config says what is compared, its node how many clients."""
+    config = {**context.run_config, "num-clients": context.node_config["num-partitions"]}
+    return client_of(_runs_of(tuple(config.items())), context)
 
 
 app = client_app(client_fn, once=False)

@@ -30,11 +30,12 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import RunClients, client_of
 from flwr_regs.experiments.run.costs import announcement
-from flwr_regs.experiments.run.process_family import adopt, end_descendants
+from flwr_regs.experiments.run.process_family import WorkerKilled, adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
+from flwr_regs.experiments.user_code import staying
 
 
 def execute(
@@ -85,9 +86,8 @@ def execute(
     ended = {key: record for key, record in known.items() if record.ended}
     lacking = [run for run in runs if run.key not in ended]
     if lacking and not progress.quiet:
-        nodes = 0 if grid is None else len([*grid.get_node_ids()])
         settings = lacking[0].settings
-        if said := left(settings, client_data_of(settings, nodes)):
+        if said := left(settings, client_data_of(settings)):
             progress.say(f"data: {said}")
         if grid is None:
             announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
@@ -101,10 +101,10 @@ def execute(
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = ([run for run in lacking if run.seed == seed] for seed in seeds)
         rays = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
-        trained = chain.from_iterable(_in_processes(rays, folder, progress, 1, False))
+        trained = chain.from_iterable(_in_processes(rays, progress, 1, False))
     elif workers > 1:
         jobs = [partial(train, run, folder, _ToParent(), runner) for run in lacking]
-        trained = _in_processes(jobs, folder, progress, workers, keep)
+        trained = _in_processes(jobs, progress, workers, keep)
     else:
         trained = (train(run, folder, progress, runner, grid) for run in lacking)
     with progress.screen:
@@ -119,12 +119,12 @@ def train(
     run: Run, folder: Path | None, progress: Progress, runner: str, grid: Grid | None = None
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-    nodes = 0 if grid is None else len([*grid.get_node_ids()])
     with quiet() as warned, threads(1) as allowed:
         warm_up()
-        clients, stacked = RunClients(run, client_data_of(run.settings, nodes)), runner == "stacked"
+        clients, stacked = RunClients(run, client_data_of(run.settings)), runner == "stacked"
         kind = References if run.calls[0].target in REFERENCES else Trainer
         trainer = kind(clients, folder, progress, allowed)
+        trainer.record.runner = runner
         if not stacked:  # in a stack all begin at once
             clients.told = trainer.client_begins
         here = grid is None or kind is References
@@ -178,11 +178,7 @@ _KEPT: dict[int, Workers] = {}
 
 
 def _in_processes(
-    jobs: Sequence[Callable[[], Any]],
-    folder: Path | None,
-    progress: Progress,
-    workers: int,
-    keep: bool,
+    jobs: Sequence[Callable[[], Any]], progress: Progress, workers: int, keep: bool
 ) -> Iterator[Any]:
     """Do the jobs in processes of their own, some at a time, and yield what they return."""
     pool = _KEPT.pop(workers, None) or Workers(workers)
@@ -192,9 +188,8 @@ def _in_processes(
                 news, *told = answer.told
                 getattr(progress, news)(*told)
             elif isinstance(answer, Ended):
-                again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
-                why = f"a worker {answer}, perhaps for want of memory{again}"
-                raise RuntimeError(why)
+                fewer = "; fewer of them need less" * (workers > 1)
+                raise WorkerKilled(f"a worker {answer}, perhaps for want of memory{fewer}")
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -211,7 +206,8 @@ def _worker(_: None) -> Callable[[Callable[[], Any]], Any]:
 
     def done(job: Callable[[], Any]) -> Any:
         try:
-            return job()
+            with staying():
+                return job()
         except BaseException as error:  # the parent raises it
             return error
 
@@ -255,7 +251,7 @@ def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
     def main(grid: Grid, _: Context) -> None:
         while len([*grid.get_node_ids()]) < clients:  # they register while the server starts
             time.sleep(0.05)
-        trained.extend(execute(runs, folder, _ToParent(), grid=grid))
+        trained.extend(train(run, folder, _ToParent(), "ray", grid) for run in runs)
 
     resources: Any = {"num_cpus": 1, "num_gpus": gpus}
     run_simulation(server, app, clients, backend_config={"client_resources": resources})

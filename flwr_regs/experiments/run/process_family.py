@@ -22,6 +22,10 @@ _FAREWELL = "flwr-regs: interrupted"
 """What a signal that ends this process makes it say; empty once it has said it."""
 
 
+class WorkerKilled(RuntimeError):
+    """A process that trains was killed; what it has written is kept."""
+
+
 @contextlib.contextmanager
 def ending_in_time() -> Iterator[None]:
     """End this process, and what it has started, `GRACE` seconds after Ctrl-C or SIGTERM if it still runs.

@@ -65,8 +65,8 @@ class References(Trainer):
     def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train each model from its first turn to its last, and then record the means of each round."""
         settings = replace(self.run.settings, straggler_share=0.0, drop_out=0.0)
-        number, last_round = self.clients.data.num_clients, settings.rounds
-        data = client_data_of(settings, number)
+        number, last_round = settings.num_clients, settings.rounds
+        data = client_data_of(settings)
         share = max(int(settings.fraction_train * number), 1) / number
         groups = [[client] for client in range(number)]
         turns = [ceil(share * t - 1e-9) for t in range(last_round + 1)]  # after each round

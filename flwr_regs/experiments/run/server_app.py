@@ -12,9 +12,9 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_regs.experiments.cards import card_files
-from flwr_regs.experiments.experiment import Experiment, Run
+from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report.folders import new_folder, write
+from flwr_regs.experiments.report.folders import locked, new_folder, write
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.engine import execute
@@ -23,6 +23,7 @@ from flwr_regs.experiments.settings import Settings
 from flwr_regs.experiments.words import out_folder
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.population.population import Population
+from flwr_regs.wire.text import quoted
 
 app = ServerApp()
 
@@ -35,28 +36,31 @@ def main(grid: Grid, context: Context) -> None:
     experiment = Experiment.of_methods(given).checked(data=False)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
     folder = results_folder(out)
-    write(folder / card_files.FILE, card_files.text(experiment, provenance(["flwr", "run"])))
-    compare(experiment.tests(experiment.panel), grid, folder)
+    with locked(folder):
+        compare(experiment, grid, folder)
 
 
-def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
+def compare(experiment: Experiment, grid: Grid, folder: Path) -> Results:
     """Train the methods of one seed on a grid, and report into `folder`.
 
-    A method that diverges is a result; RuntimeError for any other failure, when all have had their turn.
+    The SuperNodes say how many clients there are. A method that diverges is a result; RuntimeError for any
+    other failure, when all have had their turn.
     """
-    settings, notes = runs[0].settings, list[str]()
-    clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
-    if clients != settings.num_clients:
+    asked, notes = experiment.ends[0].settings.num_clients, list[str]()
+    if (clients := population(grid)) != asked:
         notes.append(
-            f"this run has {clients} SuperNodes, but num-clients asks for {settings.num_clients}: the data "
+            f"this run has {clients} SuperNodes, but num-clients asks for {asked}: the data "
             f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
             f"`flwr-regs run`, or: flwr run . --stream --federation-config "
-            f'"num-supernodes={settings.num_clients} client-resources-num-cpus=1"'
+            f'"num-supernodes={asked} client-resources-num-cpus=1"'
         )
     try:
-        assert client_data_of(settings, clients).parts  # raises for a partition that is impossible
+        experiment = experiment.given({"num-clients": clients})
+        runs = experiment.tests(experiment.panel)
+        assert client_data_of(runs[0].settings).parts  # raises for a partition that is impossible
     except ValueError as error:
         raise ValueError(". NOTE: ".join([str(error), *notes])) from error
+    write(folder / card_files.FILE, card_files.text(experiment, provenance(["flwr", "run"])))
     progress = Lines(runs)
     for note in notes:
         progress.say(f"NOTE: {note}")
@@ -71,6 +75,17 @@ def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
     if failed := [record for record in records if not record.ended]:
         raise RuntimeError(f"{failed[0].label}: {failed[0].error}")
     return results
+
+
+def population(grid: Grid) -> int:
+    """Return over how many clients the SuperNodes split the data; ValueError if they do not agree."""
+    came = Population(1, None, 120.0)
+    came.refresh(GridNetwork(grid))
+    said = {pid: came.totals.get(node, 0) for pid, node in came.nodes.items()}
+    if {*said.values()} != {came.size} or max(said) >= came.size:
+        needs = "SuperNodes need partition ids from 0 to num-partitions - 1, and the same num-partitions"
+        raise ValueError(f"{needs}, not (by partition-id) {quoted(dict(sorted(said.items())))}")
+    return came.size
 
 
 def results_folder(out: str) -> Path:

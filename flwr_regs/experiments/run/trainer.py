@@ -60,7 +60,7 @@ class Trainer:
         if not run.settings.test_on_clients:
             self._test = ServerTest(clients.new_model(), data, threads, self._testing)
         self.record = RunRecord(
-            *(run.label, run.method, run.seed, run.settings.config, data.num_clients),
+            *(run.label, run.method, run.seed, run.settings.config, run.settings.num_clients),
             self.strategy.term.config(),
             *(left(run.settings, data), run.row, {**run.point}, self.strategy.weighting),
         )
@@ -160,6 +160,9 @@ class Trainer:
             points = [point for point in record.test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
+                if not record.runner.endswith(self.record.runner):
+                    record.runner += f", {self.record.runner}"
+                self.record.runner = record.runner
                 return checkpoint.path
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None

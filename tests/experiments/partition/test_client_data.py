@@ -27,7 +27,7 @@ def settings_of(**settings: Any) -> Settings:
 
 
 def clients_of(data: Data = DIGITS, **settings: Any) -> ClientData:
-    return ClientData(settings_of(**settings), data, 10)
+    return ClientData(settings_of(**settings), data)
 
 
 def made_of(data: Data = DIGITS, **settings: Any) -> RunClients:

@@ -176,6 +176,9 @@ def test_clients_are_quantiles_of_each_seed() -> None:
     assert not artists(figure, "target")
     with pytest.raises(ValueError, match="no whole run holds the clients' accuracies"):
         Results(records[3:]).plot("clients")
+    both = Results([recorded("Bad", [0.5], error="diverged", diverged=True), *records])
+    over_rounds, over_clients = (artists(both.plot(x), "mean A")[0] for x in ("round", "clients"))
+    assert over_rounds.get_color() == over_clients.get_color()
 
 
 def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:

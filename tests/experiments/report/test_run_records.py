@@ -1,14 +1,18 @@
 """A run's record: there after each round, whatever stops the run; and what cannot be read or written."""
 
+import errno
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flwr_regs.experiments.cli import main
+from flwr_regs.experiments.report import folders
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite, locked, new_folder, write, writing
 from flwr_regs.experiments.report.run_records import Recorder
@@ -76,8 +80,10 @@ def test_a_file_is_written_whole_or_said_to_be_not(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write(path, "half \ud800")
     assert path.read_text() == "first"
-    said = f"{path} cannot be written .No space left.*--resume"
-    with pytest.raises(CannotWrite, match=said), writing(path):
+    said = (
+        f"{path} cannot be written (No space left on device: make room); all written before is kept"
+    )
+    with pytest.raises(CannotWrite, match=f"{re.escape(said)}$"), writing(path):
         raise OSError(28, "No space left on device")
 
 
@@ -88,8 +94,8 @@ def test_runs_of_one_second_get_folders_of_their_own(
     assert [new_folder(tmp_path).name for _ in range(3)] == ["now", "now.2", "now.3"]
 
 
-def test_a_folder_that_is_in_use_gets_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_is_in_use_or_on_a_full_disk_gets_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     assert main(["run", "rounds=1", "num-clients=2", "methods=FedAvg", f"out={out}"]) == 0
@@ -98,3 +104,17 @@ def test_a_folder_that_is_in_use_gets_a_sentence(
     said = capsys.readouterr().err
     assert f"{out} is being written by another run (process {os.getpid()})" in said
     assert main(["run", "--resume", str(out)]) == 0
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders, "write_atomically", full)
+    for command, ends in (
+        (["run", "--resume"], f": go on with --resume {out}\n"),
+        (["plot"], "\n"),
+    ):
+        assert main([*command, str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.endswith(
+            f"(No space left on device: make room); all written before is kept{ends}"
+        )

@@ -1,5 +1,6 @@
 """A run: its tests, its record and its model, against the saved model; and what ends it."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from flwr_regs import InProcessGrid
+from flwr_regs.experiments import cli
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from flwr_regs.experiments.run import clients, engine, server_app, trainer
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
+from flwr_regs.flower.grids.in_process import FIRST
 from tests.experiments.runs import runs_of, trained
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}
@@ -168,6 +172,9 @@ def test_ctrl_c_in_a_test_ends_at_once_and_the_run_goes_on(
     assert len(begun) == 3  # no test more
     half = read(record_path(tmp_path / "a", "FedAvg", 7))
     assert (half.ended, len(half.rounds), len(half.test)) == (False, 2, 2)
+    other = shutil.copytree(tmp_path / "a", tmp_path / "c")
+    (mixed,) = engine.execute(runs_of(**given), other, Progress(), runner="stacked")
+    assert mixed.runner == "process, stacked"
     (resumed,) = in_folder(tmp_path / "a", **given)
     assert resumed.processor_seconds is None  # not all of it ran in one process
     (whole,) = in_folder(tmp_path / "b", **given)
@@ -189,9 +196,18 @@ def test_a_grid_of_flowers_gives_the_same_and_says_that_clients_lack(
     assert "round    2/2   accuracy" in capsys.readouterr().out
     with pytest.raises(ValueError, match="four holds results: go on with --resume"):
         server_app.main(InProcessGrid(clients.app, 4, config), context)
-    server_app.compare(runs[:1], InProcessGrid(clients.app, 2, config), tmp_path / "two")
+    config |= {"methods": "FedAvg", "out": f"{tmp_path}/two"}
+    server_app.main(InProcessGrid(clients.app, 2, config), context)
     assert "this run has 2 SuperNodes, but num-clients asks for 4" in capsys.readouterr().out
     assert "num-supernodes=4" in (tmp_path / "two" / "table.txt").read_text()
+    assert cli.main(["reproduce", f"{tmp_path}/two"]) == 0
+    config["out"] = str(tmp_path)
+    with locked(tmp_path), pytest.raises(ValueError, match=f"{tmp_path} is being written"):
+        server_app.main(InProcessGrid(clients.app, 2, config), context)
+    grid = InProcessGrid(clients.app, 3, config)
+    grid._contexts[FIRST].node_config["num-partitions"] = 2
+    with pytest.raises(ValueError, match=r"the same num-partitions, .* \{0: 2, 1: 3, 2: 3\}"):
+        server_app.population(grid)
 
 
 def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
