@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -76,12 +76,21 @@ class Member:
 
 
 class Number(Tensor):
-    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
+    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text.
+
+    As Python's numbers, it has no say in the precision of what a tensor and it make.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
+        others = [a for a in args if isinstance(a, Tensor) and type(a) is not cls]
+        kinds = [a.dtype for a in others if a.is_floating_point()]
         with torch._C.DisableTorchFunctionSubclass():
+            if kinds:
+                kind = reduce(torch.promote_types, kinds)
+                own = (type(a) is cls and a.is_floating_point() for a in args)
+                args = [a.to(kind) if it else a for a, it in zip(args, own, strict=True)]
             result = func(*args, **(kwargs or {}))
         plain = all(type(a) in (cls, int, float) for a in args)
         return result.as_subclass(cls) if plain and type(result) is Tensor else result

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class Stack:
         self._view, self._members, terms = replace(view), members, view.term.terms
         self._steps = [len(m.plan) for m in members]
         self._rows = len(members)
-        self._loss_sums, self._first = torch.zeros(2, self._rows, device=view.device)
+        self._seen: list[tuple[Sequence[int], Tensor]] = []  # rows, and their losses of a step
         self._carries = bool(view.term.able(Carries))
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
         self._evolves, self._perturbs = (view.term.overriding(h) for h in ("evolve", "point"))
@@ -375,9 +375,7 @@ class Stack:
                         corrected, slots = self._corrected(given, at, batch, row, shown)
                         self._evolve(slots, where)
                 grads |= corrected
-        self._loss_sums[where] += losses * plan.sizes[step]
-        if not step:
-            self._first[where] = losses
+        self._seen.append((rows, losses))
         for n, b in buffers.items():
             if b.shape[1:] != held[n].shape[1:] or b.dtype != held[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
@@ -414,7 +412,7 @@ class Stack:
                 ctx = view.at(row, inputs, targets, view.shown(output))
                 loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
                 shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
-            return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
+            return loss, base.detach(), buffers, mapped(shown, Tensor.detach)
 
         rows = row if self._reads else {"held": row["held"]}
         return view.vmapped(objective)(values, batch.leaves, rows)
@@ -554,9 +552,13 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        examples = [sum(m.plan.sizes) for m in self._members]
-        losses = (self._loss_sums.cpu().double() / torch.tensor(examples)).tolist()
-        rose = [*map(has_risen, losses, self._first.tolist())]
+        by_row: list[list[float]] = [[] for _ in self._members]
+        each = torch.cat([losses for _, losses in self._seen]).cpu().tolist()
+        for row, loss in zip((row for rows, _ in self._seen for row in rows), each, strict=True):
+            by_row[row].append(loss)
+        sizes = [m.plan.sizes for m in self._members]
+        losses = [sum(map(mul, *of)) / sum(of[1]) for of in zip(by_row, sizes, strict=True)]
+        rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")

@@ -20,6 +20,7 @@ from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
 from tests.conftest import Log, drawn
+from tests.flower import stacks
 from tests.flower.stacks import (
     SIZES,
     Cohort,
@@ -202,6 +203,8 @@ class Reading(fr.Term):
                 return {n: 0.5 * d * loss / loss for n, d in delta.items()}, {"loss": loss}, {}
             case "counts at the end":
                 return delta, {"n": ctx.label_counts * ctx.mean_loss(ctx.start)}, {}
+            case "steps":
+                return delta, {"n": torch.ones(()) * ctx.num_steps}, {}
         return delta, {}, {}
 
 
@@ -343,6 +346,12 @@ def test_a_stack_is_its_clients_one_by_one(name: str) -> None:
 @pytest.mark.parametrize("reads", ["num_steps", "nothing"])
 def test_an_elementwise_term_may_read_numbers_that_differ_between_clients(reads: str) -> None:
     assert not compare(Cohort(terms=[Odd(reads)], grid={"check": False})).fallbacks
+
+
+def test_a_stack_in_float64_is_as_near_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "TOLERANCE", 1e-12)
+    terms, model = [Reading("steps")], lambda: perceptron().double()
+    assert not compare(Cohort(terms=terms, model=model, loader=in_double)).fallbacks
 
 
 # one by one
