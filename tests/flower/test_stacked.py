@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.abilities import Carries
+from flwr_regs.abilities import Carries, Evolves, Perturbs
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
@@ -204,8 +204,26 @@ class Reading(fr.Term):
             case "counts at the end":
                 return delta, {"n": ctx.label_counts * ctx.mean_loss(ctx.start)}, {}
             case "steps":
-                return delta, {"n": torch.ones(()) * ctx.num_steps}, {}
+                numbers = {"steps": ctx.num_steps, "third": ctx.num_steps / 3, "half": 0.5}
+                precise = {"n": torch.ones(()) * ctx.num_steps, "is": True}
+                first, *_ = delta
+                sent = {**delta, first: 0.0}
+                return sent, {**numbers, **precise}, {"rounds": ctx.client.get("rounds", 0) + 1}
         return delta, {}, {}
+
+
+@dataclass(frozen=True)
+class Pushed(fr.Term, Perturbs, Evolves):
+    """Takes gradients where some parameters are elsewhere, one of them at a number; counts the steps."""
+
+    name: ClassVar[str] = "pushed"
+
+    def point(self, params: Any, ctx: Any) -> Any:
+        first, second, *_ = params
+        return {first: params[first] + 0.1, second: 0.1}
+
+    def evolve(self, grads: Any, params: Any, ctx: Any) -> Any:
+        return {"steps": ctx.client.get("steps", 0) + 1}
 
 
 @dataclass(frozen=True)
@@ -248,6 +266,7 @@ SOME = {"fraction_train": 0.8}
 SAME: dict[str, Cohort] = {
     "steps": Cohort("FedProx", {"mu": 0.3, **SOME}, config={"local-steps": 7}),
     "steps from another point": Cohort("FedLESAM", {"rho": 0.1, **SOME}, rounds=3),
+    "some parameters from another point": Cohort(terms=[Pushed()]),
     "momentum": Cohort("FedFOR", SOME, config={"momentum": 0.9, "weight-decay": 0.01}),
     "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=Scalar, config={"clip-norm": 0.1}),
     "Adam": Cohort("FedSAM", {"rho": 0.1, **SOME}, config={"optimizer": "Adam", **TWO_EPOCHS}),
