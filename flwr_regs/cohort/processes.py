@@ -9,11 +9,13 @@ memory. Plain torch.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import mmap
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -23,7 +25,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory, gettempdir
+from types import CodeType
 from typing import Any
 
 from flwr_regs.client.member import Answer, Identity
@@ -32,13 +35,15 @@ from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.files import claim
 
 try:
-    import cloudpickle as pickler  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]
 except ImportError:
-    pickler = pickle
+    cloudpickle = None
 
 SHARED = Path("/dev/shm")
+PREFIX = "flwr-regs-arrays-"
 Answers = Generator[tuple[int, Any], None, None]
 _READY = "ready"
 
@@ -71,10 +76,11 @@ class WorkerPool:
     """
 
     def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:
+        _remove_left()
         try:
-            self._given: bytes = pickler.dumps(given)
+            self._given = _pickled(given)
         except Exception as error:  # of many kinds
-            if pickler is pickle:
+            if cloudpickle is None:
                 remedy += ", or install cloudpickle"
             raise TypeError(
                 f"workers={number}: {what} cannot be sent to another process, {described(error)}: "
@@ -97,8 +103,12 @@ class WorkerPool:
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
         places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
         with contextlib.ExitStack() as stack:
-            made = [TemporaryDirectory(prefix="flwr-regs-", dir=place) for place in places]
+            made = [TemporaryDirectory(prefix=PREFIX, dir=place) for place in places]
             folders = [stack.enter_context(folder) for folder in made]
+            for folder in folders:
+                stack.callback(claim(lock := Path(folder, ".part")))
+                with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
+                    lock.rename(lock.with_name(".lock"))  # it shows once it is locked
             try:
                 while waiting or at:
                     self._start(min(self.number, len(waiting) + len(at)) - len(self.running))
@@ -157,6 +167,31 @@ class WorkerPool:
         code = process.exitcode
         why = f" ({signal.Signals(-code).name})" if code and code < 0 else ""
         return f"ended with exit code {code}{why}"
+
+
+def _pickled(value: Any) -> bytes:
+    """Return a value as bytes; functions keep the name of their file, which errors tell."""
+    if cloudpickle is None:
+        return pickle.dumps(value)
+    plain = cloudpickle.Pickler.dispatch_table
+
+    def code(of: CodeType) -> Any:
+        make, given = plain[CodeType](of)
+        return make, tuple(of.co_filename if g == "<dynamic-code>" else g for g in given)
+
+    table = {"dispatch_table": plain.new_child({CodeType: code})}
+    type("Pickler", (cloudpickle.Pickler,), table)(file := io.BytesIO()).dump(value)
+    return file.getvalue()
+
+
+def _remove_left() -> None:
+    """Remove the folders of arrays that killed processes have left; those of living ones are locked."""
+    for place in (SHARED, Path(gettempdir())):
+        for lock in place.glob(f"{PREFIX}*/.lock"):
+            with contextlib.suppress(OSError):  # it is in use, or another user's
+                release = claim(lock)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                release()
 
 
 def _end(running: dict[Connection, BaseProcess]) -> None:
