@@ -258,7 +258,7 @@ class Perturbs(ABC):
         """Return the parameters at which a step takes its loss and gradient, in place of `params`.
 
         `loss` hooks see these; `correct` and the optimiser go on from `params`. Several such terms follow
-        each other from left to right. `ctx` has no batch yet.
+        each other from left to right. A parameter that is missing does not move. `ctx` has no batch yet.
         """
 
 

@@ -124,7 +124,10 @@ class Chain(Term, composes=True):
         return state
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        return self._in_turn("point", params, ctx)
+        for t in self.overriding("point"):
+            made = t.point(params, own_context(ctx, t))
+            params = made if made is params else {**params, **made}
+        return params
 
     def restrict(self, config: Mapping[str, Any]) -> None:
         for t in self.overriding("restrict"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +29,17 @@ from flwr_regs.wire.parcel import Parcel
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
+DIVISIONS = [
+    "__truediv__",
+    "__rdiv__",
+    "div",
+    "divide",
+    "true_divide",
+    "pow",
+    "__pow__",
+    "__rpow__",
+]
+"""Names of the functions that make fractions of whole numbers."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
 
@@ -76,14 +87,25 @@ class Member:
 
 
 class Number(Tensor):
-    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
+    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text.
+
+    As of Python's numbers, the precision of what it and a tensor make is the tensor's.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         plain = all(type(a) in (cls, int, float) for a in args)
+        divides = getattr(func, "__name__", "") in DIVISIONS or float in map(type, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            others = [a.dtype for a in args if isinstance(a, Tensor) and type(a) is not cls]
+            precise = [kind for kind in others if kind.is_floating_point]
+            kind = reduce(torch.promote_types, precise or [torch.get_default_dtype()])
+            if plain and any(type(a) is cls and a.device.type != "mps" for a in args):
+                kind = torch.float64  # as Python calculates
+            own = (type(a) is cls and (a.is_floating_point() or (plain and divides)) for a in args)
+            given = [a.to(kind) if it else a for a, it in zip(args, own, strict=True)]
+            result = func(*given, **(kwargs or {}))
         return result.as_subclass(cls) if plain and type(result) is Tensor else result
 
     def _raise(self, *_: Any) -> NoReturn:
@@ -375,6 +397,27 @@ def _raise(name: str, *_: Any, **__: Any) -> Any:
 
 NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*MEASURED, "train")}
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
+
+
+def whole(made: Arrays, given: Arrays) -> Arrays:
+    """Return what a hook made of arrays in their shapes, as a number stands for an array of it."""
+
+    def one(value: Any, like: Tensor) -> Any:
+        value = value if isinstance(value, Tensor) else torch.full_like(like, value)
+        return value.expand(like.shape)
+
+    return {n: one(made[n], v) for n, v in given.items()}
+
+
+def as_tensors(slots: Slot, device: torch.device) -> Slot:
+    """Return slots whose numbers, as hooks may return them, are such tensors as they become alone."""
+
+    def one(value: Any) -> Tensor:
+        if isinstance(value, Number) and value.is_floating_point():
+            return value.to(torch.get_default_dtype())
+        return value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
+
+    return {t: {key: one(value) for key, value in slot.items()} for t, slot in slots.items()}
 
 
 def joined(first: Slot, second: Slot) -> Slot:

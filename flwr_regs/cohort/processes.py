@@ -14,6 +14,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory, gettempdir
 from typing import Any
 
 from flwr_regs.client.member import Answer, Identity
@@ -34,6 +35,7 @@ from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.files import claim
 
 try:
     import cloudpickle as pickler  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -41,6 +43,7 @@ except ImportError:
     pickler = pickle
 
 SHARED = Path("/dev/shm")
+PREFIX = "flwr-regs-arrays-"
 Answers = Generator[tuple[int, Any], None, None]
 _READY = "ready"
 _SENDING = threading.Lock()
@@ -82,6 +85,7 @@ class WorkerPool:
     """
 
     def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:
+        _remove_left()
         try:
             self._given: bytes = pickler.dumps(given)
         except Exception as error:  # of many kinds
@@ -108,8 +112,12 @@ class WorkerPool:
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
         places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
         with contextlib.ExitStack() as stack:
-            made = [TemporaryDirectory(prefix="flwr-regs-", dir=place) for place in places]
+            made = [TemporaryDirectory(prefix=PREFIX, dir=place) for place in places]
             folders = [stack.enter_context(folder) for folder in made]
+            for folder in folders:
+                stack.callback(claim(lock := Path(folder, ".part")))
+                with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
+                    lock.rename(lock.with_name(".lock"))  # it shows once it is locked
             try:
                 while waiting or at:
                     self._start(min(self.number, len(waiting) + len(at)) - len(self.running))
@@ -185,6 +193,16 @@ def _ctrl_c_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _remove_left() -> None:
+    """Remove the folders of arrays that killed processes have left; those of living ones are locked."""
+    for place in (SHARED, Path(gettempdir())):
+        for lock in place.glob(f"{PREFIX}*/.lock"):
+            with contextlib.suppress(OSError):  # it is in use, or another user's
+                release = claim(lock)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                release()
 
 
 def _end(running: dict[Connection, BaseProcess]) -> None:

@@ -191,7 +191,10 @@ def _in(precision: torch.dtype | None, tree: Any) -> Any:
 def _entries(state: Arrays, *slots: Slot) -> Arrays:
     """Return the entries of a model, and of slots by ``<term>.<key>``."""
     each = [(t, slot) for some in slots for t, slot in some.items()]
-    return {**state, **{f"{t}.{k}": a for t, slot in each for k, a in slot.items()}}
+    return {
+        **state,
+        **{f"{t}.{k}": torch.as_tensor(a) for t, slot in each for k, a in slot.items()},
+    }
 
 
 def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -> str:
@@ -200,7 +203,7 @@ def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -
     Of an entry that is rounding alone, as the gradient of a bias before BatchNorm, nothing is asked: it is
     measured against the whole update.
     """
-    update = sum(float(d.double().square().sum()) for d in delta.values()) ** 0.5
+    update = sum(float(torch.as_tensor(d).double().square().sum()) for d in delta.values()) ** 0.5
     for name in [n for n in alone if n in stacked]:
         expected, value = alone[name], stacked[name]
         if not expected.is_floating_point():

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import Any
 
 import torch
@@ -32,7 +32,15 @@ from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort import batch_plan
 from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, forked, random_state
-from flwr_regs.cohort.member_view import MEASURED, AsksFor, Member, OneMember, View
+from flwr_regs.cohort.member_view import (
+    MEASURED,
+    AsksFor,
+    Member,
+    OneMember,
+    View,
+    as_tensors,
+    whole,
+)
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
 
@@ -91,7 +99,7 @@ class Stack:
         self._view, self._members, terms = replace(view), members, view.term.terms
         self._steps = [len(m.plan) for m in members]
         self._rows = len(members)
-        self._loss_sums, self._first = torch.zeros(2, self._rows, device=view.device)
+        self._seen: list[tuple[Sequence[int], Tensor]] = []  # rows, and their losses of a step
         self._carries = bool(view.term.able(Carries))
         self._left: list[Arrays] = []  # the optimiser's state of members that are done, by rows
         self._evolves, self._perturbs = (view.term.overriding(h) for h in ("evolve", "point"))
@@ -123,7 +131,8 @@ class Stack:
 
             def one(told: dict[str, Any], **functions: Any) -> Any:
                 none = {"num_steps": 0, "planned_steps": 0, "broadcast": {}}
-                return view.term.probe(view.context(told, **none, **functions))
+                slots = view.term.probe(view.context(told, **none, **functions))
+                return tuple(as_tensors(some, view.device) for some in slots)
 
             ended = self._over_data([m.plan for m in self._members], one)
             return StackedResult({}, {}, *to_device(ended, "cpu"))
@@ -202,11 +211,10 @@ class Stack:
         counts = [m.label_counts for m in members if m.label_counts is not None]
         if counts:  # all members have them, or none
             told["label_counts"] = pad_sequence(counts, batch_first=True)
-        kind = torch.promote_types(next(iter(view.start.values())).dtype, torch.float32)
         numbers = {"num_steps": self._steps, "planned_steps": [m.planned_steps for m in members]}
         same = {name: of[0] for name, of in numbers.items() if len(set(of)) == 1}
         view.same = {**view.same, "start": view.start, **same}
-        told |= {n: torch.tensor(of, dtype=kind) for n, of in numbers.items() if n not in same}
+        told |= {n: torch.tensor(of) for n, of in numbers.items() if n not in same}
         unseen = {n: v for n, v in self._values.items() if n not in view.start}
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
         told = to_device(told, device)
@@ -375,9 +383,7 @@ class Stack:
                         corrected, slots = self._corrected(given, at, batch, row, shown)
                         self._evolve(slots, where)
                 grads |= corrected
-        self._loss_sums[where] += losses * plan.sizes[step]
-        if not step:
-            self._first[where] = losses
+        self._seen.append((rows, losses))
         for n, b in buffers.items():
             if b.shape[1:] != held[n].shape[1:] or b.dtype != held[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
@@ -391,7 +397,11 @@ class Stack:
             return quick
         if self._perturbs:
             params = {n: values[n].detach() for n in view.start}
-            moved = view.of_all(view.term.point, row["told"], params)
+
+            def point(params: Arrays, ctx: Any) -> Arrays:
+                return whole(view.term.point(params, ctx), params)
+
+            moved = view.of_all(point, row["told"], params)
             # clones: leaves of their own, also where a term moves nothing
             there = {n: moved.get(n, v).detach().clone() for n, v in values.items()}
             there = {n: v.requires_grad_() for n, v in there.items()}
@@ -414,7 +424,7 @@ class Stack:
                 ctx = view.at(row, inputs, targets, view.shown(output))
                 loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
                 shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
-            return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
+            return loss, base.detach(), buffers, mapped(shown, Tensor.detach)
 
         rows = row if self._reads else {"held": row["held"]}
         return view.vmapped(objective)(values, batch.leaves, rows)
@@ -482,7 +492,7 @@ class Stack:
             again = partial(view.gradient_at, there, pair, self._before)
             ctx = replace(view.at(row, *pair, shown), gradient_at=again)
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
-            return term.correct(grads, params, ctx), slots
+            return term.correct(grads, params, ctx), as_tensors(slots, view.device)
 
         return view.vmapped(corrected)(given, values, batch.leaves, row, shown)
 
@@ -539,9 +549,10 @@ class Stack:
 
         def end(delta: Arrays, told: dict[str, Any], **functions: Any) -> Any:
             nonlocal changes
-            sent, *kept = view.term.finish(delta, view.context(told, **functions))
-            changes = sent is not delta
-            return sent, *kept
+            sent, *slots = view.term.finish(delta, view.context(told, **functions))
+            if changes := sent is not delta:
+                sent = whole(sent, delta)
+            return sent, *(as_tensors(some, view.device) for some in slots)
 
         with torch.no_grad():
             try:  # most hooks need no data
@@ -554,9 +565,13 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        examples = [sum(m.plan.sizes) for m in self._members]
-        losses = (self._loss_sums.cpu().double() / torch.tensor(examples)).tolist()
-        rose = [*map(has_risen, losses, self._first.tolist())]
+        by_row: list[list[float]] = [[] for _ in self._members]
+        each = torch.cat([losses for _, losses in self._seen]).cpu().tolist()
+        for row, loss in zip((row for rows, _ in self._seen for row in rows), each, strict=True):
+            by_row[row].append(loss)
+        sizes = [m.plan.sizes for m in self._members]
+        losses = [sum(map(mul, *of)) / sum(of[1]) for of in zip(by_row, sizes, strict=True)]
+        rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
         layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")

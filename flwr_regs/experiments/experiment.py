@@ -6,6 +6,7 @@ Both are values. Text becomes an `Experiment` at an edge: words.py (the command 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -428,13 +429,27 @@ def check_words(runs: Sequence[Run]) -> None:
 
 
 def refuse_same(runs: Sequence[Run]) -> None:
-    """Raise ValueError if two runs train the same under two labels."""
+    """Raise ValueError if two runs train the same under two labels.
+
+    Strategies of two classes may; but not if one of them, or its client, overrides more than a constructor.
+    """
+
+    def code(kind: type) -> set[tuple[str, int]]:
+        names = {name for name in dir(kind) if name[:2] != "__"} - {"_abc_impl", "method", "terms"}
+        return {(name, id(inspect.getattr_static(kind, name))) for name in names}
 
     def known(only_check: bool) -> list[tuple[Any, ...]]:
         made = [strategies.build(run.calls, run.settings.code_dir, only_check) for run in runs]
+        kinds: list[tuple[type, ...]] = [(type(strategy),) for strategy in made]
+        if not only_check:
+            from flwr_regs.flower.client import client_class  # loads torch
+
+            kinds = [(type(strategy), client_class(strategy)) for strategy in made]
+        codes = [[*map(code, of)] for of in kinds]
+        names = [strategy.method_name for strategy in made]
         options = [replace(strategy.options, seed=0) for strategy in made]
         settings = [replace(run.settings, methods="") for run in runs]
-        return [*zip((strategy.method_name for strategy in made), options, settings, strict=True)]
+        return [*zip(names, codes, options, settings, strict=True)]
 
     try:
         several = known(not any(":" in run.method for run in runs))

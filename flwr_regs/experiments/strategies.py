@@ -2,7 +2,7 @@
 
 A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference
 to a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that
-returns one of these.
+returns a strategy, a term or a list of terms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import Signature
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
 from flwr_regs.experiments.calls import REFERENCES, Call, Calls, catalogue, check_name, text_of
-from flwr_regs.experiments.user_code import HERE, load
+from flwr_regs.experiments.user_code import HERE, load, said
 from flwr_regs.methods.registry import HOMES, METHODS
 from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import check_ranges
 from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
+from flwr_regs.wire.errors import OURS, place
 
 if TYPE_CHECKING:
     from flwr_regs import RegStrategy
@@ -97,7 +99,8 @@ def build(calls: Calls, folder: str = "", only_check: bool = False, **common: An
         Whether the strategy is made of the light classes, so that nothing loads torch or Flower: it cannot
         train. Beside a user's own parts, all are whole. NameError if what is to be checked needs torch.
     **common
-        Settings of the strategy; what a call says wins.
+        Settings of the strategy. What a call says wins, and what a function's strategy has changed, but for
+        its seed.
 
     Raises
     ------
@@ -132,17 +135,20 @@ def build(calls: Calls, folder: str = "", only_check: bool = False, **common: An
                 if given.setdefault(name, value) != value:
                     raise ValueError(f"another part says {name}={given[name]!r}: give it once")
             if is_strategy:
-                made: RegStrategy = _made(kind, call, call.kwargs, extra if several else common)
-                if not several:
-                    return made
-                chosen = {name: getattr(made, name) for name in SHARED}
-                shared = {k: v for k, v in chosen.items() if v != getattr(Options, k)} | shared
-                terms += made.term.terms
+                made = _made(kind, call, call.kwargs, extra if several else common)
             else:
-                terms += _terms(kind, call)
+                made = _part(kind, call, extra, base)
+            if isinstance(made, list):
+                terms += made
                 if call.target == "SparseTernary" and not (call.args or call.kwargs):
                     hint = "give density_up=0.1, density_down=0.1, or both"
                     raise ValueError(f"it sends everything as it is: {hint}")
+                continue
+            if not several:
+                return made if is_strategy else _with(made, settings, of_every)
+            chosen = {name: getattr(made, name) for name in SHARED}
+            shared = {k: v for k, v in chosen.items() if v != getattr(Options, k)} | shared
+            terms += made.term.terms
     with named(text_of(calls)):
         return base(sorted(terms, key=_place), **{**shared, **settings, **given})
 
@@ -171,19 +177,37 @@ def is_private(strategy: RegStrategy) -> bool:
     return any(isinstance(t, Withholds | Personalises | FineTunes) for t in strategy.term.terms)
 
 
-def _terms(kind: Any, call: Call) -> list[Term]:
-    """Return the terms of a part that is no strategy: a class, a function, a term or a list of terms."""
-    made = kind
+def _part(kind: Any, call: Call, extra: Mapping[str, Any], base: type[RegStrategy]) -> Any:
+    """Return what a part that is no strategy's class stands for: a strategy, or a list of terms."""
+    made, expected = (
+        kind,
+        "a class that derives from RegStrategy, a function that returns a strategy",
+    )
     if call.called or callable(kind):
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        made = _made(kind, call, kwargs)
+        made, expected = (
+            _made(kind, call, kwargs, extra),
+            "a strategy that derives from RegStrategy",
+        )
+        if isinstance(made, base):
+            return made
     terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):
-        expected = "expected a strategy that derives from RegStrategy, a term, or a list of terms"
-        raise TypeError(f"{expected}, not a value of type {type(made).__name__}")
+        what = f"a value of type {type(made).__name__}"
+        what = f"the class {made.__name__}" if isinstance(made, type) else what
+        raise TypeError(f"expected {expected}, a term, or a list of terms, not {what}")
     return terms
+
+
+def _with(made: RegStrategy, settings: Mapping[str, Any], given: Mapping[str, Any]) -> RegStrategy:
+    """Return a function's strategy with the settings that it has not changed, and those of its call."""
+    names = Options.names() - {"seed"}
+    changed = {n: v for n in names if (v := getattr(made, n)) != getattr(Options, n)}
+    made = copy(made)  # the function may return the same one each time
+    made.options = Options.of(made.term, **{**settings, **changed, **given})
+    return made
 
 
 def _place(term: Term) -> tuple[bool, bool, bool]:
@@ -198,8 +222,11 @@ def named(text: str) -> Iterator[None]:
     """Put the text of a part or method in front of the error that it raises, which becomes a ValueError."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        raise ValueError(re.sub(rf"\b{HERE}:", "", f"'{text}': {error}")) from error
+    except Exception as error:
+        if not (plain := isinstance(error, ValueError | TypeError)) and OURS in place(error):
+            raise  # no fault of a user's code, such as what a light class lacks
+        text = f"'{text}': {error if plain else said(error)}"
+        raise ValueError(re.sub(rf"\b{HERE}:", "", text)) from error
 
 
 def find(call: Call, folder: str = "", of: Callable[[str], Any] = light) -> Any:

@@ -71,6 +71,8 @@ class Checkpoints:
     result : TrainingResult
         What `start` returns; restored, and saved.
     resume_from : path or None
+    evaluate_fn : callable, optional
+        One that has ``snapshot()`` and ``restore(state)`` too: a checkpoint then holds its state.
 
     Attributes
     ----------
@@ -85,12 +87,18 @@ class Checkpoints:
     """
 
     def __init__(
-        self, options: Options, grid: Grid, result: TrainingResult, resume_from: Given = None
+        self,
+        options: Options,
+        grid: Grid,
+        result: TrainingResult,
+        resume_from: Given = None,
+        evaluate_fn: Any = None,
     ) -> None:
         self.resumed = None if resume_from is None else latest(resume_from)
         folder = options.checkpoint_dir
         self._folder = None if folder is None else Folder(folder, self.resumed)
         self._every, self._grid, self._result = options.checkpoint_every, grid, result
+        self._test = evaluate_fn
         self._same: Mapping[str, Any] = {}
         self._training: Training | None = None
         self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
@@ -146,6 +154,8 @@ class Checkpoints:
             training.restore(state["training"], resumed.history)
             if state["clients"] is not None and (restore := getattr(self._grid, "restore", None)):
                 restore({n: _records(s) for n, s in state["clients"].items()})
+            if state.get("test") is not None and (restore := getattr(self._test, "restore", None)):
+                restore(state["test"])
         except (KeyError, ValueError, TypeError) as error:
             # another version of the package may not have written a key
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -180,6 +190,7 @@ class Checkpoints:
         clients = None if kept is None else {n: _plain(state) for n, state in kept().items()}
         state = {"fingerprint": self._same, "result": result, "clients": clients}
         state["training"] = self._training.snapshot()
+        state["test"] = getattr(self._test, "snapshot", lambda: None)()
         self._unsaved = number, state, list(self._training.history)
         if isinstance(self._every, timedelta):
             due = time.monotonic() - self._saved >= self._every.total_seconds()

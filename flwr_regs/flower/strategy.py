@@ -174,7 +174,8 @@ class RegStrategy(Strategy):
         `initial_arrays` may also be a ``model.state_dict()``.
 
         With `resume_from`, a folder of checkpoints or one of them, training goes on from there.
-        `num_rounds` is the total; `initial_arrays` are only compared with the checkpoint's.
+        `num_rounds` is the total; `initial_arrays` are only compared with the checkpoint's. An
+        `evaluate_fn` that is an object with ``snapshot()`` and ``restore(state)`` goes on with its state.
 
         `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``; and, for the
         package's clients, ``"optimizer"`` (a class of torch.optim, default ``"SGD"``), ``"momentum"``,
@@ -202,7 +203,8 @@ class RegStrategy(Strategy):
             evaluates, fewest = self.options.fraction_evaluate > 0, self.options.min_available_nodes
             grid.check(evaluates, views_of(initial_arrays), fewest)
         result = TrainingResult()
-        with Checkpoints(self.options, grid, result, resume_from).guarded() as saved:
+        given = self.options, grid, result, resume_from, evaluate_fn
+        with Checkpoints(*given).guarded() as saved:
             if saved.resumed is not None and not self._seeded:
                 self.seed = saved.resumed.state["fingerprint"]["setting"]["seed"]
             self.summary()

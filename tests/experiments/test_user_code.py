@@ -62,9 +62,13 @@ TERMS = [Decay(0.1)]
 
 def make(rate):
     return [Decay(rate)]
+
+
+def strategy(rate):
+    return Decayed(rate, max_scale=5)
 """
 SAME = ["{}:Decay(rate=0.1)", "{}:Decayed", "{}:Special(0.1)", "{}:TERMS", "FedAvg+{}:TERM"]
-SAME += ["{}:make(0.1)", "{}.deep:Decay()"]
+SAME += ["{}:make(0.1)", "{}:strategy(0.1)", "{}.deep:Decay()"]
 
 
 @pytest.fixture
@@ -167,6 +171,12 @@ def test_classes_terms_lists_and_functions_are_one_method(folder: Path) -> None:
     assert len(losses) == len(SAME)
     assert len({*losses.values()}) == 1, losses
     assert trained(methods="FedAvg", **given)["FedAvg"].test[-1]["loss"] not in losses.values()
+
+
+def test_a_functions_strategy_gets_the_settings_that_it_has_not_changed(folder: Path) -> None:
+    (calls,) = parse_methods("mine.py:strategy(0.1, retries=2)").values()
+    made = build(calls, str(folder), seed=3, max_scale=7, fraction_train=0.5)
+    assert (made.seed, made.max_scale, made.fraction_train, made.retries) == (3, 5, 0.5, 2)
 
 
 def test_a_strategys_own_client_is_the_class_beside_it(folder: Path) -> None:

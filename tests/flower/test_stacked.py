@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.abilities import Carries
+from flwr_regs.abilities import Carries, Evolves, Perturbs
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
 from tests.conftest import Log, drawn
+from tests.flower import stacks
 from tests.flower.stacks import (
     SIZES,
     Cohort,
@@ -202,7 +203,27 @@ class Reading(fr.Term):
                 return {n: 0.5 * d * loss / loss for n, d in delta.items()}, {"loss": loss}, {}
             case "counts at the end":
                 return delta, {"n": ctx.label_counts * ctx.mean_loss(ctx.start)}, {}
+            case "steps":
+                numbers = {"steps": ctx.num_steps, "third": ctx.num_steps / 3, "half": 0.5}
+                precise = {"n": torch.ones(()) * ctx.num_steps, "is": True}
+                first, *_ = delta
+                sent = {**delta, first: 0.0}
+                return sent, {**numbers, **precise}, {"rounds": ctx.client.get("rounds", 0) + 1}
         return delta, {}, {}
+
+
+@dataclass(frozen=True)
+class Pushed(fr.Term, Perturbs, Evolves):
+    """Takes gradients where some parameters are elsewhere, one of them at a number; counts the steps."""
+
+    name: ClassVar[str] = "pushed"
+
+    def point(self, params: Any, ctx: Any) -> Any:
+        first, second, *_ = params
+        return {first: params[first] + 0.1, second: 0.1}
+
+    def evolve(self, grads: Any, params: Any, ctx: Any) -> Any:
+        return {"steps": ctx.client.get("steps", 0) + 1}
 
 
 @dataclass(frozen=True)
@@ -245,6 +266,7 @@ SOME = {"fraction_train": 0.8}
 SAME: dict[str, Cohort] = {
     "steps": Cohort("FedProx", {"mu": 0.3, **SOME}, config={"local-steps": 7}),
     "steps from another point": Cohort("FedLESAM", {"rho": 0.1, **SOME}, rounds=3),
+    "some parameters from another point": Cohort(terms=[Pushed()]),
     "momentum": Cohort("FedFOR", SOME, config={"momentum": 0.9, "weight-decay": 0.01}),
     "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=Scalar, config={"clip-norm": 0.1}),
     "Adam": Cohort("FedSAM", {"rho": 0.1, **SOME}, config={"optimizer": "Adam", **TWO_EPOCHS}),
@@ -343,6 +365,12 @@ def test_a_stack_is_its_clients_one_by_one(name: str) -> None:
 @pytest.mark.parametrize("reads", ["num_steps", "nothing"])
 def test_an_elementwise_term_may_read_numbers_that_differ_between_clients(reads: str) -> None:
     assert not compare(Cohort(terms=[Odd(reads)], grid={"check": False})).fallbacks
+
+
+def test_a_stack_in_float64_is_as_near_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "TOLERANCE", 1e-12)
+    terms, model = [Reading("steps")], lambda: perceptron().double()
+    assert not compare(Cohort(terms=terms, model=model, loader=in_double)).fallbacks
 
 
 # one by one

@@ -74,7 +74,7 @@ class Whole(fr.Term):
 
     def finish(self, delta: Any, ctx: Any) -> Any:
         """Return the steps as an upload."""
-        return delta, {"n": torch.tensor(0) + ctx.num_steps}, {}
+        return delta, {"n": torch.tensor(0) + 2**ctx.num_steps}, {}
 
 
 class Normed(fr.Term):

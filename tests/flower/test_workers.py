@@ -69,6 +69,8 @@ def client_fn(context: Context) -> NumPyClient:
     draw = torch.Generator().manual_seed(pid)
     x, y = torch.randn(20, 5, generator=draw), torch.randint(0, 3, (20,), generator=draw)
     data, test = (DataLoader(TensorDataset(x, y), 5, shuffle) for shuffle in (True, False))
+    if config.get("kills"):
+        os.kill(os.getppid(), signal.SIGKILL)
     if pid == 1 and config.get("raises"):
         raise OSError("no disk here")
     if pid == 2 and "dies" in config and Path(str(config["dies"])).exists():
@@ -243,17 +245,21 @@ def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
 
 
 SCRIPT = """
-import os
+from pathlib import Path
+from flwr_regs.cohort import processes
 from tests.flower.test_workers import a_grid, messages_to, pool
 if __name__ == "__main__":
+    processes.SHARED = Path(__file__).parent
     grid = a_grid(2)
     messages_to(grid, [0, 1])
     print(*(p.pid for p in pool(grid)), flush=True)
-    os.kill(os.getpid(), 9)
+    messages_to(grid, [0], kills=True)
 """
 
 
-def test_no_worker_outlives_the_grids_process(tmp_path: Path) -> None:
+def test_no_worker_outlives_the_grids_process_and_the_next_grid_removes_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -264,6 +270,14 @@ def test_no_worker_outlives_the_grids_process(tmp_path: Path) -> None:
     pids = [int(pid) for pid in ran.stdout.split()]
     assert len(pids) == 2
     until("the workers are gone", lambda: not any(map(alive, pids)), 30)
+    (left,) = tmp_path.glob("flwr-regs-*")
+    monkeypatch.setattr(processes, "SHARED", tmp_path)
+    release = processes.claim(left / ".lock")
+    a_grid(2)
+    assert left.is_dir()  # in use
+    release()
+    a_grid(2)
+    assert not left.exists()
 
 
 def alive(pid: int) -> bool:

@@ -35,6 +35,11 @@ class ServerTest:
         For models with recurrent layers, whose time they shorten; others use one.
     told : callable, optional
         Called with (examples done, examples in all).
+
+    Attributes
+    ----------
+    ensemble : list of Tensor
+        The last models' probabilities, for :meth:`together`: ``(examples, classes)`` each.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class ServerTest:
         self.loss = LOSSES[data.loss]
         recurrent = any(isinstance(layer, nn.RNNBase) for layer in model.modules())
         self._threads = many_threads if recurrent else 1
-        self._ensemble: list[torch.Tensor] = []
+        self.ensemble: list[torch.Tensor] = []
         self.last: torch.Tensor | None = None
 
     def outputs(self, arrays: ArrayRecord, most: int | None = None) -> torch.Tensor:
@@ -79,11 +84,11 @@ class ServerTest:
         """Return the accuracy of the mean prediction of the last `most` models that were measured.
 
         FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last global models
-        give. A run that is taken up begins the ensemble anew.
+        give.
         """
         assert self.last is not None
-        self._ensemble = [*self._ensemble, self.last.softmax(1)][-most:]
-        return {"ensemble": self._share(sum(self._ensemble[1:], self._ensemble[0]))}
+        self.ensemble = [*self.ensemble, self.last.softmax(1)][-most:]
+        return {"ensemble": self._share(sum(self.ensemble[1:], self.ensemble[0]))}
 
     def _share(self, output: torch.Tensor) -> float:
         return float((output.argmax(1) == self._targets).double().mean())

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from safetensors.torch import save as as_bytes
@@ -147,7 +148,7 @@ class Trainer:
 
     def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train, test and record all rounds."""
-        self.clients.start(self.strategy, grid, evaluate_fn=self._after_round, resume_from=resumed)
+        self.clients.start(self.strategy, grid, evaluate_fn=self, resume_from=resumed)
 
     def _resumed(self, folder: Path, checkpoints: Path) -> Path | None:
         """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.
@@ -167,7 +168,16 @@ class Trainer:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None
 
-    def _after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def snapshot(self) -> list[np.ndarray] | None:
+        """Return what the test needs of earlier rounds, for a checkpoint."""
+        return None if self._test is None else [one.cpu().numpy() for one in self._test.ensemble]
+
+    def restore(self, state: list[np.ndarray]) -> None:
+        """Go on with a snapshot."""
+        assert self._test is not None
+        self._test.ensemble = [torch.from_numpy(one).to(self._test.device) for one in state]
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test a round's model, and record the round; the second time, the mean of two models."""
         record, history = self.record, self.strategy.history
         record.rounds = history if server_round else []

@@ -155,7 +155,7 @@ def test_a_run_that_diverges_keeps_its_history_and_the_model_before(tmp_path: Pa
 def test_ctrl_c_in_a_test_ends_at_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"methods": "FedAvg", "checkpoint_every": 1e-6, **QUICK}
+    given = {"methods": "FedAvg", "checkpoint_every": 1e-6, "ensemble": 2, **QUICK}
     begun = []
     outputs = ServerTest.outputs
 
