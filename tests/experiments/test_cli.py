@@ -219,7 +219,9 @@ def test_workers_train_what_is_missing_to_the_same_bits(
     assert (here / model).read_bytes() == (trained[0] / model).read_bytes()
 
 
-def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
+def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = ["bench", *QUICK, "--tune", "lr=0.02..2", "--tune", "FedFOR.alpha=0.01..1"]
     line += ["--trials", "3", "--seeds", "1,2", "--tuning-seeds", "9", "out=here"]
     status = run(*line)
@@ -238,6 +240,12 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on() -> None:
         assert (one.settings.lr, one.method) == (chosen.settings.lr, chosen.method)
         assert (record.job["lr"], record.method) == (chosen.settings.lr, chosen.method)
         assert one.settings.held_out_share == 0
+    card = Path("here/experiment.toml")
+    text = card.read_text()
+    card.write_text(card_files.text(experiment.given({"batch-size": 16}), {}))
+    assert run("bench", "--resume", "here") == 2  # other trials than it would train
+    assert "-seed9.jsonl is of another experiment: it differs in batch" in capsys.readouterr().err
+    card.write_text(text)
     shutil.rmtree("here/tuning")  # what it chose stands in experiment.toml
     Path("here/runs/FedAvg-seed2.jsonl").unlink()
     assert run("bench", "--resume", "here", "code-dir=.") == status
