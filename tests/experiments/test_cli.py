@@ -242,7 +242,8 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on(
         assert one.settings.held_out_share == 0
     card = Path("here/experiment.toml")
     text = card.read_text()
-    card.write_text(card_files.text(experiment.given({"batch-size": 16}), {}))
+    killed = {key: of for key, of in made.items() if key not in ("chosen", "tuning")}
+    card.write_text(card_files.text(experiment.given({"batch-size": 16}), killed))
     assert run("bench", "--resume", "here") == 2  # other trials than it would train
     assert "-seed9.jsonl is of another experiment: it differs in batch" in capsys.readouterr().err
     card.write_text(text)
