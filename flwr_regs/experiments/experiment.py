@@ -356,8 +356,10 @@ class Experiment:
         first = replace(self, seeds=self.seeds[:1])
         for panel in self.panels:
             refuse_same(first.tests(panel))
-        for run in self.ends if data else ():
-            assert client_data_of(run.settings).parts  # raises for a partition that is impossible
+        every = [client_data_of(run.settings) for run in self.ends if data]
+        for clients in dict.fromkeys(every):  # raises for a partition that is impossible
+            assert clients.parts
+            clients.server_rows()
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.ends)

@@ -118,8 +118,8 @@ class ClientData:
         if settings.partition not in BY_GROUP or train is None or test is None:
             if settings.test_split == "classes":
                 return []
-            train, test = data.train_y, data.test_y
-        return test_split(train, self.parts, test, settings.seed)
+            return test_split(data.train_y, self.parts, data.test_y, settings.seed)
+        return test_split(train, self.parts, test, settings.seed, "a partition without groups")
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""
@@ -135,12 +135,19 @@ class ClientData:
         return SEQUENCES if sequences and most == USUAL else most
 
     def server_rows(self) -> tuple[bool, Any]:
-        """Return (whether they are training examples, the rows that the server tests on)."""
+        """Return (whether they are training examples, the rows that the server tests on).
+
+        Raises ValueError if the share that clients hold out is no example.
+        """
         settings = self.settings
         if settings.held_out_clients:
             rows = np.concatenate(self.every_part[self.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
+            if not len(rows):
+                most = f"where no client has more than {max(map(len, self.parts))} examples"
+                none = f"held-out-share={settings.held_out_share:g} holds out no example, {most}"
+                raise ValueError(f"{none}: use a larger share, or fewer clients")
         elif 0 < self.most_tested < len(self.data.test_y):
             return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
         else:
