@@ -122,7 +122,7 @@ class Run:
         settings.check()
         strategy = self.strategy()
         with strategies.named(self.method):
-            strategy.check_model(_start(*settings.model_arguments))
+            strategy.check_model(initial_model(*settings.model_arguments))
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
@@ -496,7 +496,7 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
 
 
 @lru_cache(maxsize=2)
-def _start(*arguments: Any) -> ArrayRecord:
+def initial_model(*arguments: Any) -> ArrayRecord:
     """Return the initial model, after a check; it is drawn once for many methods."""
     from flwr.app import ArrayRecord
 

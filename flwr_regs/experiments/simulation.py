@@ -13,7 +13,8 @@ import numpy as np
 
 import flwr_regs
 from flwr_regs.experiments.commands import save
-from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.data.datasets import load
+from flwr_regs.experiments.experiment import Experiment, initial_model
 from flwr_regs.experiments.report.results import Results, check_rows, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
@@ -111,6 +112,9 @@ def simulate(
         given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
         given |= {"dataset": _named(dataset), "model": _named(model)}
         given["code-dir"] = given.get("code-dir") or os.getcwd()
+        if ":" in given["dataset"]:  # the user's function may return other data than before
+            load.cache_clear()
+            initial_model.cache_clear()
         experiment = Experiment.of_methods(given, seeds).checked()
         runs = experiment.tests(experiment.panel)
         if baseline:

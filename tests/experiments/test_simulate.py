@@ -49,11 +49,14 @@ def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -
     assert (tmp_path / "kept" / "clients.pdf").is_file()
 
 
+DISTANCE = 2
+
+
 def load() -> Any:
-    """Two classes of points with three numbers each."""
+    """Two classes of points with three numbers each, which may be as far apart as others of them."""
     rng = np.random.default_rng(0)
     y = np.arange(240) % 2
-    x = rng.normal(size=(240, 3)) + 2 * y[:, None]
+    x = rng.normal(size=(240, 3)) + DISTANCE * y[:, None]
     return (x[:200], y[:200]), (x[200:], y[200:])
 
 
@@ -73,13 +76,15 @@ class Halved(FedFOR):
     """A strategy of the notebook's own."""
 
 
-def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
-    result = simulate(
-        ["FedAvg", Halved], load, Net, partition="iid", seeds=[1], num_clients=4, lr=0.2, rounds=5
-    )
-    table = result.table()
+def test_a_notebooks_own_data_model_and_method_go_in_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {"partition": "iid", "seeds": [1], "num_clients": 4, "lr": 0.2}
+    table = simulate(["FedAvg", Halved], load, Net, rounds=5, **given).table()
     assert len(table) == 2
     assert (table["final"] > 0.8).all()
+    monkeypatch.setitem(globals(), "DISTANCE", 0)
+    assert simulate("FedAvg", load, Net, rounds=5, **given).table()["final"].max() < 0.8
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def reduced(data: Data, examples: int, num_classes: int) -> Data:
     return replace(data, **kept)
 
 
+@lru_cache(maxsize=2)
 def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     """Return random records of a data set's shape: a stand-in to try a command without the files.
 

@@ -198,7 +198,12 @@ def data_of(settings: Any) -> Data:
     Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
     """
     source = settings.dataset, settings.data_dir, settings.code_dir
-    return _data(source, settings.synthetic, settings.examples, settings.num_classes)
+    data = (records if settings.synthetic else load)(*source)
+    kept = settings.examples, settings.num_classes
+    return _reduced(data, *kept) if any(kept) else data
+
+
+_reduced = lru_cache(maxsize=2)(reduced)
 
 
 def left(settings: Any, clients: ClientData) -> str:
@@ -223,9 +228,3 @@ def left(settings: Any, clients: ClientData) -> str:
         there = f"all {len(data.train_y):,} examples to train on"
         parts.insert(0, f"{there} (examples={settings.examples} asks for more)")
     return ", ".join(parts)
-
-
-@lru_cache(maxsize=2)
-def _data(source: tuple[str, str, str], synthetic: bool, *kept: int) -> Data:
-    data = (records if synthetic else load)(*source)
-    return reduced(data, *kept) if any(kept) else data
