@@ -65,9 +65,13 @@ def train(args: Namespace) -> int:
     if not experiment.smoke:
         needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     folder = args.resume or words.out_folder(out)
-    if experiment.metrics:
-        experiment = choices.with_notes(experiment)
-    if not args.resume:
+    kept, experiment = experiment.hashes, choices.with_notes(experiment)
+    if args.resume:
+        for name in [n for n, seen in experiment.hashes.items() if kept.get(n, seen) != seen]:
+            changed = f"the data of '{name}' have changed since {folder} was begun"
+            hashes = f"their hash is {experiment.hashes[name]}, not {kept[name]}"
+            raise ValueError(f"{changed}: {hashes}; train on them in a new folder")
+    else:
         save(experiment, folder, provenance(["flwr-regs", *args.words]))
     _keep_farewell(folder, args.command)
     with locked(folder):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import flwr_regs
+from flwr_regs.experiments.cards import choices
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.data.datasets import load
 from flwr_regs.experiments.experiment import Experiment, initial_model
@@ -124,7 +125,8 @@ def simulate(
             folder = None if out is None else Path(out).expanduser().resolve()
             if folder:
                 how = [] if runner == "process" else ["--runner", runner]
-                save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate", *how]))
+                noted = choices.with_notes(experiment)
+                save(noted, out_folder(str(folder)), provenance(["flwr_regs.simulate", *how]))
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:
