@@ -65,8 +65,12 @@ def train(args: Namespace) -> int:
     if not experiment.smoke:
         needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     folder = args.resume or words.out_folder(out)
-    if experiment.metrics:
-        experiment = choices.with_notes(experiment)
+    kept, experiment = experiment.hashes, choices.with_notes(experiment)
+    for name, seen in experiment.hashes.items() if args.resume else ():
+        if kept.get(name, seen) != seen:
+            changed = f"the data of '{name}' have changed since {folder} was begun"
+            hashes = f"their hash is {seen}, not {kept[name]}"
+            raise ValueError(f"{changed}: {hashes}; train on them in a new folder")
     _keep_farewell(folder, args.command)
     with locked(folder):
         if not args.resume:

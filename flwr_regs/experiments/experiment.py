@@ -123,7 +123,7 @@ class Run:
         settings.check()
         strategy = self.strategy()
         with strategies.named(self.method):
-            strategy.check_model(_start(*settings.model_arguments))
+            strategy.check_model(initial_model(*settings.model_arguments))
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
@@ -357,8 +357,10 @@ class Experiment:
         first = replace(self, seeds=self.seeds[:1])
         for panel in self.panels:
             refuse_same(first.tests(panel))
-        for run in self.ends if data else ():
-            assert client_data_of(run.settings).parts  # raises for a partition that is impossible
+        every = [client_data_of(run.settings) for run in self.ends if data]
+        for clients in dict.fromkeys(every):  # raises for a partition that is impossible
+            assert clients.parts
+            clients.server_rows()
         whole = self.fair()
         if not self.smoke:
             refuse_dead(whole.ends)
@@ -509,7 +511,7 @@ def _privacy(settings: Settings, only_check: bool) -> CentralDP:
 
 
 @lru_cache(maxsize=2)
-def _start(*arguments: Any) -> ArrayRecord:
+def initial_model(*arguments: Any) -> ArrayRecord:
     """Return the initial model, after a check; it is drawn once for many methods."""
     from flwr.app import ArrayRecord
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 import flwr_regs
+from flwr_regs.experiments.cards import choices
 from flwr_regs.experiments.commands import save
-from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.data.datasets import load
+from flwr_regs.experiments.experiment import Experiment, initial_model
 from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.run import engine
@@ -113,6 +115,9 @@ def simulate(
         given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
         given |= {"dataset": _named(dataset), "model": _named(model)}
         given["code-dir"] = given.get("code-dir") or os.getcwd()
+        if ":" in given["dataset"]:  # the user's function may return other data than before
+            load.cache_clear()
+            initial_model.cache_clear()
         experiment = Experiment.of_methods(given, seeds).checked()
         runs = experiment.tests(experiment.panel)
         labels = dict.fromkeys(["", *(run.label for run in runs)])
@@ -123,7 +128,7 @@ def simulate(
         with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
                 came = provenance(["flwr_regs.simulate"])
-                save(experiment, folder, {**came, "baseline": baseline})
+                save(choices.with_notes(experiment), folder, {**came, "baseline": baseline})
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

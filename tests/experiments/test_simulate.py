@@ -56,12 +56,22 @@ def test_seeds_and_settings_may_be_numpys_and_results_are_kept(tmp_path: Path) -
     assert "vs FedAvg" in result.text()
 
 
+DISTANCE = 2
+
+
 def load() -> Any:
-    """Two classes of points with three numbers each."""
+    """Two classes of points with three numbers each, which may be as far apart as others of them."""
     rng = np.random.default_rng(0)
     y = np.arange(240) % 2
-    x = rng.normal(size=(240, 3)) + 2 * y[:, None]
+    x = rng.normal(size=(240, 3)) + DISTANCE * y[:, None]
     return (x[:200], y[:200]), (x[200:], y[200:])
+
+
+def points(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Points of two classes in ten groups, of which one is tested."""
+    parts = {"train_x": np.ones((20, *shape)), "train_y": np.arange(20) % 2}
+    parts |= {"test_x": np.ones((4, *shape)), "test_y": np.arange(4) % 2}
+    return parts | {"groups": np.arange(20) // 2, "test_groups": np.zeros(4, int)}
 
 
 class Net(nn.Sequential):
@@ -81,12 +91,15 @@ def make() -> FedFOR:
     return FedFOR(0.1)
 
 
-def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
-    result = simulate(
-        *(["FedAvg", Stepless, make], load, Net, "iid", [1]), num_clients=4, lr=0.2, rounds=5
-    )
+def test_a_notebooks_own_data_model_and_method_go_in_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {"partition": "iid", "seeds": [1], "num_clients": 4, "lr": 0.2}
+    result = simulate(["FedAvg", Stepless, make], load, Net, rounds=5, **given)
     plain, stepless, made = result.table()["final"]
     assert stepless < 0.8 < min(plain, made)
+    monkeypatch.setitem(globals(), "DISTANCE", 0)
+    assert simulate("FedAvg", load, Net, rounds=5, **given).table()["final"].max() < 0.8
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,18 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
         ({"methods": [lambda: FedAvg]}, "expected a strategy .*, not the class FedAvg"),
         ({"methods": [lambda: 1 / 0]}, r"ZeroDivisionError: .*test_simulate\.py, line"),
         ({"dataset": lambda: 7}, "expected"),
+        (
+            {"held_out_share": 0.001},
+            "held-out-share=0.001 holds out no example, where no .* 1.. exam",
+        ),
+        (
+            {"dataset": lambda: points(())},
+            r"model 'mlp' needs inputs of at least one dimension, but",
+        ),
+        (
+            {"dataset": lambda: points((3,)), "partition": "natural", "test_on_clients": True},
+            "9 of 10 clients would .*: use fewer clients, or a partition without groups",
+        ),
         ({"dataset": lambda: 7, "workers": 2}, "other processes find methods, data set and model"),
     ],
 )

@@ -107,27 +107,32 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
 
 
 def with_notes(experiment: Experiment) -> Experiment:
-    """Return a card's experiment with notes: what the reader must know of the data of each panel.
+    """Return an experiment with the hashes of the data that are here, unless it is a smoke test.
 
-    The hashes become those of the data that are here.
+    A card's panels get notes: what the reader must know of their data.
     """
     from flwr_regs.experiments.partition.client_data import data_of
 
     hashes = dict(experiment.hashes)
     panels = []
     for panel in experiment.panels:
-        settings = experiment.tests(panel)[0].settings
-        name, notes = settings.dataset, list(panel.notes)
-        if settings.synthetic:
-            drawn = f"this run is on {datasets.RECORDS} random records of their shape"
-            notes = [f"the files of {name} are not here: {drawn}, and its accuracies say nothing"]
-        elif experiment.smoke:
-            notes = ["a smoke test: its accuracies say nothing"]
-        else:
-            seen = datasets.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
-            if (known := catalogue.expected(name, experiment.hashes)) and seen != known:
-                is_other = f"is {seen}, not {known} as the card says: these are other data"
-                notes.append(f"the hash of {name} {is_other}")
-            hashes[name] = seen
+        notes = list(panel.notes)
+        for name, settings in {
+            r.settings.dataset: r.settings for r in experiment.tests(panel)
+        }.items():
+            if settings.synthetic:
+                drawn = f"this run is on {datasets.RECORDS} random records of their shape"
+                notes = [
+                    f"the files of {name} are not here: {drawn}, and its accuracies say nothing"
+                ]
+            elif experiment.smoke:
+                notes = ["a smoke test: its accuracies say nothing"]
+            else:
+                seen = datasets.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
+                known = catalogue.expected(name, experiment.hashes) if experiment.metrics else seen
+                if known and seen != known:
+                    is_other = f"is {seen}, not {known} as the card says: these are other data"
+                    notes.append(f"the hash of {name} {is_other}")
+                hashes[name] = seen
         panels.append(replace(panel, notes=tuple(dict.fromkeys(notes))))
     return replace(experiment, panels=tuple(panels), hashes=hashes)

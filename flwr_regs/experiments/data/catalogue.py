@@ -35,17 +35,20 @@ class Source:
     choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def read(self, data_dir: str, **arguments: Any) -> dict[str, Any]:
-        """Return the fields of `flwr_regs.experiments.data.datasets.Data`.
+        """Return the fields of `flwr_regs.experiments.data.datasets.Data`, checked as a user's own are.
 
         Raises FileNotFoundError if the files are not there: which, where they are expected, and how to
-        get them.
+        get them. Raises ValueError, with the folder, for files that are damaged or do not fit together.
         """
-        from flwr_regs.experiments.data.sources.data_files import Missing, root
+        from flwr_regs.experiments.data.own_data import checked
+        from flwr_regs.experiments.data.sources.data_files import Missing, reading, root
 
         module, _, name = self.reader.partition(":")
         reader = getattr(importlib.import_module(f"{__package__}.sources.{module}"), name)
+        place = "" if self.files.startswith("none") else f" in {root(data_dir)}"
         try:
-            return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
+            with reading(f"dataset '{self.name}'{place}"):
+                return checked(reader(data_dir, **self.fixed, **arguments), self.classes)
         except Missing as error:
             detail = f" ({error})" if str(error) else ""
             what = f"dataset '{self.name}' needs {self.files.replace('`', '')}{detail}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data.catalogue import SOURCES, kind_of, parsed
+from flwr_regs.experiments.data.catalogue import kind_of, parsed
 
 Array = np.ndarray
 
@@ -90,8 +90,8 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         returned = user_code.call(dataset, code_dir, seed=0)
         data = Data(**own_data.fields_of(returned, dataset))
     else:
-        name, arguments = parsed(dataset)
-        data = Data(**SOURCES[name].read(data_dir, **arguments))
+        _, arguments = parsed(dataset)
+        data = Data(**kind_of(dataset).read(data_dir, **arguments))
     if not data.augment:
         return data
     if (x := data.train_x).ndim != 4 or x.dtype != np.float32:
@@ -114,8 +114,7 @@ def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[
 
     Only a user's own data set is loaded; the package's have zeros for inputs.
     """
-    if ":" not in dataset and dataset.partition("(")[0] != "image-folder":
-        kind = kind_of(dataset)
+    if ":" not in dataset and (kind := kind_of(dataset)).classes:
         return np.zeros((2, *kind.shape), np.int32 if kind.tokens else np.float32), kind.classes
     data = load(dataset, data_dir, code_dir)
     return data.test_x[:2], data.num_classes
@@ -145,6 +144,7 @@ def reduced(data: Data, examples: int, num_classes: int) -> Data:
     return replace(data, **kept)
 
 
+@lru_cache(maxsize=2)
 def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     """Return random records of a data set's shape: a stand-in to try a command without the files.
 

@@ -44,12 +44,16 @@ def fields_of(returned: Any, reference: str) -> dict[str, Any]:
         label or group is no integer from 0 on, a class has no training example, or a name is another.
     """
     try:
-        return _checked(_named(returned))
+        return checked(_named(returned))
     except ValueError as error:
         raise ValueError(f"'{reference}': {error}") from error
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked(given: Mapping[str, Any], classes: int = 0) -> dict[str, Any]:
+    """Return the fields of a data set as :func:`fields_of` does, or raise what it raises.
+
+    If it must have labels below `classes`, a class may lack training examples.
+    """
     x, test_x = (_inputs(name, given[name]) for name in ("train_x", "test_x"))
     y = _whole_numbers("train_y", given["train_y"], len(x))
     test_y = _whole_numbers("test_y", given["test_y"], len(test_x))
@@ -58,8 +62,11 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         one = f"an input of train_x has the shape {shapes[0]}"
         raise ValueError(f"{one}, but one of test_x {shapes[1]}")
     largest = int(max(y.max(), test_y.max()))
-    if gaps := sorted({*range(min(largest, len(y)) + 1)} - {*y.tolist()}):
-        where = "train_y" if y.max() == largest else "test_y"
+    where = "train_y" if y.max() == largest else "test_y"
+    if classes:
+        if largest >= classes:
+            raise ValueError(f"{where} has the label {largest}; expected labels below {classes}")
+    elif gaps := sorted({*range(min(largest, len(y)) + 1)} - {*y.tolist()}):
         none = f"no training example has the label {gaps[0]}, but the largest label is {largest}"
         raise ValueError(f"{none}, in {where}; expected labels from 0 on without gaps")
     counts = {"groups": len(y), "test_groups": len(test_y), "coarse": len(y)}
@@ -70,14 +77,14 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _further(name: str, value: Any, counts: Mapping[str, int]) -> Any:
     """Return what a mapping has beside the four arrays, checked."""
-    from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
-    from flwr_regs.experiments.data.losses import LOSSES
-
-    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
     if name in counts:
         return _whole_numbers(name, value, counts[name])
     if name == "vectors":
         return _inputs(name, value)
+    from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
+    from flwr_regs.experiments.data.losses import LOSSES
+
+    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
     if name not in legal:
         every = ", ".join((*NAMES, *counts, *legal, "vectors"))
         raise ValueError(f"it returned a mapping with the key '{name}'; expected {every}")

@@ -65,6 +65,8 @@ def chosen(dataset: str, kind: str, examples: Any) -> Net | None:
     hint, wanted = "set model to another, or to your own, such as mine.py:Net", ""
     if side < net.smallest:
         wanted = f"images of shape (channels, height, width), of at least {net.smallest} each way"
+    elif not shape:
+        wanted, hint = "inputs of at least one dimension", f"give them as x[:, None], or {hint}"
     elif net.words and not (integers and len(shape) == 1):
         wanted = "sequences of integers, shape (length,)"
     elif integers and not net.words:

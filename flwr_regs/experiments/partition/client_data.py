@@ -116,8 +116,8 @@ class ClientData:
         if settings.partition not in BY_GROUP or train is None or test is None:
             if settings.test_split == "classes":
                 return []
-            train, test = data.train_y, data.test_y
-        return test_split(train, self.parts, test, settings.seed)
+            return test_split(data.train_y, self.parts, data.test_y, settings.seed)
+        return test_split(train, self.parts, test, settings.seed, "a partition without groups")
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""
@@ -133,12 +133,19 @@ class ClientData:
         return SEQUENCES if sequences and most == USUAL else most
 
     def server_rows(self) -> tuple[bool, Any]:
-        """Return (whether they are training examples, the rows that the server tests on)."""
+        """Return (whether they are training examples, the rows that the server tests on).
+
+        Raises ValueError if the share that clients hold out is no example.
+        """
         settings = self.settings
         if settings.held_out_clients:
             rows = np.concatenate(self.every_part[settings.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
+            if not len(rows):
+                most = f"where no client has more than {max(map(len, self.parts))} examples"
+                none = f"held-out-share={settings.held_out_share:g} holds out no example, {most}"
+                raise ValueError(f"{none}: use a larger share, or fewer clients")
         elif 0 < self.most_tested < len(self.data.test_y):
             return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
         else:
@@ -188,7 +195,12 @@ def data_of(settings: Any) -> Data:
     Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
     """
     source = settings.dataset, settings.data_dir, settings.code_dir
-    return _data(source, settings.synthetic, settings.examples, settings.num_classes)
+    data = (records if settings.synthetic else load)(*source)
+    kept = settings.examples, settings.num_classes
+    return _reduced(data, *kept) if any(kept) else data
+
+
+_reduced = lru_cache(maxsize=2)(reduced)
 
 
 def left(settings: Any, clients: ClientData) -> str:
@@ -213,9 +225,3 @@ def left(settings: Any, clients: ClientData) -> str:
         there = f"all {len(data.train_y):,} examples to train on"
         parts.insert(0, f"{there} (examples={settings.examples} asks for more)")
     return ", ".join(parts)
-
-
-@lru_cache(maxsize=2)
-def _data(source: tuple[str, str, str], synthetic: bool, *kept: int) -> Data:
-    data = (records if synthetic else load)(*source)
-    return reduced(data, *kept) if any(kept) else data

@@ -252,7 +252,13 @@ def long_tail_rounds(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array
     return [shifts.long_tail(labels, client, 1, s.seed, **drawn) for client in range(n)]
 
 
-def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list[Array]:
+def test_split(
+    train: Array,
+    parts: list[Array],
+    test: Array,
+    seed: int,
+    other: str = "test-split=classes",  # noqa: PT028
+) -> list[Array]:
     """Return each client's test examples, so that they are distributed as its training examples are.
 
     Of each kind (a class or group) the test examples are dealt in proportion to the training examples of
@@ -264,6 +270,7 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     train, test : the kind of each training and test example, ``(n,)``
     parts : each client's training examples, indices into `train`
     seed : draws which test examples a client gets
+    other : what else helps if a client would get none
 
     Raises ValueError if a client would get none.
     """
@@ -289,5 +296,5 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
                 test_parts[most] = np.setdiff1d(test_parts[most], test_parts[number])
     if none := sum(len(rows) == 0 for rows in test_parts):
         lack = f"{none} of {len(parts)} clients would get no test data by their training data's"
-        raise ValueError(f"{lack} distribution: use fewer clients, or test-split=classes")
+        raise ValueError(f"{lack} distribution: use fewer clients, or {other}")
     return test_parts

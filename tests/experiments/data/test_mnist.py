@@ -88,7 +88,8 @@ def test_a_failed_download_leaves_nothing_behind_and_the_next_run_tries_again(
     with pytest.raises((OSError, KeyboardInterrupt)) as caught:
         data.load("mnist", str(tmp_path))
     said = str(caught.value)
-    assert not said or f"not in {tmp_path}, and the download failed: Error downloading " in said
+    why = f"{kept}: AssertionError; expected a whole idx file, and the download failed: Error "
+    assert not said or why in said
     assert "\n" not in said
     assert kept.read_bytes() == b"kept"
     assert {p.name for p in tmp_path.iterdir()} == {"MNIST"}

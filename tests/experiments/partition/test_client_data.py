@@ -147,10 +147,8 @@ def test_what_is_left_of_the_data_is_said(
     given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_data, "load", lambda *_: GROUPED)
-    client_data._data.cache_clear()
     settings = settings_of(num_clients=4, **given)
     assert client_data.left(settings, client_data_of(settings)) == words
-    client_data._data.cache_clear()
 
 
 def test_runs_that_share_their_data_settings_share_the_clients_data() -> None:

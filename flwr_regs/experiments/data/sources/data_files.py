@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,29 @@ Groups = Mapping[Any, Any]
 Users = dict[str, tuple[Any, Any]]
 """User -> (inputs, labels), as a file has them."""
 
+LEAFS = """LEAF's {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}"""
 DOWNLOADS = "~/.cache/flwr_regs"
 
 
 class Missing(Exception):
     """A data set's files are not there; its text adds to what the catalogue says of them."""
+
+
+@contextmanager
+def reading(what: Any, expected: str = "") -> Iterator[None]:
+    """Raise what goes wrong within as a ValueError that names a file, and what is `expected` of it.
+
+    What says itself which file or package is missing stays as it is.
+    """
+    try:
+        yield
+    except (Missing, FileNotFoundError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # the libraries that read damaged files may raise anything
+        kind = "" if type(error) is ValueError else type(error).__name__
+        why = ": ".join(filter(None, (kind, " ".join(str(error).split()).rstrip("."))))
+        hint = f"; expected {expected}" if expected and "expected" not in why else ""
+        raise ValueError(f"{what}: {why}{hint}") from error
 
 
 def root(data_dir: str) -> Path:
@@ -80,31 +99,29 @@ def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) 
         many = f"{len(sources)} pictures, of which {len(gone)} are missing"
         raise Missing(f"{many}, such as {gone[0]}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
-    for pixels, source in zip(out, sources, strict=True):
-        if isinstance(source, np.ndarray):
-            image = Image.fromarray(source)
-        else:
-            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        with image:
-            if image.mode[0] in "IF":  # Pillow would cut all that is above 255
-                which = source if isinstance(source, Path) else "a picture"
-                raise ValueError(
-                    f"{which} is of mode {image.mode}: its values must be from 0 to 255"
-                )
-            left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
-            width, height = image.size
-            plain = image.convert(mode).crop((left, top, width - left, height - top))
-            if plain.size != (size, size):
-                plain = plain.resize((size, size), Image.Resampling.BILINEAR)
-            pixels[:] = np.atleast_3d(np.asarray(plain)).transpose(2, 0, 1)
+    for number, (pixels, source) in enumerate(zip(out, sources, strict=True)):
+        which = source if isinstance(source, Path) else f"picture {number}"
+        with reading(which, "a picture with values from 0 to 255"):
+            if isinstance(source, np.ndarray):
+                image = Image.fromarray(source)
+            else:
+                image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            with image:
+                if image.mode[0] in "IF":  # Pillow would cut all that is above 255
+                    raise ValueError(f"it is of mode {image.mode}")
+                left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
+                width, height = image.size
+                plain = image.convert(mode).crop((left, top, width - left, height - top))
+                if plain.size != (size, size):
+                    plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+                pixels[:] = np.atleast_3d(np.asarray(plain)).transpose(2, 0, 1)
     out /= 255
     return out
 
 
 def parts_of(train: tuple[Array, Array], test: tuple[Array, Array]) -> Parts:
     """Return (inputs, labels) for training and for testing as the fields of a data set."""
-    parts = {"train_x": train[0], "train_y": train[1], "test_x": test[0], "test_y": test[1]}
-    return parts | {name: parts[name].astype(np.int64) for name in ("train_y", "test_y")}
+    return {"train_x": train[0], "train_y": train[1], "test_x": test[0], "test_y": test[1]}
 
 
 def by_group(train: Groups, test: Groups, convert: Callable[[Any], Any] = lambda of: of) -> Parts:
@@ -117,8 +134,16 @@ def by_group(train: Groups, test: Groups, convert: Callable[[Any], Any] = lambda
     """
     names = sorted({*train, *test})
 
+    def pair(part: str, name: Any, of: Any) -> tuple[Array, Array]:
+        with reading(f"the {part} data of {name}", "inputs of one shape, and a label for each"):
+            x, y = convert(of)
+            if len(x) != len(y):
+                raise ValueError(f"there are {len(x)} inputs, but {len(y)} labels")
+        return x, y
+
     def joined(part: str, groups: Groups) -> tuple[tuple[Array, Array], Array]:
-        pairs = {i: convert(groups[name]) for i, name in enumerate(names) if name in groups}
+        of_names = [(i, name) for i, name in enumerate(names) if name in groups]
+        pairs = {i: pair(part, name, groups[name]) for i, name in of_names}
         pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
         if not pairs:
             raise ValueError(f"the {part} data has no examples")
@@ -156,14 +181,13 @@ def leaf(data_dir: str, folders: Iterable[str]) -> list[Users]:
 def _users_of(paths: Iterable[Path]) -> Users:
     users: Users = {}
     for path in paths:
-        try:
+        with reading(path, LEAFS):
             data = json.loads(path.read_text(encoding="utf-8"))
             for user in data["users"]:
-                users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"{path} is not in LEAF's format ({type(error).__name__}: {error})"
-            layout = '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
-            raise ValueError(f"{what}; expected {layout}") from error
+                x, y = (data["user_data"][user][part] for part in "xy")
+                if len(x) != len(y):
+                    raise ValueError(f"user {user} has {len(x)} x, but {len(y)} y")
+                users[user] = x, y
     return users
 
 
@@ -177,9 +201,9 @@ def hdf5(train: Path, test: Path, count: int, *columns: str) -> list[dict[str, t
     users: list[str] = []
     parts = []
     for path in (train, test):
-        with h5py.File(path, "r") as file:
-            if (examples := file.get("examples")) is None:
-                raise ValueError(f"{path} has no group 'examples', as TFF's files have")
+        layout = f"TFF's examples/USER/ with {' and '.join(columns)}"
+        with reading(path, layout), h5py.File(path, "r") as file:
+            examples = file["examples"]
             users = users or drawn(examples, count)
             there = [user for user in users if user in examples]
             parts.append({u: tuple(examples[u][name][()] for name in columns) for u in there})
@@ -191,23 +215,35 @@ def tables(data_dir: str, folders: Sequence[str], name: str, **splits: str) -> l
 
     Raises `Missing` without files of each split, ImportError without what reads or downloads them.
     """
-    if not folders:
-        datasets = needed("datasets", "flwr-datasets", f"downloading '{name}'", "fds")
-        return [datasets.load_dataset(name, split=split).to_pandas() for split in splits]
-    if not (paths := matching(data_dir, folders, *splits.values())):
+    paths = matching(data_dir, folders, *splits.values()) or []
+    if folders and not paths:
         raise Missing
     import pandas as pd  # pictures of other files need not wait for it
 
+    if not folders:
+        datasets = needed("datasets", "flwr-datasets", f"downloading '{name}'", "fds")
+        whole = {split: datasets.load_dataset(name, split=split).to_pandas() for split in splits}
+        return [pd.concat({split: table}) for split, table in whole.items()]
     needed("pyarrow", "pyarrow", "reading parquet files")
-    return [pd.concat(map(pd.read_parquet, files), ignore_index=True) for files in paths]
+
+    def table(path: Path) -> Any:
+        with reading(path, "a parquet file"):
+            return pd.read_parquet(path)
+
+    return [pd.concat({path: table(path) for path in files}) for files in paths]
 
 
 def column(table: Any, *names: str) -> list[Any]:
     """Return the first of these columns that a table has; pictures as their bytes, still packed.
 
-    Raises ValueError, with the columns that there are, if it has none of them.
+    Raises ValueError, with the columns that there are, if it has none of them, or with the row that lacks
+    a value.
     """
     for name in names:
         if name in table:
-            return [v["bytes"] if isinstance(v, dict) else v for v in table[name].tolist()]
+            values = [v["bytes"] if isinstance(v, dict) else v for v in table[name].tolist()]
+            if none := [i for i, v in enumerate(values) if v is None or v != v]:
+                path, row = table.index[none[0]]
+                raise ValueError(f"{path}: row {row} has no '{name}'; expected one in each row")
+            return values
     raise ValueError(f"a table has the columns {', '.join(table)}; expected {' or '.join(names)}")

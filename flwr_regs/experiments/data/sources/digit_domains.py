@@ -47,7 +47,10 @@ def _digits(path: Path) -> tuple[Array, Array]:
     if images.ndim not in (3, 4) or images.dtype != np.uint8:
         has = f"{path} has images of shape {images.shape} and type {images.dtype}"
         raise ValueError(f"{has}; expected bytes of shape (n, height, width[, 3])")
-    return files.pictures(images, "RGB", 28) * 2 - 1, labels.reshape(-1)
+    whole = labels.reshape(-1).astype(np.int64)
+    if (whole != labels.reshape(-1)).any():
+        raise ValueError(f"{path} has labels that are no whole numbers")
+    return files.pictures(images, "RGB", 28) * 2 - 1, whole
 
 
 def listed(
@@ -85,6 +88,8 @@ def listed(
 def _pair(path: Path) -> tuple[Any, Any]:
     """Return the two arrays of a pickle, of the same length."""
     pair = pickles.read(path)
-    if not (isinstance(pair, tuple | list) and len(pair) == 2 and len(pair[0]) == len(pair[1])):
-        raise ValueError(f"{path} does not hold two arrays of the same length")
-    return np.asarray(pair[0]), np.asarray(pair[1])
+    with files.reading(path, "two arrays of the same length"):
+        first, last = map(np.asarray, pair)
+        if len(first) != len(last):
+            raise ValueError(f"they have {len(first)} and {len(last)} entries")
+    return first, last

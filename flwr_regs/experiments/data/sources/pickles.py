@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.data.sources.data_files import reading
+
 
 def read(path: Path) -> Any:
     """Return the arrays, lists, tuples, dicts, texts and numbers of a pickle.
@@ -15,13 +17,9 @@ def read(path: Path) -> Any:
     Raises ValueError if it names anything else, which would be imported and called, or if it is broken; the
     message says how to convert such a file.
     """
-    try:
-        with path.open("rb") as file:
-            return _Arrays(file, encoding="latin1").load()
-    except Exception as error:  # a broken pickle may raise anything
-        why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        hint = "if you trust it, load it and write it as tuples or dicts of arrays with pickle.dump"
-        raise ValueError(f"{path} is not a pickle of plain arrays ({why}): {hint}") from error
+    hint = "if you trust it, load it and write it as tuples or dicts of arrays with pickle.dump"
+    with reading(path, f"a pickle of plain arrays: {hint}"), path.open("rb") as file:
+        return _Arrays(file, encoding="latin1").load()
 
 
 class _Arrays(pickle.Unpickler):

@@ -148,11 +148,8 @@ def landmarks(data_dir: str, tables: Sequence[str], size: int, most: int) -> Par
 def _listed(path: Path, *columns: str) -> Any:
     import pandas as pd  # other pictures need not wait for it
 
-    rows = pd.read_csv(path, dtype=str)
-    if rows.empty or not {*columns} <= {*rows}:
-        there = ", ".join(rows) if len(rows) else "of no row"
-        raise ValueError(f"{path} has the columns {there}; expected {', '.join(columns)}")
-    return rows
+    with files.reading(path, f"the columns {', '.join(columns)}, with a number in the last one"):
+        return pd.read_csv(path, dtype=str)[[*columns]].astype({columns[-1]: int})
 
 
 def _photographs(folder: Path, names: Iterable[str], size: int, centre: float) -> Array:
@@ -212,5 +209,12 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
             shutil.copytree(fresh, root, dirs_exist_ok=True)
         return parts
     except Exception as error:  # of torchvision, urllib, zipfile or the disk
+        here = f"not in {root}"
+        try:
+            for path in sorted(root.glob(f"{kind}/raw/*-ubyte")):
+                with files.reading(path, "a whole idx file"):
+                    datasets.mnist.read_sn3_pascalvincent_tensor(str(path))
+        except ValueError as damaged:
+            here = str(damaged)
         why = next(iter(str(error).splitlines()), "").rstrip(": ") or type(error).__name__
-        raise files.Missing(f"not in {root}, and the download failed: {why}") from error
+        raise files.Missing(f"{here}, and the download failed: {why}") from error

@@ -28,6 +28,9 @@ PADDING, UNKNOWN = 0, 1
 WORD = re.compile(r"[\w']+|[.,!?;]")
 SENT_FOLDERS = ("", "sent140", "sentiment140", "sent140/data")
 CSV_FIELDS = ["sentiment", "id", "date", "query", "user", "text"]
+LABELS = {"0": 0, "2": 0, "4": 1}
+"""Sentiment -> label."""
+SUCH_DATE = "Mon Apr 06 22:19:45 PDT 2009"
 COUNTS = "stackoverflow.word_count"
 """TFF's file of ``word count`` lines, the most frequent word first."""
 
@@ -157,14 +160,16 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     folders = () if hub else SENT_FOLDERS
     if leaf := files.leaf(data_dir, folders):
         return [*map(_of_users, leaf)]
+    name: Any = "stanfordnlp/sentiment140"
     if raw := files.matching(data_dir, folders, "training*.csv"):
-        tweets = read_csv(raw[0][0])
+        name = raw[0][0]
+        tweets = read_csv(name)
     else:
-        name = "stanfordnlp/sentiment140"
         (tweets,) = files.tables(data_dir, folders, name, train="train*.parquet")
-    columns = {name: files.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
-    tweets = pd.DataFrame({**columns, "time": _times(columns["date"])})
-    tweets["label"] = (tweets["sentiment"].astype(int) == 4).astype(int)
+    columns = {of: files.column(tweets, of) for of in ("user", "date", "text", "sentiment")}
+    with files.reading(name, f"dates such as '{SUCH_DATE}', and sentiments {', '.join(LABELS)}"):
+        labels = [LABELS[str(sentiment)] for sentiment in columns["sentiment"]]
+        tweets = pd.DataFrame({**columns, "time": _times(columns["date"]), "label": labels})
     tweets = tweets.sort_values(["time", "text", "label"])
     of_user = tweets.groupby("user")
     size, rank = of_user["text"].transform("size"), of_user.cumcount()
@@ -174,31 +179,23 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
 
 def _of_users(users: files.Users) -> pd.DataFrame:
     """Return the tweets as LEAF has them."""
-    pairs = [(user, *pair) for user, of in users.items() for pair in zip(*of, strict=True)]
-    rows = [(user, row[-1], int(label)) for user, row, label in pairs]
+    with files.reading("LEAF's tweets", "fields that end in the text, and a label 0 or 1, of each"):
+        pairs = [(user, *pair) for user, of in users.items() for pair in zip(*of, strict=True)]
+        rows = [(user, row[-1], int(label)) for user, row, label in pairs]
     return pd.DataFrame(rows, columns=["user", "text", "label"])
 
 
 def read_csv(path: Path) -> pd.DataFrame:
     """Return the tweets as Go et al. ship them."""
-    try:
+    with files.reading(path, f"lines with the fields {', '.join(CSV_FIELDS)}"):
         rows = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="latin-1")
-    except ValueError as error:
-        raise ValueError(f"{path} is no table of tweets: {error}") from error
-    if rows.shape[1] != len(CSV_FIELDS):
-        expected = ", ".join(CSV_FIELDS)
-        raise ValueError(f"{path} has lines of {rows.shape[1]} fields; expected {expected}")
-    return rows.set_axis(CSV_FIELDS, axis=1)
+        return rows.set_axis(CSV_FIELDS, axis=1)
 
 
 def _times(dates: Sequence[str]) -> pd.Series:
-    """Return when, on the clock of each date, such as ``Mon Apr 06 22:19:45 PDT 2009``."""
-    try:
-        plain = pd.Series(dates).str.replace(r" [A-Z]+ (?=\d+$)", " ", regex=True)
-        return pd.to_datetime(plain, format="%a %b %d %H:%M:%S %Y")
-    except ValueError as error:
-        such = "'Mon Apr 06 22:19:45 PDT 2009'"
-        raise ValueError(f"a tweet has no date such as {such}: {error}") from error
+    """Return when, on the clock of each date, which is such as `SUCH_DATE`."""
+    plain = pd.Series(dates).str.replace(r" [A-Z]+ (?=\d+$)", " ", regex=True)
+    return pd.to_datetime(plain, format="%a %b %d %H:%M:%S %Y")
 
 
 def _vectors(path: Path, place: dict[str, int], tokens: int) -> Array:
@@ -207,7 +204,8 @@ def _vectors(path: Path, place: dict[str, int], tokens: int) -> Array:
         such = "with a word and its vector in a line, such as glove.6B.300d.txt"
         raise FileNotFoundError(f"there is no file {path} {such}")
     out = np.zeros((tokens, 0), np.float32)
-    with path.open(encoding="utf-8") as file:
+    layout = "a word and its vector in each line, all of one length"
+    with files.reading(path, layout), path.open(encoding="utf-8") as file:
         for line in file:
             word, *numbers = line.rstrip("\n").split(" ")
             if not out.size:

@@ -97,9 +97,11 @@ class Files:
     def emnist(self, split: str, first: int = 0) -> None:
         self.idx("EMNIST", [f"emnist-{split}-{part}" for part in ("train", "test")], first)
 
-    def cifar(self, classes: int, label: str = "label") -> None:
+    def cifar(self, classes: int, label: str = "label", *holes: int) -> None:
         for part, count in (("train", 20), ("test", 10)):
-            pictures = [{"bytes": self.png(32, 32, 3), "path": f"{i}.png"} for i in range(count)]
+            pictures: list[Any] = [{"bytes": self.png(32, 32, 3), "path": ""} for _ in range(count)]
+            for row in holes:
+                pictures[row] = None
             columns: dict[str, Any] = {"img": pictures, label: np.arange(count) % classes}
             self.parquet(f"cifar{classes}/{part}-00000-of-00001.parquet", **columns)
 
