@@ -243,7 +243,7 @@ class LocalTraining:
         and if the state is to be kept of an optimiser that the method makes.
         """
         made = self._optimizer.made(make)
-        self._ctx = changed(self._ctx, momentum=momentum_of(made))
+        self._ctx = changed(self._ctx, momentum=momentum_of(made, self._ctx.lr))
         return made
 
     def batches(self) -> Iterator[tuple[Any, Any]]:

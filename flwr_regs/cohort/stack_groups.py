@@ -17,7 +17,7 @@ from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import Layout, check_custody, load
 from flwr_regs.client.memory import to_numpy
-from flwr_regs.client.train.optimizer import optimizer_of
+from flwr_regs.client.train.optimizer import optimizer_of, over
 from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Asked, Member, View
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
@@ -178,6 +178,8 @@ class Group:
         self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n in entries)
         self.room = settings.memory - self._one
         came = recipe.common, recipe.step, self.layout.trained, config
+        named = dict(model.named_parameters())
+        params = [named[n] for n in trained]
         self.view = View(
             model=model,
             term=term,
@@ -185,7 +187,7 @@ class Group:
             device=data.resolve_device(client.device),
             entries=entries,
             trained=trained,
-            make=term.client_optimizer(optimizer_of(config, client.optimizer)),
+            make=term.client_optimizer(over(params, optimizer_of(config, client.optimizer))),
             broadcast=clients.broadcast_of(term, *came),
             same={"lr": config["lr"], "config": plain(config), "loss_fn": client.task.loss},
             classifier=client.classifier,

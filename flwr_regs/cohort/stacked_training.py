@@ -269,7 +269,7 @@ class Stack:
     def _begin(self) -> None:
         """Let the terms choose where the steps start, and with what state of the optimiser."""
         view, term, told = self._view, self._view.term, self._own["told"]
-        view.same["momentum"] = momentum_of(self._optimizer)
+        view.same["momentum"] = momentum_of(self._optimizer, view.same["lr"])
         if any(t.acts("start") for t in term.terms):
             for n, p in view.of_all(partial(term.start, view.start), told).items():
                 self._values[n].copy_(p)

@@ -87,7 +87,10 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
     for name in arrays_in(content):
         if name.endswith(".broadcast") or name == keys.STEP:
             context.state[BESIDE + name] = content.pop(name)
-    reply = call_next(message, context)
+    reply: Any = call_next(message, context)
+    if not isinstance(reply, Message):
+        returned = f"the app's {message_type} function, or a mod, returned {reply!r:.200}"
+        raise TypeError(f"{returned}, expected a Message such as ClientRound.reply()")
     model = _taken(context).get(keys.MODEL, given)
     if reply.has_error() or message_type.startswith("evaluate"):
         return reply

@@ -202,7 +202,15 @@ def slower(params: Any, lr: float) -> torch.optim.Optimizer:
     return SGD(params, lr=lr / 2)
 
 
+def by_shape(params: Any, lr: float) -> torch.optim.Optimizer:
+    assert len(params) > 1  # those of the model
+    return SGD([{"params": p, "momentum": 0.9 * (p.ndim > 1)} for p in params], lr=lr)
+
+
 OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
+    (fr.FedADC, fr.FedADCClient, slower, f"{ADDS_UP}.*learning rate of its own may"),
+    (fr.SCAFFOLD, fr.SCAFFOLDClient, by_shape, f"SGD with momentum {OTHER}"),
+    (fr.FedNova, fr.FedNovaClient, by_shape, WEIGHS),
     (fr.FedADC, fr.FedADCClient, torch.optim.Adam, ADDS_UP),
     (partial(fr.FedADC, local_momentum=0.5), fr.FedADCClient, partial(SGD, momentum=0.9), ADDS_UP),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, ODD, "SGD with momentum and maximize may take"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -83,7 +83,7 @@ class ClientOptimizer:
     def made(self, make: Factory) -> Optimizer:
         """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""
         self.missing = None
-        given = optimizer_of(self._ctx.config, make)
+        given = over(list(self._trained.values()), optimizer_of(self._ctx.config, make))
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if self._carrying:
@@ -188,15 +188,31 @@ def optimizer_of(config: Config, factory: Factory = None) -> OptimizerFn:
     return partial(kind, **{k.replace("-", "_"): v for k, v in given.items()}) if given else kind
 
 
-def momentum_of(optimizer: Optimizer) -> float | None:
+class Trial(list[Tensor]):
+    """The parameters of an optimiser that is made to be looked at alone: see `over`."""
+
+
+def over(params: Sequence[Tensor], make: OptimizerFn) -> OptimizerFn:
+    """Return a factory that takes these parameters for a `Trial`: what it makes may depend on them."""
+
+    @wraps(make)
+    def made(given: Any, **settings: Any) -> Optimizer:
+        return make([*params] if isinstance(given, Trial) else given, **settings)
+
+    return made
+
+
+def momentum_of(optimizer: Optimizer, lr: float) -> float | None:
     """Return m such that a constant gradient moves ``η/(1−m)`` a step in the long run; None if unknown.
 
-    SGD's `dampening` counts: with the same value as its momentum, a step is η, so m is 0.
+    η is the round's learning rate `lr`; the optimiser may have another one. SGD's `dampening` counts: with
+    the same value as its momentum, a step is η, so m is 0.
     """
     group = optimizer.param_groups[0]
-    if "momentum" not in group or not (damped := 1 - group.get("dampening", 0)) > 0:
+    own, damped = group["lr"], 1 - group.get("dampening", 0)
+    if "momentum" not in group or not min(own, damped) > 0:
         return None
-    return float(1 - (1 - group["momentum"]) / damped)
+    return float(1 - (1 - group["momentum"]) / damped * (lr / own))
 
 
 def clip(params: Collection[nn.Parameter], norm: float) -> None:

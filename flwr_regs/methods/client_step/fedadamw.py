@@ -38,6 +38,7 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Carries, Checks, Steers
+from flwr_regs.client.train.optimizer import Trial
 from flwr_regs.methods.parts.last_step import steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
@@ -69,7 +70,7 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         what = unlike_sgd(optimizer, (*PLAIN, "weight_decay", "amsgrad"))
-        trial = optimizer([torch.zeros(1)], lr=1.0)
+        trial = optimizer(Trial([torch.zeros(1)]), lr=1.0)
         if what and (not isinstance(trial, torch.optim.AdamW) or trial.defaults["amsgrad"]):
             raise ValueError(
                 f"FedAdamW's clients run AdamW without amsgrad, but {what} steps in another way: leave "

@@ -115,10 +115,11 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
         return {n: ctx.lr * m for n, m in self._per_step(ctx).items()} if shifts else {}
 
     def client_optimizer(self, optimizer: Any) -> Any:
-        if what := unlike_sgd(optimizer, ["momentum"]):
+        if what := unlike_sgd(optimizer, ["momentum", "lr"]):
             raise ValueError(
-                "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
-                f"which {what} may accumulate or rescale. For Alg. 4's momentum set local_momentum=..."
+                "FedADC's clients run SGD without momentum of their own, at the round's learning rate: it "
+                f"adds m̄ to the gradients, which {what} may accumulate or rescale. For Alg. 4's momentum "
+                "set local_momentum=..."
             )
         phi = self.local_momentum
         return optimizer if phi is None else with_settings(optimizer, momentum=phi, dampening=phi)

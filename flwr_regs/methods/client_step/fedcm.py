@@ -71,7 +71,7 @@ class ClientMomentum(LastStep):
             why = (
                 f"with alpha={self.alpha:g} and a client momentum of {m:g} repeats "
                 f"{(1 - self.alpha) / (1 - m):.3g} times the last global step in each round, and above 1 "
-                "training can diverge: leave the momentum out"
+                "training can diverge: leave out the momentum, or a learning rate of the optimiser's own"
             )
             log_once(f"FedCM {why}", self.name, ctx)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flwr_regs.abilities import Restricts, Steers
+from flwr_regs.client.train.optimizer import Trial
 from flwr_regs.term import Term
 
 PLAIN = ("momentum", "maximize", "lr")
@@ -22,7 +23,7 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
     `settings` are those of SGD that it must leave alone: ``"lr"`` the learning rate, others at 0. An
     optimiser of the user's own counts as SGD if its class declares ``plain_sgd = True``.
     """
-    made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
+    made = optimizer(Trial([torch.zeros(1, requires_grad=True)]), lr=1.0)
     groups = made.param_groups
     odd = [key for key in settings if key != "lr" and any(group.get(key) for group in groups)]
     if "lr" in settings and any(group["lr"] != 1.0 for group in groups):

@@ -255,15 +255,17 @@ def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Meth
     close(got, run(case.strategy(**case.settings, seed=3), case.client, rounds=2), 0.0)
 
 
-def test_a_train_function_that_returns_nothing_is_told_so() -> None:
+def test_a_train_function_or_a_mod_that_returns_nothing_is_told_so() -> None:
     app = fr.RegClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Any:
         return None
 
-    with pytest.raises(fr.RoundFailed, match="train function returned None, expected a Message"):
-        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+    forgetful = fr.client_app(lambda _: fr.FedFORClient, mods=[lambda *_: None])
+    for each in (app, forgetful):
+        with pytest.raises(fr.RoundFailed, match="function, or a mod, returned None, expected a M"):
+            run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(each, 4))
 
 
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:

@@ -33,6 +33,7 @@ def test_client_momentum_weakens_the_default_alone(alpha: float | None) -> None:
         (partial(SGD, momentum=0.9, dampening=0.9), 0.0),  # a step of η in the long run
         (partial(SGD, momentum=0.9, dampening=0.5), 0.8),
         (partial(SGD, momentum=0.9, dampening=1.0), None),  # moves no further than its first step
+        (lambda params, lr: SGD(params, 3 * lr, momentum=0.9), 1 - 0.1 / 3),
         (torch.optim.Adam, None),
         (torch.optim.Adagrad, None),
     ],
@@ -40,7 +41,7 @@ def test_client_momentum_weakens_the_default_alone(alpha: float | None) -> None:
 def test_the_momentum_of_an_optimiser(make: Any, m: float | None) -> None:
     p = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
     optimizer = make([p], lr=1.0)
-    assert momentum_of(optimizer) == pytest.approx(m)
+    assert momentum_of(optimizer, 1.0) == pytest.approx(m)
     if m is not None:  # and what it means
         for _ in range(300):
             p.grad = torch.ones_like(p)
