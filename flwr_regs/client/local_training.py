@@ -498,6 +498,8 @@ def local_round(
 
     def corrected(batch: tuple[Any, Any]) -> Any:
         opt.zero_grad(set_to_none=True)
+        for p in training._trained.values():  # of which the optimiser may hold some
+            p.grad = None
         loss = training.objective(*batch, watched=False)
         torch.autograd.backward(loss)
         training.correct()

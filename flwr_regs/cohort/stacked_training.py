@@ -47,6 +47,9 @@ from flwr_regs.wire import keys
 LOG = logging.getLogger("flwr")
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+OPTIONS = {"cpp.threads": 1, "fallback_random": True}
+"""Of the compiler. In threads of compiled code, an index out of range would end the process. What a step draws
+it must also draw compiled."""
 KEPT = 60
 """Entries of `_STEPS` that are kept."""
 _STEPS: dict[Hashable, Any] = {}
@@ -340,12 +343,16 @@ class Stack:
             where: Any = slice(0, self._rows)
             if len(parts) > 1:
                 where = torch.tensor(rows, device=self._view.device)
+            places = set[int]()
             for n, g in self._gradients(step, rows, where).items():
                 p = self._leaves[n]
                 if self._moved:
                     self._values[n] = p.data = g
                 elif len(parts) == 1:
-                    p.grad = g.to(p.dtype)
+                    # clipping and optimisers write to it: it must be of this parameter alone
+                    place = g.untyped_storage().data_ptr()
+                    p.grad = g.to(p.dtype, copy=place in places or 0 in g.stride())
+                    places.add(place)
                 else:
                     p.grad = torch.zeros_like(p) if rows[0] == 0 else p.grad
                     p.grad[where] = g.to(p.dtype)
@@ -584,8 +591,7 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
     constants = [t.detach().flatten().view(torch.uint8) for t in graph.state_dict().values()]
     key = *code, _forms(given), *(t.cpu().numpy().tobytes() for t in constants)
     if key not in _STEPS:
-        # in threads of compiled code, an index out of range would end the process
-        _STEPS[key] = torch._inductor.compile(graph, given, options={"cpp.threads": 1})
+        _STEPS[key] = torch._inductor.compile(graph, given, options=OPTIONS)
     return _STEPS[key]
 
 

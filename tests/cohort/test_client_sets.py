@@ -196,12 +196,38 @@ def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None
     assert not any(tmp_path.iterdir())
 
 
+class Sum(nn.Module):
+    """A layer whose weight is the sum of two parameters: autograd gives both one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.d = (nn.Parameter(torch.full((3, 6), of)) for of in (0.1, 0.2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.w + self.d)
+
+
+@pytest.mark.parametrize("how", [{"clip-norm": 0.01}, {"momentum": 0.9}], ids=["clip", "nesterov"])
+def test_parameters_with_one_gradient_are_stepped_as_alone(how: dict[str, Any]) -> None:
+    """Clipping and optimisers write to gradients."""
+    made = partial(torch.optim.SGD, nesterov="momentum" in how, momentum=how.get("momentum", 0.0))
+    clip = {key: of for key, of in how.items() if key == "clip-norm"}
+    options: dict[str, Any] = {"batch_size": 8, "device": "cpu", "optimizer": made}
+    clients = fr.Clients(Sum, [*map(pair, range(3))], **options)
+    strategy = partial(fr.FedAvg, seed=3, fraction_evaluate=0.0)
+    stacked = fr.StackedGrid(clients, check=False)
+    got = run(strategy(), stacked, model=Sum, train={"local-steps": 4, **clip})
+    assert not stacked.fallbacks
+    alone = run(strategy(), fr.InProcessGrid(clients), model=Sum, train={"local-steps": 4, **clip})
+    close(got, alone, 1e-6)
+
+
 def as_it_is(graph: Any, given: Any, options: Any) -> Any:
     """Compile nothing; take, as compiled code does, tensors that lie in memory as these.
 
     In threads of compiled code, an index out of range would end the process.
     """
-    assert options == {"cpp.threads": 1}
+    assert options["cpp.threads"] == 1
 
     def step(*now: Any) -> Any:
         assert [t.stride() for t in now] == [t.stride() for t in given]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any, ClassVar
 
 import torch
@@ -195,11 +195,10 @@ class Trial(list[Tensor]):
 def over(params: Sequence[Tensor], make: OptimizerFn) -> OptimizerFn:
     """Return a factory that takes these parameters for a `Trial`: what it makes may depend on them."""
 
-    @wraps(make)
     def made(given: Any, **settings: Any) -> Optimizer:
         return make([*params] if isinstance(given, Trial) else given, **settings)
 
-    return made
+    return update_wrapper(made, make, (), ())  # for its signature
 
 
 def momentum_of(optimizer: Optimizer, lr: float) -> float | None:
