@@ -48,8 +48,8 @@ LOG = logging.getLogger("flwr")
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 OPTIONS = {"cpp.threads": 1, "fallback_random": True}
-"""Of the compiler. In threads of compiled code, an index out of range would end the process. What a step draws
-it must also draw compiled."""
+"""Of the compiler. In threads of compiled code, an index out of range would end the process. A step draws
+the same numbers, compiled or not."""
 KEPT = 60
 """Entries of `_STEPS` that are kept."""
 _STEPS: dict[Hashable, Any] = {}
