@@ -29,16 +29,7 @@ from flwr_regs.wire.parcel import Parcel
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
-DIVISIONS = [
-    "__truediv__",
-    "__rdiv__",
-    "div",
-    "divide",
-    "true_divide",
-    "pow",
-    "__pow__",
-    "__rpow__",
-]
+DIVISIONS = ["__truediv__", "__rdiv__", "div", "divide", "true_divide", "pow", "__pow__", "__rpow__"]
 """Names of the functions that make fractions of whole numbers."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
@@ -89,7 +80,7 @@ class Member:
 class Number(Tensor):
     """A number of one member under vmap, such as its id: good to calculate with, but no key and no text.
 
-    As of Python's numbers, the precision of what it and a tensor make is the tensor's.
+    What it and a tensor make has the tensor's precision, as with one of Python's numbers.
     """
 
     @classmethod
@@ -399,8 +390,8 @@ NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*MEASURED, "train")}
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 
-def whole(made: Arrays, given: Arrays) -> Arrays:
-    """Return what a hook made of arrays in their shapes, as a number stands for an array of it."""
+def in_shape(made: Arrays, given: Arrays) -> Arrays:
+    """Return what a hook made of the given arrays, each in the shape of its array; a number fills it."""
 
     def one(value: Any, like: Tensor) -> Any:
         value = value if isinstance(value, Tensor) else torch.full_like(like, value)
@@ -410,7 +401,7 @@ def whole(made: Arrays, given: Arrays) -> Arrays:
 
 
 def as_tensors(slots: Slot, device: torch.device) -> Slot:
-    """Return slots whose numbers, as hooks may return them, are such tensors as they become alone."""
+    """Return slots with tensors in place of plain numbers, of the types that a client alone gives these."""
 
     def one(value: Any) -> Tensor:
         if isinstance(value, Number) and value.is_floating_point():

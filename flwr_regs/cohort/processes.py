@@ -242,7 +242,7 @@ def _serve(connection: Connection, make: Callable[[Any], Any], threads: int, lev
 
 
 def tell(told: Any) -> None:
-    """Let the asking process have `News`; for a task, in the process that is at it."""
+    """Send `News` to the process that asks. A task calls this, in the worker that is at it."""
     _answer_with(News(told))
 
 

@@ -191,10 +191,8 @@ def _in(precision: torch.dtype | None, tree: Any) -> Any:
 def _entries(state: Arrays, *slots: Slot) -> Arrays:
     """Return the entries of a model, and of slots by ``<term>.<key>``."""
     each = [(t, slot) for some in slots for t, slot in some.items()]
-    return {
-        **state,
-        **{f"{t}.{k}": torch.as_tensor(a) for t, slot in each for k, a in slot.items()},
-    }
+    of_slots = {f"{t}.{k}": torch.as_tensor(a) for t, slot in each for k, a in slot.items()}
+    return {**state, **of_slots}
 
 
 def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -> str:

@@ -39,7 +39,7 @@ from flwr_regs.cohort.member_view import (
     OneMember,
     View,
     as_tensors,
-    whole,
+    in_shape,
 )
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
@@ -48,8 +48,8 @@ LOG = logging.getLogger("flwr")
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD RMSprop Rprop"
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 OPTIONS = {"cpp.threads": 1, "fallback_random": True}
-"""Of the compiler. In threads of compiled code, an index out of range would end the process. A step draws
-the same numbers, compiled or not."""
+"""The compiler's. In its threads, an index out of range would end the process. With torch's own random
+numbers, a step draws the same ones, compiled or not."""
 KEPT = 60
 """Entries of `_STEPS` that are kept."""
 _STEPS: dict[Hashable, Any] = {}
@@ -406,7 +406,7 @@ class Stack:
             params = {n: values[n].detach() for n in view.start}
 
             def point(params: Arrays, ctx: Any) -> Arrays:
-                return whole(view.term.point(params, ctx), params)
+                return in_shape(view.term.point(params, ctx), params)
 
             moved = view.of_all(point, row["told"], params)
             # clones: leaves of their own, also where a term moves nothing
@@ -558,7 +558,7 @@ class Stack:
             nonlocal changes
             sent, *slots = view.term.finish(delta, view.context(told, **functions))
             if changes := sent is not delta:
-                sent = whole(sent, delta)
+                sent = in_shape(sent, delta)
             return sent, *(as_tensors(some, view.device) for some in slots)
 
         with torch.no_grad():

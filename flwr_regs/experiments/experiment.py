@@ -433,7 +433,7 @@ def check_words(runs: Sequence[Run]) -> None:
 def refuse_same(runs: Sequence[Run]) -> None:
     """Raise ValueError if two runs train the same under two labels.
 
-    Strategies of two classes may; but not if one of them, or its client, overrides more than a constructor.
+    Strategies of two classes do not if one of them, or its client, overrides more than a constructor.
     """
 
     def code(kind: type) -> set[tuple[str, int]]:

@@ -179,18 +179,14 @@ def is_private(strategy: RegStrategy) -> bool:
 
 def _part(kind: Any, call: Call, extra: Mapping[str, Any], base: type[RegStrategy]) -> Any:
     """Return what a part that is no strategy's class stands for: a strategy, or a list of terms."""
-    made, expected = (
-        kind,
-        "a class that derives from RegStrategy, a function that returns a strategy",
-    )
+    made = kind
+    expected = "a class that derives from RegStrategy, a function that returns a strategy"
     if call.called or callable(kind):
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        made, expected = (
-            _made(kind, call, kwargs, extra),
-            "a strategy that derives from RegStrategy",
-        )
+        made = _made(kind, call, kwargs, extra)
+        expected = "a strategy that derives from RegStrategy"
         if isinstance(made, base):
             return made
     terms = list(made) if isinstance(made, list | tuple) else [made]

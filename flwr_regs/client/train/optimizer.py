@@ -193,7 +193,7 @@ class Trial(list[Tensor]):
 
 
 def over(params: Sequence[Tensor], make: OptimizerFn) -> OptimizerFn:
-    """Return a factory that takes these parameters for a `Trial`: what it makes may depend on them."""
+    """Return a factory that, given a `Trial`, takes these parameters: what it makes may depend on them."""
 
     def made(given: Any, **settings: Any) -> Optimizer:
         return make([*params] if isinstance(given, Trial) else given, **settings)

@@ -117,14 +117,12 @@ def with_notes(experiment: Experiment) -> Experiment:
     panels = []
     for panel in experiment.panels:
         notes = list(panel.notes)
-        for name, settings in {
-            r.settings.dataset: r.settings for r in experiment.tests(panel)
-        }.items():
+        by_name = {run.settings.dataset: run.settings for run in experiment.tests(panel)}
+        for name, settings in by_name.items():
             if settings.synthetic:
                 drawn = f"this run is on {datasets.RECORDS} random records of their shape"
-                notes = [
-                    f"the files of {name} are not here: {drawn}, and its accuracies say nothing"
-                ]
+                drawn += ", and its accuracies say nothing"
+                notes = [f"the files of {name} are not here: {drawn}"]
             elif experiment.smoke:
                 notes = ["a smoke test: its accuracies say nothing"]
             else:
