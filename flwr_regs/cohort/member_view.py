@@ -29,7 +29,16 @@ from flwr_regs.wire.parcel import Parcel
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
-DIVISIONS = ["__truediv__", "__rdiv__", "div", "divide", "true_divide", "pow", "__pow__", "__rpow__"]
+DIVISIONS = [
+    "__truediv__",
+    "__rdiv__",
+    "div",
+    "divide",
+    "true_divide",
+    "pow",
+    "__pow__",
+    "__rpow__",
+]
 """Names of the functions that make fractions of whole numbers."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
