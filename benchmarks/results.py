@@ -84,7 +84,7 @@ class Bench:
     @cached_property
     def panels(self) -> list[tuple[Panel, Path, Results]]:
         """The panels that are finished: each with its folder and its results."""
-        places = commands.places(self.experiment, self.folder)
+        places = card_files.places(self.experiment, self.folder)
         return [
             (panel, place, commands.results_of(self.experiment, panel, place))
             for panel, place in places
@@ -95,7 +95,7 @@ class Bench:
     def unfinished(self) -> dict[str, str]:
         """The panels that are not finished -> how far they are."""
         found = {}
-        for panel, place in commands.places(self.experiment, self.folder):
+        for panel, place in card_files.places(self.experiment, self.folder):
             tests, made = self.experiment.tests(panel), card_files.of_folder(place)[1]
             trials = len([*(place / "tuning" / "runs").glob("*")])
             if self.experiment.tune and "chosen" not in made:

@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,10 @@ import flwr_regs
 from flwr_regs.experiments import words
 from flwr_regs.experiments.calls import pieces
 from flwr_regs.experiments.cards import card_files, choices
+from flwr_regs.experiments.cards.card_files import places
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.extras import needed
-from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report import run_records, tried
+from flwr_regs.experiments.report import tried
 from flwr_regs.experiments.report.folders import CannotWrite, check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
@@ -65,16 +65,17 @@ def train(args: Namespace) -> int:
     if not experiment.smoke:
         needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
     folder = args.resume or words.out_folder(out)
-    kept, experiment = experiment.hashes, choices.with_notes(experiment)
-    for name, seen in experiment.hashes.items() if args.resume else ():
-        if kept.get(name, seen) != seen:
+    for name, seen in experiment.data_hashes.items() if args.resume else ():
+        if (kept := experiment.hashes.get(name, seen)) != seen:
             changed = f"the data of '{name}' have changed since {folder} was begun"
-            hashes = f"their hash is {seen}, not {kept[name]}"
+            hashes = f"their hash is {seen}, not {kept}"
             raise ValueError(f"{changed}: {hashes}; train on them in a new folder")
+    if experiment.metrics and not args.resume:
+        experiment = choices.with_notes(experiment)
     _keep_farewell(folder, args.command)
     with locked(folder):
         if not args.resume:
-            save(experiment, folder, provenance(["flwr-regs", *args.words]))
+            card_files.save(experiment, folder, provenance(["flwr-regs", *args.words]))
         if experiment.tune:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
@@ -133,26 +134,6 @@ def read_records(experiment: Experiment, folder: Path) -> None:
     for panel, place in places(experiment, folder):
         recorded(experiment.tests(panel), place)
         recorded(experiment.trial_runs(panel), place / "tuning")
-
-
-def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
-    """Return each panel, and the folder of its results in the experiment's."""
-    alone = len(experiment.panels) == 1
-    return [
-        (p, folder if alone else folder / run_records.file_name(p.name)) for p in experiment.panels
-    ]
-
-
-def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
-    """Write experiment.toml into the results' folder, and of each panel into its own."""
-    came = {**came, "card": experiment.name}
-    write(folder / card_files.FILE, card_files.text(experiment, came))
-    for panel, place in places(experiment, folder):
-        place.mkdir(exist_ok=True)
-        tests = experiment.tests(panel)
-        hashes = {str(run.seed): client_data_of(run.settings).hash for run in tests}
-        text = card_files.text(experiment.only(panel), {**came, "partitions": hashes})
-        write(place / card_files.FILE, text)
 
 
 def _train_panel(

@@ -20,7 +20,7 @@ from flwr_regs.experiments.calls import Call, Calls, parse_methods, text_of
 from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.models.architectures import chosen
-from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.partition.client_data import client_data_of, data_of
 from flwr_regs.experiments.settings import DEFAULTS, SETTINGS, Settings, Values, as_word, field_name
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
 from flwr_regs.server.options import Options
@@ -324,6 +324,14 @@ class Experiment:
     def ends(self) -> list[Run]:
         """The runs of all panels; of what is tuned, those at the ends of the spaces alone."""
         return [r for p in self.panels for r in [*self.trial_runs(p, ends=True), *self.tests(p)]]
+
+    @property
+    def data_hashes(self) -> dict[str, str]:
+        """Data set -> the hash of what is here; nothing for a smoke test, or for random records."""
+        runs = [run.settings for panel in self.panels for run in self.tests(panel)]
+        read = [settings for settings in runs if not (self.smoke or settings.synthetic)]
+        whole = {of.dataset: replace(of, examples=0, num_classes=0) for of in read}
+        return {dataset: data_of(settings).hash for dataset, settings in whole.items()}
 
     def fair(self) -> Experiment:
         """Return the experiment in which the clients test every method of a panel if they must test one.

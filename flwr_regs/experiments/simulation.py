@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 import flwr_regs
-from flwr_regs.experiments.cards import choices
-from flwr_regs.experiments.commands import save
+from flwr_regs.experiments.cards.card_files import save
 from flwr_regs.experiments.data.datasets import load
 from flwr_regs.experiments.experiment import Experiment, initial_model
 from flwr_regs.experiments.report.folders import locked
@@ -128,7 +127,7 @@ def simulate(
         with alone, tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
             if folder:
                 came = provenance(["flwr_regs.simulate"])
-                save(choices.with_notes(experiment), folder, {**came, "baseline": baseline})
+                save(experiment, folder, {**came, "baseline": baseline})
             place = folder or (Path(temporary) if runner == "ray" else None)
             records = engine.execute(runs, place, bars, workers, runner)
             if failed := [record for record in records if not record.ended]:

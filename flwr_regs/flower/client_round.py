@@ -122,24 +122,30 @@ class ClientRound(LocalTraining):
         """
         return seeded(self._member.config[keys.SEED_KEY], self.device)
 
-    def reply(
-        self, metrics: Mapping[str, int | float] | None = None, steps: int | None = None
-    ) -> Message:
+    def reply(self, metrics: Mapping[str, Any] | None = None, steps: int | None = None) -> Message:
         """Return the reply to the strategy.
 
         Parameters
         ----------
         metrics : mapping, optional
-            Your own numbers; the strategy averages those that all clients report.
+            Your own numbers, also 0-d arrays and tensors; the strategy averages those that all clients
+            report. What the reply says itself, such as ``num-examples`` and ``train-loss``, stays.
         steps : int, optional
             The optimiser's steps, if it did not take one for each `correct`.
+
+        Raises TypeError for a metric that is no number.
         """
+        given = (metrics or {}).items()
+        own = {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in given}
+        for name, value in own.items():
+            if type(value) is bool or not isinstance(value, int | float | list):
+                raise TypeError(f"reply: the metric '{name}' must be a number, not {value!r:.80}")
         result, member = self.finish(steps), self._member
         if member.probing:  # finish has put the model back to w_t
             reply, held = probe(member, self._measures)
         else:
             reply, held = end(member, result, self._measures)
-        content = reply_of(replace(reply, metrics={**(metrics or {}), **(reply.metrics or {})}))
+        content = reply_of(replace(reply, metrics={**own, **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:
             content[keys.MODEL] = to_record(member.rebuilt)

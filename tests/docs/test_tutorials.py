@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flwr_regs.experiments import cli, commands
-from flwr_regs.experiments.cards import choices
+from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.run import costs
 from tests.conftest import ROOT
@@ -82,7 +82,7 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
     monkeypatch.setattr(commands, "_train_panel", lambda *_: (0, None))
     monkeypatch.setattr(commands, "_report_card", lambda *_: None)
-    monkeypatch.setattr(commands, "save", lambda *_: None)  # it loads the data
+    monkeypatch.setattr(card_files, "save", lambda *_: None)  # it loads the data
     monkeypatch.setattr(Experiment, "checked", partialmethod(Experiment.checked, data=False))
     monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
     monkeypatch.setattr(costs, "measure", lambda _: "")

@@ -17,7 +17,10 @@ from typing import Any
 
 from flwr_regs.experiments.calls import Calls, check_name, parse_methods, text_of
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.report.folders import write
+from flwr_regs.experiments.report.run_records import file_name
 from flwr_regs.experiments.settings import Settings
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
@@ -126,6 +129,27 @@ def text(experiment: Experiment, made: Mapping[str, Any] = {}) -> str:
     table["methods"] = {one.name: row(one) for one in experiment.rows}
     table["panels"] = [*map(panel, experiment.panels)]
     return tomli_w.dumps(_filled(table))
+
+
+def save(experiment: Experiment, folder: Path, made: Mapping[str, Any]) -> None:
+    """Write experiment.toml into the results' folder, and of each panel into its own.
+
+    Each has the hashes of the data, which ``--resume`` compares.
+    """
+    made = {**made, "card": experiment.name}
+    experiment = replace(experiment, hashes={**experiment.hashes, **experiment.data_hashes})
+    write(folder / FILE, text(experiment, made))
+    for panel, place in places(experiment, folder):
+        place.mkdir(exist_ok=True)
+        tests = experiment.tests(panel)
+        hashes = {str(run.seed): client_data_of(run.settings).hash for run in tests}
+        write(place / FILE, text(experiment.only(panel), {**made, "partitions": hashes}))
+
+
+def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
+    """Return each panel, and the folder of its results in the experiment's."""
+    alone = len(experiment.panels) == 1
+    return [(p, folder if alone else folder / file_name(p.name)) for p in experiment.panels]
 
 
 def _filled(table: Mapping[str, Any]) -> dict[str, Any]:

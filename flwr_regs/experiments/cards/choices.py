@@ -106,31 +106,23 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     return replace(tried, rows=(first_row, *others[-1:]), tune=())
 
 
-def with_notes(experiment: Experiment) -> Experiment:
-    """Return an experiment with the hashes of the data that are here, unless it is a smoke test.
-
-    A card's panels get notes: what the reader must know of their data.
-    """
-    from flwr_regs.experiments.partition.client_data import data_of
-
-    hashes = dict(experiment.hashes)
-    panels = []
-    for panel in experiment.panels:
+def with_notes(card: Experiment) -> Experiment:
+    """Return a card whose panels have notes: what the reader must know of their data."""
+    hashes, panels = card.data_hashes, []
+    for panel in card.panels:
         notes = list(panel.notes)
-        by_name = {run.settings.dataset: run.settings for run in experiment.tests(panel)}
-        for name, settings in by_name.items():
+        for name, settings in {
+            of.settings.dataset: of.settings for of in card.tests(panel)
+        }.items():
+            known = catalogue.expected(name, card.hashes)
             if settings.synthetic:
                 drawn = f"this run is on {datasets.RECORDS} random records of their shape"
                 drawn += ", and its accuracies say nothing"
                 notes = [f"the files of {name} are not here: {drawn}"]
-            elif experiment.smoke:
+            elif card.smoke:
                 notes = ["a smoke test: its accuracies say nothing"]
-            else:
-                seen = datasets.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
-                known = catalogue.expected(name, experiment.hashes) if experiment.metrics else seen
-                if known and seen != known:
-                    is_other = f"is {seen}, not {known} as the card says: these are other data"
-                    notes.append(f"the hash of {name} {is_other}")
-                hashes[name] = seen
+            elif known and hashes[name] != known:
+                is_other = f"is {hashes[name]}, not {known} as the card says: these are other data"
+                notes.append(f"the hash of {name} {is_other}")
         panels.append(replace(panel, notes=tuple(dict.fromkeys(notes))))
-    return replace(experiment, panels=tuple(panels), hashes=hashes)
+    return replace(card, panels=tuple(panels))

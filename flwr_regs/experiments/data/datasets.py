@@ -56,6 +56,17 @@ class Data:
         """The number of classes: the largest label of both parts, plus 1."""
         return int(max(self.train_y.max(), self.test_y.max())) + 1
 
+    @cached_property
+    def hash(self) -> str:
+        """16 hexadecimal digits of the arrays: equal data, in the same order, has the same ones."""
+        digest = blake2b(digest_size=8)
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, np.ndarray):
+                digest.update(f"{field.name} {part.shape} {part.dtype}".encode())
+                digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
 
 @lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients
 def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
@@ -162,14 +173,3 @@ def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         parts |= {f"{part}_x": x.astype(inputs.dtype), f"{part}_y": y}
         parts[groups] = np.arange(n) // CLASSES % GROUPS
     return Data(**parts)
-
-
-def fingerprint(data: Data) -> str:
-    """Return 16 hexadecimal digits of the arrays: equal data, in the same order, has the same ones."""
-    digest = blake2b(digest_size=8)
-    for field in fields(data):
-        part = getattr(data, field.name)
-        if isinstance(part, np.ndarray):
-            digest.update(f"{field.name} {part.shape} {part.dtype}".encode())
-            digest.update(np.ascontiguousarray(part).data)
-    return digest.hexdigest()

@@ -11,10 +11,10 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.cards.card_files import save
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report.folders import locked, new_folder, write
+from flwr_regs.experiments.report.folders import locked, new_folder
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.engine import execute
@@ -60,7 +60,7 @@ def compare(experiment: Experiment, grid: Grid, folder: Path) -> Results:
         assert client_data_of(runs[0].settings).parts  # raises for a partition that is impossible
     except ValueError as error:
         raise ValueError(". NOTE: ".join([str(error), *notes])) from error
-    write(folder / card_files.FILE, card_files.text(experiment, provenance(["flwr", "run"])))
+    save(experiment, folder, provenance(["flwr", "run"]))
     progress = Lines(runs)
     for note in notes:
         progress.say(f"NOTE: {note}")

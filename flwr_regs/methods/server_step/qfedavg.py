@@ -7,6 +7,9 @@
 | *Update*     ``w ← w + Σ_k ω_k (v_k − w_t)``,  ``ω_k = L F_k^q / Σ_j h_j``,
 |              ``h_j = q F_j^{q−1} ‖L (v_j − w_t)‖² + L F_j^q``,  ``L = 1/η``
 
+η is the round's learning rate, also where a client's optimiser has another one, or momentum: L is not
+theirs then, and how much a high loss counts changes with it.
+
 It minimises ``Σ_k F_k^{q+1} / (q + 1)``. q = 0 is FedAvg with uniform weights; p_k plays no part, but for
 buffers. ‖·‖ is over all trained parameters as one vector. F_k is taken in eval mode. If no client has a
 loss, the model stays as it is.

@@ -14,7 +14,7 @@ def test_a_part_has_so_many_examples_of_so_many_classes() -> None:
     part, again = (data.reduced(DIGITS, 100, 3) for _ in range(2))
     assert (len(part.train_y), len(part.test_y)) == (100, 20)
     assert {*part.train_y} == {*part.test_y} == {0, 1, 2}
-    assert data.fingerprint(part) == data.fingerprint(again)
+    assert part.hash == again.hash
 
 
 def test_a_part_is_of_all_groups_and_everything_stays_together() -> None:
@@ -43,8 +43,8 @@ def test_records_have_the_shape_of_the_data_set(name: str) -> None:
 
 
 def test_a_hash_changes_with_any_number_and_any_order() -> None:
-    assert data.fingerprint(DIGITS) == "497f557db34b9619"
+    assert DIGITS.hash == "497f557db34b9619"
     changed = DIGITS.train_y.copy()
     changed[0] += 1
     others = ({"train_y": changed}, {"train_x": DIGITS.train_x[::-1]}, {"groups": DIGITS.train_y})
-    assert len({data.fingerprint(replace(DIGITS, **of)) for of in ({}, *others)}) == 4
+    assert len({replace(DIGITS, **of).hash for of in ({}, *others)}) == 4

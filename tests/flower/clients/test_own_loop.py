@@ -72,7 +72,10 @@ def own_app(
         batches = data[int(context.node_config["partition-id"])]
         round_ = fr.ClientRound(message, method, net, batches, device="cpu", **kept, **kwargs)
         loop(round_, net, make)
-        return round_.reply({"mine": 2.5})
+        for wrong in (True, "2.5", None):
+            with pytest.raises(TypeError, match=r"'mine' must be a number, not (True|'2\.5'|None)"):
+                round_.reply({"mine": wrong})
+        return round_.reply({"mine": torch.tensor(2.5)})
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
