@@ -125,3 +125,21 @@ def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
     term, data = chain([fr.Proximal(0.1)]), make_clients(1, dtype)[0]
     result = local_round(make_model(dtype), term, data, device="cpu", **how)
     assert all(d.isfinite().all() and d.any() for d in result.delta.values())
+
+
+def test_gradients_that_no_optimiser_holds_do_not_add_up() -> None:
+    """They count in the norm that is clipped to, each in its own step."""
+    model, plain, (data, *_) = make_model(), make_model(), make_clients()
+
+    def head(params: Any, lr: float) -> torch.optim.SGD:
+        return torch.optim.SGD([*params][-2:], lr)
+
+    how: dict[str, Any] = {"optimizer": head, "config": {"clip-norm": 0.1}, "device": "cpu"}
+    local_round(model, chain([]), data, lr=0.1, epochs=2, **how)
+    optimizer = head(plain.parameters(), 0.1)
+    for x, y in [*data, *data]:
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+    close(model.state_dict(), plain.state_dict(), 1e-12)
