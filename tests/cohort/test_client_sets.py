@@ -276,8 +276,7 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
     for longer in (2, 4):  # the batches then lie in memory otherwise
         close(end(0.0, True, longer, [0, 0]), end(0.0, False, longer, [0, 0]), 1e-5)
     assert not log("not compiled")
-    if eager:
-        close(first, end(0.5, False), 1e-5)
+    close(first, end(0.5, False), 1e-5)
 
 
 class Scaled(nn.Module):
