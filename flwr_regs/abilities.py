@@ -59,8 +59,8 @@ class Folds(ABC):
         """Return whether `fold` adds up this entry over the clients; others are single clients' notes.
 
         A term that says so here goes with robust aggregators. `fold` is then called with ``{}`` for each
-        client, and `update` gets, for these entries, n times the aggregate of what came, in place of the
-        sum.
+        client, and `update` gets, for these entries, n times the aggregate of the n that came, in place of
+        the sum. ``ctx.counted`` of them count.
         """
         return False
 

@@ -6,7 +6,7 @@ Plain Python over arrays: torch tensors on a client, numpy arrays on the server,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Protocol
@@ -190,6 +190,8 @@ class ServerContext:
         that it selected by their updates; elsewhere it selects by `values`.
     robust : bool
         Whether the strategy's `aggregator` is another than `Mean`.
+    selected : collection of int, optional
+        In `update`: the clients that the aggregator kept, by partition id; None if it does not choose.
     max_scale : float
         How many times as much as others a client may count for what it says of itself: the strategy's
         setting. See :func:`flwr_regs.hook_contexts.bounded`.
@@ -206,4 +208,10 @@ class ServerContext:
     answers: Mapping[int, Slot] = field(default_factory=dict)
     aggregated: Callable[[Mapping[int, Slot]], Slot] = mean_of_slots
     robust: bool = False
+    selected: Collection[int] | None = None
     max_scale: float = 10.0
+
+    @property
+    def counted(self) -> int:
+        """How many of the replies count in what `fold` adds up."""
+        return len(self.weights if self.selected is None else self.selected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -257,6 +257,8 @@ class GlobalModel(Snapshots):
 
         def update(pids: list[int]) -> tuple[Slot, Any]:
             context = restricted(ctx, pids)
+            if means.selected is not None:
+                context = replace(context, selected=means.members(pids))
             folded = self._fold({p: replies[p] for p in pids}, context, means)
             uploads = {p: replies[p].uploads for p in means.members(pids)}
             return self._term.update(self.server, mean, uploads, context, folded)

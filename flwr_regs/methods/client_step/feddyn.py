@@ -12,7 +12,8 @@ their steps of SGD, or of another optimiser.
 
 A client's h_k counts only if the server used its reply. So ``h = Σ_k h_k / N`` whoever drops out, and with
 any weights: these act in the mean of the models alone. It fails if a client loses its h_k: it begins at 0,
-and its old share stays in h. The history names that client.
+and its old share stays in h. The history names that client. Where N is not known before, it is the number
+of clients so far: h shrinks as new ones come.
 
 With ``wire_dtype`` a client takes h_k from the rounded ``v_k``, which is what the server gets. With
 compression the sum of what was sent differs from h_k by what the client has yet to send.
@@ -33,7 +34,7 @@ import numpy as np
 from flwr_regs.abilities import Steps
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.methods.parts.uploads import Sums, as_sent, joined, kept, under
+from flwr_regs.methods.parts.uploads import Sums, as_sent, grown, joined, kept, under
 from flwr_regs.term import POSITIVE, Ranges, Term
 
 __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]
@@ -69,18 +70,16 @@ class DynamicRegulariser(Term, Steps, Sums):
         return delta, {}, {n: ctx.client.get(n, 0.0) - self.alpha * d for n, d in moved.items()}
 
     def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
-        return {**joined(sum=delta), f"counts.{pid}": np.ones(())}
-
-    def adds(self, key: str) -> bool:
-        return key.startswith("sum.")
+        return delta
 
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
-        # A robust aggregator that selects clients gives n times their mean: only their h_k count.
-        counted = sum(not self.adds(key) for key in uploads) / max(len(ctx.weights), 1)
-        rate, total = self.alpha / ctx.population * counted, under(uploads, "sum.")
-        rise = {n: rate * total.get(n, 0.0) for n in ctx.params}
-        new = {n: kept(server.get(n, 0.0) - rise[n], w) for n, w in ctx.params.items()}
-        return new, {n: d - new[n] / self.alpha for n, d in delta.items()}
+        # An aggregator that selects clients gives n times their mean: only their h_k count.
+        rate = self.alpha / ctx.population * (ctx.counted / max(len(ctx.weights), 1))
+        old, shrunk = under(server, "h."), grown(server, ctx)
+        rise = {n: rate * uploads.get(n, 0.0) for n in ctx.params}
+        h = {n: kept(shrunk * old.get(n, 0.0) - rise[n], w) for n, w in ctx.params.items()}
+        step = {n: d - h[n] / self.alpha for n, d in delta.items()}
+        return {**joined(h=h), "clients": np.array(ctx.population)}, step
 
 
 class FedDyn(MethodStrategy):

@@ -23,7 +23,9 @@ is no longer 0: the history names that client.
 
 The clients need plain SGD: what ``(w̄ − v_k)/(K_k η)`` is changes with momentum, Adam or clipping. SGD's
 weight decay is part of the gradient: with it, these are the methods on the L2-regularised loss. Refused
-too: whatever makes w̄ another thing than the clients' mean (``incomplete="scale"``, FedNova).
+too: whatever weighs the updates anew (``incomplete="scale"``, FedNova, q-FedAvg). With a robust aggregator
+or with noise, w̄ is what the server has made of the updates. The d_k then do not sum to 0, and the methods
+settle elsewhere.
 
 Sources: Liang, Shen, Liu, Pan, Chen, Cheng, "Variance reduced local SGD with lower communication
 complexity" (2019), Alg. 1; Haddadpour, Kamani, Mokhtari, Mahdavi, "Federated learning with compression:
@@ -50,6 +52,7 @@ __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClie
 
 
 SAME_DRIFT = "each corrects the same drift, which would count twice: keep one"
+WEIGHED = "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out"
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class GradientTracking(CountsOnSGD, Addresses):
     excludes: ClassVar[Mapping[str, str]] = {
         "scaffold": SAME_DRIFT,
         "feddyn": SAME_DRIFT,
-        "fednova": "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out",
+        **dict.fromkeys(("fednova", "qfedavg"), WEIGHED),
     }
     ranges: ClassVar[Ranges] = {"server_lr": POSITIVE}
     server_lr: float = 1.0

@@ -15,6 +15,9 @@ update (compression), or it travels in half precision. The update of c is then
 
 A client's c_k⁺ counts only if the server used its reply. So ``c = Σ_k c_k / N`` whoever drops out. It fails
 if a client loses its c_k: it begins at 0, and its old share stays in c. The history names that client.
+Where N is not known before, it is the number of clients so far: c shrinks as new ones come.
+Under a robust aggregator c follows its aggregate of the x_k, of the clients that it selects.
+
 ``state="server"`` is ours: the server keeps the table of all c_k (N models), and clients keep nothing.
 
 Option 2 needs clients with plain SGD. Momentum, Adam and clipping change what ``(w_t − v_k)/(K_k η)`` is.
@@ -32,13 +35,14 @@ from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from flwr_regs.abilities import Addresses, Checks
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
-from flwr_regs.methods.parts.uploads import Sums, check_like, kept, under, wide
+from flwr_regs.methods.parts.uploads import Sums, check_like, grown, kept, under, wide
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
 from flwr_regs.term import POSITIVE, Range, Ranges, Term, one_of
 from flwr_regs.wire import keys
@@ -120,13 +124,18 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
         return key.startswith("c.")
 
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
-        new, used = dict(server), len(ctx.weights)
+        new, shrunk = {**server, "clients": np.array(ctx.population)}, grown(server, ctx)
         for key, x in uploads.items():
             name = key.partition(".")[2]
-            c, old = server.get(f"c.{name}", 0.0), server.get(key, 0.0)
-            shared = used / ctx.population * (x / used - c)  # line 17
-            rise = shared if self.adds(key) else x - c  # or c_k⁺ − c_k
-            new[key] = kept(old + rise, ctx.params[name])
+            c = server.get(f"c.{name}", 0.0)
+            if self.adds(
+                key
+            ):  # line 17; an aggregator that selects clients gives n times their mean
+                change = ctx.counted / ctx.population * (x / len(ctx.weights) - c)
+                c_new = shrunk * c + change
+            else:
+                c_new = server.get(key, 0.0) + (x - c)  # c_k⁺
+            new[key] = kept(c_new, ctx.params[name])
         return new, delta
 
 

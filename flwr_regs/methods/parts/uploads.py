@@ -33,6 +33,14 @@ class Sums(Folds):
         return True
 
 
+def grown(server: Slot, ctx: ServerContext) -> float:
+    """Return what a sum over all clients, divided by their number N, shrinks by since the last update.
+
+    Clients that join later bring 0 to it. The server keeps N as its entry ``clients``.
+    """
+    return float(server.get("clients", ctx.population) / ctx.population)
+
+
 def kept(a: Any, like: Any = None) -> np.ndarray:
     """Return a copy of an array for the server: in its dtype, or that of `like`, but float32 at least."""
     return np.array(a, np.promote_types((a if like is None else like).dtype, np.float32))

@@ -1,8 +1,11 @@
-"""FedDyn beyond the laws: entries without h, and robust aggregators."""
+"""FedDyn beyond the laws: entries without h, robust aggregators, clients that come later."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 
 import flwr_regs as fr
 from flwr_regs.term import ServerContext
@@ -16,22 +19,30 @@ def test_batch_norm_that_stays_with_the_clients_has_no_h() -> None:
     client = partial(fr.RegClient, terms=[type(t) for t in terms])
     train(strategy, client, rounds=2, model=norm_model)
     h = strategy.training.model.server["feddyn"]
-    assert set(h) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert set(h) - {"clients"} == {"h.0.weight", "h.0.bias", "h.3.weight", "h.3.bias"}
     # a bias in front of BatchNorm has no gradient
-    assert min(abs(a).max() for n, a in h.items() if n != "0.bias") > 1e-4
+    assert min(abs(a).max() for n, a in h.items() if n != "h.0.bias") > 1e-4
 
 
-def test_a_robust_sum_counts_the_clients_whose_state_counts() -> None:
-    """Krum gives n times the mean of those that it selected."""
-    term, one = fr.DynamicRegulariser(0.5), np.ones(2)
+@pytest.mark.parametrize("of", [fr.DynamicRegulariser(0.5), fr.ControlVariates()], ids=str)
+def test_the_sum_over_all_clients_is_that_of_those_whose_state_counts(of: Any) -> None:
+    """Krum gives n times the mean of those that it selected; a client that comes later brings 0."""
+    one, four = np.ones(2), {"w": 4 * np.ones(2), "c.w": 4 * np.ones(2)}
     ctx = ServerContext(
         1, 0.1, {"w": np.zeros(2)}, population=8, weights=dict.fromkeys(range(4), 0.25), robust=True
     )
-    every = {"sum.w": 4 * one, **{f"counts.{k}": np.ones(()) for k in range(4)}}
-    server, step = term.update({}, {"w": one}, every, ctx)
-    np.testing.assert_allclose(server["w"], -0.5 / 8 * 4 * one)
-    np.testing.assert_allclose(step["w"], one + 4 / 8)
-    some = {"sum.w": 4 * one, "counts.2": np.ones(())}
-    server, _ = term.update({}, {"w": one}, some, ctx)
-    np.testing.assert_allclose(server["w"], -0.5 / 8 * one)
-    assert {key for key in every if term.adds(key)} == {"sum.w"}
+    rate = -0.5 if isinstance(of, fr.DynamicRegulariser) else 1.0
+    own = {key: a for key, a in four.items() if (key == "w") == (rate < 0)}
+
+    def total(server: Any, ctx: ServerContext, uploads: Any = own) -> Any:
+        new, step = of.update(server, {"w": one}, uploads, ctx)
+        (value,) = (a for key, a in new.items() if key.endswith(".w"))
+        assert rate > 0 or np.array_equal(step["w"], one - 2 * value)
+        return value, new
+
+    every, server = total({}, ctx)
+    np.testing.assert_allclose(every, rate / 8 * 4 * one)
+    selected, _ = total({}, replace(ctx, selected=[2]))
+    np.testing.assert_allclose(selected, rate / 8 * one)
+    grown, _ = total(server, replace(ctx, population=16, selected=[]))
+    np.testing.assert_allclose(grown, every / 2)
