@@ -68,7 +68,7 @@ def _callables(value: Any) -> bool:
 
 
 def _whole(value: Any) -> bool:
-    return bool(int(value) == value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_aggregator(value: Any) -> bool:
@@ -100,8 +100,12 @@ RANGES: list[Row] = [
     _one_of("on_divergence", "exclude", "warn", "stop"),
     _one_of("retry_cohort", "new", "same"),
     *((n, lambda v: _whole(v) and v >= 0, "be a whole number of at least 0") for n in COUNTS),
-    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
-    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1"),
+    ("min_replies", lambda v: _whole(v) and v >= 1, "be a whole number of at least 1"),
+    (
+        "population",
+        lambda v: v is None or (_whole(v) and v >= 1),
+        "be a whole number of at least 1",
+    ),
     ("fraction_train", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
     ("fraction_evaluate", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
     ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),
