@@ -148,11 +148,13 @@ class BufferedTraining(Training):
     def _draw(self, *_: Any) -> list[int]:
         return []  # clients begin one by one
 
-    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+    def _round(
+        self, this_round: Round, config: Mapping[str, Any], network: Network
+    ) -> Course[None]:
         yield []
         network = self._network = self._network or network
-        elsewhere = _open_ended(network)
-        this_round, exchange, members = self._opened(number, config, network)
+        elsewhere, number = _open_ended(network), this_round.number
+        exchange, members = self._opened(this_round, config, network)
         reader = Reader(self.method, self.options, self.model)
         this_round.came = came = dict[int, Parcel]()
         events = this_round.events
@@ -201,7 +203,6 @@ class BufferedTraining(Training):
         reader.compare(this_round, dict(sorted(this_round.received.items())))
         self.participation.select(this_round)
         self._close(this_round)
-        return this_round
 
     def _full(self, this_round: Round) -> bool:
         return sum(reply.turns for reply in this_round.used.values()) >= self._plan.buffer

@@ -239,6 +239,9 @@ def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path
     train(case.build(checkpoint_dir=tmp_path, on_round=callback), case.grid(), case)
     assert saved == [1, 2]
     assert latest(tmp_path).history[-1]["stopped"].endswith("returned True")
+    resumed = case.build(checkpoint_dir=tmp_path)
+    train(resumed, case.grid(), case, resume_from=tmp_path)
+    assert not any("stopped" in entry for entry in resumed.history)  # it went on
 
 
 AS_BEFORE = partial(fr.FedFOR, 0.5, seed=3)

@@ -1,6 +1,7 @@
 """The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -367,6 +368,7 @@ def test_a_round_that_fails_ends_the_run_and_loses_nothing(
         close(from_record(strategy.arrays), from_record(initial()), 0.0)
         assert strategy.training.model.step is None
         assert not any(strategy.training.model.server.get("identity", {}))
+        assert re.search(message, strategy.history[-1]["failed"])
     if "on fire" in message:
         assert "test_strategy.py, line" in strategy.history[-1]["failures"][1]
 
