@@ -80,7 +80,6 @@ class TensorBoard:
         if find_spec("tensorboard") is None:
             raise ImportError("flwr_regs.TensorBoard needs `pip install tensorboard`")
         self.folder = Path(folder)
-        self._writer: Any = None
         self._last = math.inf
 
     def __call__(self, entry: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ staleness weight of Sec. 5 and its half-normal durations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
@@ -161,8 +161,8 @@ class BufferedTraining(Training):
         events |= {"began": [], "arrived": [], "staleness": []}
         while not self._full(this_round):
             if not self._arrived:
-                ends = [end for _, end, _ in self._at_work.values()]
-                if elsewhere or self._clock not in ends:  # else they hand in first, resumed or not
+                # first all hand in that end now, also in a resumed run
+                if elsewhere or self._clock not in [end for _, end, _ in self._at_work.values()]:
                     self._begin(members, exchange, network)
                 if not self._at_work:  # every client has failed
                     break
@@ -178,19 +178,19 @@ class BufferedTraining(Training):
             this_round.bytes_up[pid] = this_round.bytes_up.get(pid, 0) + parcel.nbytes
             read, wrong = read_each({pid: parcel}, partial(reader.read, config=sent.config))
             this_round.failures |= wrong
-            counted: Collection[int] = ()
+            counted = set[int]()
             if pid in read:
                 before, this_round.received[pid] = this_round.used.get(pid), read[pid]
                 self.participation.select(this_round)
                 if counted := {pid} & this_round.used.keys():
                     buffered = self._buffered(before, read[pid], sent, number - version)
-                    this_round.received[pid] = this_round.used[pid] = buffered
+                    this_round.received[pid] = buffered
                     events["arrived"].append(pid)
                     events["staleness"].append(number - version)
                 elif before is not None:
                     this_round.received[pid] = before
-                    self.participation.select(this_round)
                     this_round.failures[pid] = "it took too few steps when it trained again"
+                self.participation.select(this_round)
             self.remembered.note(version, {pid: parcel}, counted)
         this_round.cohort = this_round.asked = sorted({*came, *this_round.failures})
         events["at_work"] = sorted(self._at_work)

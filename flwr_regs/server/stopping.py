@@ -110,13 +110,10 @@ def values(history: History, metric: str) -> list[tuple[int, float]]:
     """
     for source in SOURCES:
         entries = [(e["round"], e.get(source, {}).get(metric)) for e in history]
-        if numbers := [
-            (number, float(value)) for number, value in entries if isinstance(value, Real)
-        ]:
+        if numbers := [(t, float(value)) for t, value in entries if isinstance(value, Real)]:
             return numbers
     if len(history) == 1:
-        metrics = [pair for source in SOURCES for pair in history[0].get(source, {}).items()]
-        known = sorted({name for name, value in metrics if isinstance(value, Real)})
-        text = "no metric '%s' that is a number in round %d, only %s"
-        LOG.warning(text, metric, history[0]["round"], known)
+        known = sorted({name for source in SOURCES for name in history[0].get(source, {})})
+        text = "round %d has no metric '%s' that is a number, only %s"
+        LOG.warning(text, history[0]["round"], metric, known)
     return []
