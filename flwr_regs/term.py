@@ -95,11 +95,19 @@ def one_of(*words: str) -> Range:
     return Range(" or ".join(map(repr, words)), lambda v: v in words, str)
 
 
+def plain_numbers(owner: Any) -> None:
+    """Make single numbers of numpy or torch in a dataclass's fields Python's, which can be sent."""
+    for f in fields(owner):
+        if getattr(value := getattr(owner, f.name), "ndim", None) == 0:
+            object.__setattr__(owner, f.name, value.item())
+
+
 def check_ranges(owner: Any) -> None:
     """Raise ParameterError for a field of a dataclass that is out of its class's `ranges`.
 
-    None passes if it is the field's default.
+    None passes if it is the field's default. Numbers of numpy or torch become Python's.
     """
+    plain_numbers(owner)
     for f in fields(owner):
         if f.name in owner.ranges:
             value, optional = getattr(owner, f.name), f.default is None

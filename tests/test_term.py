@@ -3,7 +3,9 @@
 import logging
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy
 from flwr_regs.abilities import Probes
@@ -31,6 +33,8 @@ def test_terms_that_do_not_go_together_are_refused(terms: list[Term], message: s
 
 def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
     assert FirstOrder(0.3).config() == {"first-order.alpha": 0.3}
+    for number in (np.float32(0.5), np.array(0.5), torch.tensor(0.5)):  # Flower sends no such
+        assert type(FirstOrder(number).config()["first-order.alpha"]) is float
     assert FirstOrder.from_config({"first-order.alpha": 0.3, "x": 1}) == FirstOrder(0.3)
     assert FirstOrder().config() == {}  # None does not travel
     assert FirstOrder.from_config({"lr": 0.1}) == FirstOrder()

@@ -351,7 +351,8 @@ def evaluated(
     config = message.config
     ours = config.get(keys.METHOD_KEY) == who.method
     term = chain(_built(who, config) if ours else [])
-    check_evaluate_config(_own(config), also=list(term.config()))
+    # terms' hyper-parameters are keys with a dot
+    check_evaluate_config(_own(config), term.config() if ours else {k for k in config if "." in k})
     check_custody(who.private, model, term)
     if who.folder is not None and keys.START_KEY in config:
         held = Folder(who.folder, config).with_newest(held)

@@ -72,8 +72,10 @@ class Loop:
                 self.result.evaluate_metrics_serverapp[0] = metrics
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
-            if self._stopped(self.strategy.training.history[-1]):
+            if self._stopped(last := self.strategy.training.history[-1]):
                 return self.result
+            if first <= self.num_rounds:
+                last.pop("stopped", None)  # it goes on
         for number in range(first, self.num_rounds + 1):
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)

@@ -27,12 +27,13 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._begun = False
+        self._last = math.inf
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
         """Append one entry. Numbers that JSON lacks (NaN, infinity) are written as Python does."""
-        if not self._begun:
+        if entry["round"] <= self._last:  # another training, or one that is resumed
             self._begin(entry["round"])
+        self._last = entry["round"]
         with self.path.open("a") as file:
             file.write(json.dumps(entry, default=str) + "\n")
 
@@ -48,7 +49,6 @@ class JsonLines:
             else:
                 names = (self.path.with_name(f"{self.path.name}.{i}") for i in count(1))
                 self.path.rename(next(name for name in names if not name.exists()))
-        self._begun = True
 
 
 def _round_of(line: str) -> float:
@@ -80,14 +80,15 @@ class TensorBoard:
         if find_spec("tensorboard") is None:
             raise ImportError("flwr_regs.TensorBoard needs `pip install tensorboard`")
         self.folder = Path(folder)
-        self._writer: Any = None
+        self._last = math.inf
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
         """Write one entry, and flush."""
-        if self._writer is None:
+        if entry["round"] <= self._last:  # another training, or one that is resumed
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self.folder), purge_step=entry["round"])
+        self._last = entry["round"]
         for tag, value in numbers(entry).items():
             self._writer.add_scalar(tag, value, entry["round"])
         self._writer.flush()

@@ -148,18 +148,22 @@ class BufferedTraining(Training):
     def _draw(self, *_: Any) -> list[int]:
         return []  # clients begin one by one
 
-    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+    def _round(
+        self, this_round: Round, config: Mapping[str, Any], network: Network
+    ) -> Course[None]:
         yield []
         network = self._network = self._network or network
-        elsewhere = _open_ended(network)
-        this_round, exchange, members = self._opened(number, config, network)
+        elsewhere, number = _open_ended(network), this_round.number
+        exchange, members = self._opened(this_round, config, network)
         reader = Reader(self.method, self.options, self.model)
         this_round.came = came = dict[int, Parcel]()
         events = this_round.events
         events |= {"began": [], "arrived": [], "staleness": []}
         while not self._full(this_round):
             if not self._arrived:
-                self._begin(members, exchange, network)
+                # first all hand in that end now, also in a resumed run
+                if elsewhere or self._clock not in [end for _, end, _ in self._at_work.values()]:
+                    self._begin(members, exchange, network)
                 if not self._at_work:  # every client has failed
                     break
                 wait = self.options.deadline
@@ -174,14 +178,20 @@ class BufferedTraining(Training):
             this_round.bytes_up[pid] = this_round.bytes_up.get(pid, 0) + parcel.nbytes
             read, wrong = read_each({pid: parcel}, partial(reader.read, config=sent.config))
             this_round.failures |= wrong
+            counted = set[int]()
             if pid in read:
-                before = this_round.used.get(pid)
-                this_round.received[pid] = self._buffered(before, read[pid], sent, number - version)
+                before, this_round.received[pid] = this_round.used.get(pid), read[pid]
                 self.participation.select(this_round)
-                if pid in this_round.used:
+                if counted := {pid} & this_round.used.keys():
+                    buffered = self._buffered(before, read[pid], sent, number - version)
+                    this_round.received[pid] = buffered
                     events["arrived"].append(pid)
                     events["staleness"].append(number - version)
-            self.remembered.note(version, {pid: parcel}, (pid,))
+                elif before is not None:
+                    this_round.received[pid] = before
+                    this_round.failures[pid] = "it took too few steps when it trained again"
+                self.participation.select(this_round)
+            self.remembered.note(version, {pid: parcel}, counted)
         this_round.cohort = this_round.asked = sorted({*came, *this_round.failures})
         events["at_work"] = sorted(self._at_work)
         if elsewhere is None:
@@ -193,7 +203,6 @@ class BufferedTraining(Training):
         reader.compare(this_round, dict(sorted(this_round.received.items())))
         self.participation.select(this_round)
         self._close(this_round)
-        return this_round
 
     def _full(self, this_round: Round) -> bool:
         return sum(reply.turns for reply in this_round.used.values()) >= self._plan.buffer

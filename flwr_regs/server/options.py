@@ -15,6 +15,7 @@ from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.server.refusals import check
+from flwr_regs.term import plain_numbers
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 
@@ -243,4 +244,5 @@ class Options:
         return lr
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         check(self)

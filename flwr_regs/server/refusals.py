@@ -9,8 +9,9 @@ from datetime import timedelta
 from os import fspath
 from typing import Any, TypeVar
 
-from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
+from flwr_regs.server.aggregate.aggregators import COUNT_FROM_0, Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
+from flwr_regs.term import COUNT
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
 
@@ -67,10 +68,6 @@ def _callables(value: Any) -> bool:
     return all(map(callable, as_many(value)))
 
 
-def _whole(value: Any) -> bool:
-    return bool(int(value) == value)
-
-
 def _is_aggregator(value: Any) -> bool:
     return isinstance(value, Aggregator) and not isinstance(value, type)
 
@@ -80,7 +77,7 @@ def _is_metric(value: Any) -> bool:
 
 
 def _is_period(value: Any) -> bool:
-    return value > timedelta(0) if isinstance(value, timedelta) else _whole(value) and value >= 1
+    return value > timedelta(0) if isinstance(value, timedelta) else COUNT.fits(value)
 
 
 def _one_of(name: str, *values: Any) -> Row:
@@ -99,9 +96,9 @@ RANGES: list[Row] = [
     _one_of("incomplete", "average", "scale", "drop"),
     _one_of("on_divergence", "exclude", "warn", "stop"),
     _one_of("retry_cohort", "new", "same"),
-    *((n, lambda v: _whole(v) and v >= 0, "be a whole number of at least 0") for n in COUNTS),
-    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
-    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1"),
+    *((name, COUNT_FROM_0.fits, f"be {COUNT_FROM_0.expected}") for name in COUNTS),
+    ("min_replies", COUNT.fits, f"be {COUNT.expected}"),
+    ("population", lambda v: v is None or COUNT.fits(v), f"be {COUNT.expected} or None"),
     ("fraction_train", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
     ("fraction_evaluate", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
     ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),

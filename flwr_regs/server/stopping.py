@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from flwr_regs.term import COUNT, NOT_NEGATIVE, Range
@@ -103,12 +104,16 @@ def sign(metric: str, mode: str | None) -> int:
 
 
 def values(history: History, metric: str) -> list[tuple[int, float]]:
-    """Return (round, value) of a metric, from the best source that has it; warn once if none has."""
+    """Return (round, value) of a metric, from the best source that has it; warn once if none has.
+
+    A list of numbers is no value.
+    """
     for source in SOURCES:
-        entries = [(e["round"], e[source][metric]) for e in history if metric in e.get(source, {})]
-        if entries:
-            return [(number, float(value)) for number, value in entries]
+        entries = [(e["round"], e.get(source, {}).get(metric)) for e in history]
+        if numbers := [(t, float(value)) for t, value in entries if isinstance(value, Real)]:
+            return numbers
     if len(history) == 1:
         known = sorted({name for source in SOURCES for name in history[0].get(source, {})})
-        LOG.warning("no metric '%s' in round %d, only %s", metric, history[0]["round"], known)
+        text = "round %d has no metric '%s' that is a number, only %s"
+        LOG.warning(text, history[0]["round"], metric, known)
     return []

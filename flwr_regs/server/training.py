@@ -159,20 +159,29 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
+        this_round = Round(number)
+        if (failed := self._failed(number)) is not None:
+            this_round.continue_from(failed)
         before = {name: getattr(self, name).snapshot() for name in BOUND}
         try:
-            return (yield from self._round(number, config, network))
-        except BaseException:  # a failed round binds nobody
+            yield from self._round(this_round, config, network)
+        except BaseException as error:  # a failed round binds nobody
             for name in BOUND:
                 getattr(self, name).restore(before[name])
+            if not isinstance(error, GeneratorExit):  # which ends a round that is never aggregated
+                this_round.events["failed"] = str(error) or type(error).__name__
+                self._note(this_round)
             raise
+        return this_round
 
-    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+    def _round(
+        self, this_round: Round, config: Mapping[str, Any], network: Network
+    ) -> Course[None]:
         """Run one round; an error may leave the training half changed."""
-        term, options = self.options.term, self.options
-        this_round, exchange, members = self._opened(number, config, network)
+        term, options, number = self.options.term, self.options, this_round.number
+        exchange, members = self._opened(this_round, config, network)
         asked, least = len(this_round.cohort), self.options.min_replies
-        if self._failed(number) is None and asked < least:  # before they train
+        if asked < least:  # before they train
             few = f"a cohort of {asked} cannot give min_replies={least}"
             raise TooFewReplies(f"round {number} of {self.method}: {few}")
         here = set(self.population.connected)
@@ -197,20 +206,16 @@ class Training:
         self._close(this_round)
         for replies in acknowledged:
             self.remembered.held |= dict.fromkeys(replies.came, number)
-        return this_round
 
     def _opened(
-        self, number: int, config: Mapping[str, Any], network: Network
-    ) -> tuple[Round, Exchange, list[int]]:
-        """Return (a new round with its cohort and config, its exchange, whom the cohort is drawn from)."""
-        options = self.options
-        this_round, failed = Round(number), self._failed(number)
+        self, this_round: Round, config: Mapping[str, Any], network: Network
+    ) -> tuple[Exchange, list[int]]:
+        """Give a round its cohort and config; return (its exchange, whom the cohort is drawn from)."""
+        options, number = self.options, this_round.number
         clients = self.privacy.members(self.population.refresh(network))
         if self.population.missing:
             this_round.events["missing"] = self.population.missing
         this_round.population = len(clients)
-        if failed is not None:
-            this_round.continue_from(failed)
         members = self.participation.remaining(clients, this_round)
         this_round.cohort = self._draw(number, members, network)
         if left_out := self.population.left_out:
@@ -226,29 +231,26 @@ class Training:
             partial(self.guard.check_uploads, this_round, what="reply in the first exchange,"),
         )
         this_round.lap("configure")
-        return this_round, exchange, members
+        return exchange, members
 
     def _close(self, this_round: Round) -> None:
         """Make the step of a round whose replies are selected; note the round in the history."""
-        number = this_round.number
         wrong = {p: why for p, why in this_round.failures.items() if p in this_round.asked}
         if wrong and len(this_round.used) >= self.options.min_replies:  # else the error says it
             LOG.warning("\t> %s", name_failures(wrong))  # the others were named before
         this_round.lose(this_round.came)
         name_losses(this_round)
-        if self._failed(number) is not None:  # its entry is among the attempts of the new one
+        self._advance(this_round)
+        self.participation.note(this_round)
+        self._remember(this_round)
+        self._measure(this_round)
+        self._note(this_round)
+
+    def _note(self, this_round: Round) -> None:
+        """Note a round in the history, also what a failed one has cost."""
+        if self._failed(this_round.number) is not None:  # its attempts hold that one
             self.history.pop()
-        self.history.append(entry := this_round.entry())
-        try:
-            self._advance(this_round)
-            self.participation.note(this_round)
-            self._remember(this_round)
-            self._measure(this_round)
-        except Exception as error:
-            this_round.events["failed"] = str(error)
-            raise
-        finally:
-            entry |= this_round.entry()  # also what a failed round has cost
+        self.history.append(this_round.entry())
 
     def _remember(self, this_round: Round) -> None:
         """Note with which of its rounds each client's next one begins."""
@@ -268,9 +270,10 @@ class Training:
     def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
         """Return the cohort of a round, or of a further attempt at it."""
         options, failed = self.options, self._failed(number)
-        if failed is not None and options.retry_cohort == "same":
+        asked = [] if failed is None else failed["cohort"]
+        if options.retry_cohort == "same" and len(asked) >= options.min_replies:
             here = set(members)
-            return [p for p in failed["cohort"] if p in here]
+            return [p for p in asked if p in here]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self.privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
@@ -379,7 +382,8 @@ class Training:
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
         is_heavy = not means.robust and len(scaled) >= MANY and share > 0.5
-        if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in self.history):
+        ended = [entry for entry in self.history if "failed" not in entry]
+        if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in ended):
             events["heavy"] = {heavy: share}
             has = f"client {heavy} has {share:.3g} of the weight of {len(scaled)} clients"
             LOG.warning("%s, by what it says of itself: max_weight=0.2 would bound it", has)

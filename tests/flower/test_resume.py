@@ -31,7 +31,7 @@ from tests.conftest import (
 from tests.laws import CASES
 
 ROUNDS = 4
-CONFIG = {"lr": 0.2, "local-epochs": 1}
+CONFIG = {"lr": 0.2, "local-epochs": 1, "user.nan": float("nan"), "user.tag": b"one"}
 
 
 class Broken(BaseException):
@@ -239,15 +239,19 @@ def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path
     train(case.build(checkpoint_dir=tmp_path, on_round=callback), case.grid(), case)
     assert saved == [1, 2]
     assert latest(tmp_path).history[-1]["stopped"].endswith("returned True")
+    resumed = case.build(checkpoint_dir=tmp_path)
+    train(resumed, case.grid(), case, resume_from=tmp_path)
+    assert not any("stopped" in entry for entry in resumed.history)  # it went on
 
 
-AS_BEFORE, SLOWER = partial(fr.FedFOR, 0.5, seed=3), ConfigRecord({"lr": 0.1, "local-epochs": 1})
+AS_BEFORE = partial(fr.FedFOR, 0.5, seed=3)
+SLOWER = ConfigRecord({**CONFIG, "lr": 0.1, "user.tag": b"two"})
 REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (lambda **s: fr.FedProx(0.5, seed=3, **s), {}, "method was 'FedFOR', now it is 'FedProx'"),
-    (lambda **s: fr.FedFOR(0.25, seed=3, **s), {}, r"first-order\.alpha was 0\.5, now it is 0\.25"),
-    (lambda **s: fr.FedFOR(0.5, seed=4, **s), {}, "setting seed was 3, now it is 4"),
+    (partial(fr.FedFOR, np.float32(0.25), seed=3), {}, r"alpha was 0\.5, now it is 0\.25"),
+    (partial(fr.FedFOR, 0.5, seed=np.int64(4)), {}, "setting seed was 3, now it is 4"),
     (partial(AS_BEFORE, weighting="uniform"), {}, "was 'num-examples', now it is 'uniform'"),
-    (AS_BEFORE, {"train_config": SLOWER}, r"train_config lr was 0\.2, now it is 0\.1"),
+    (AS_BEFORE, {"train_config": SLOWER}, r"lr was 0\.2, now it is 0\.1; .*b'one', .*b'two'"),
     (AS_BEFORE, {"num_rounds": 1}, "of round 2, beyond num_rounds=1"),
     (AS_BEFORE, {"case": OF["FedBN"]}, r"arrays 1\.weight was 'absent'"),
 ]

@@ -118,16 +118,20 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("terms", "client", "model"),
-    [([], fr.FedAvgClient, make_model), ([fr.LocalBatchNorm()], fr.FedBNClient, norm_model)],
-    ids=["FedAvg", "FedBN"],
+    ("terms", "client", "model", "seconds"),
+    [
+        ([], fr.FedAvgClient, make_model, uneven),
+        ([], fr.FedAvgClient, make_model, 1.0),  # some that end at one instant are left over
+        ([fr.LocalBatchNorm()], fr.FedBNClient, norm_model, uneven),
+    ],
+    ids=["FedAvg", "at-one-instant", "FedBN"],
 )
 def test_a_resumed_run_goes_on_with_the_clients_that_were_at_work(
-    terms: Any, client: Any, model: Any, tmp_path: Path
+    terms: Any, client: Any, model: Any, seconds: Any, tmp_path: Path
 ) -> None:
     def build(**more: Any) -> FedBuff:
         settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "seed": 2, **more}
-        return FedBuff(2, 4, seconds=uneven, terms=terms, **settings)
+        return FedBuff(2, 4, seconds=seconds, terms=terms, **settings)
 
     whole = build(checkpoint_dir=None)
     expected = train(whole, grid_of(client, model=model), model=model)
@@ -153,7 +157,8 @@ def failing(*pids: int, how: Callable[[Any], Any]) -> Any:
     """FedAvg's clients, of which some return what `how` makes of their reply, or raise what it raises."""
 
     def make(model: Any, train_data: Any, eval_data: Any, **settings: Any) -> Any:
-        client = fr.FedAvgClient(model, train_data, eval_data, **settings)
+        momentum = {"optimizer": partial(torch.optim.SGD, momentum=0.5), "keep_optimizer": True}
+        client = fr.FedAvgClient(model, train_data, eval_data, **momentum, **settings)
         pid = len(train_data) - 2  # client k has 2 + k batches
         fit = client.fit
         if pid in pids:
@@ -195,6 +200,17 @@ def test_who_fails_is_named_and_fills_no_place_of_the_buffer(grid: Any, why: str
         assert not {0, 2} & set(entry["arrived"])
         assert all(why in said for said in entry["failures"].values())
     assert {p for entry in strategy.history for p in entry["failures"]} == {0, 2}
+    assert not any(strategy.training.remembered.used.get(p) for p in (0, 2))
+
+
+def test_a_second_training_without_a_step_takes_nothing_from_the_first() -> None:
+    turns = iter([2, 0])
+    idle = failing(0, how=lambda r: (*r[:2], {**r[2], "local-steps": next(turns)}))
+    strategies = [FedBuff(2, seconds=uneven, seed=1), fr.FedAvg(weighting="uniform", seed=1)]
+    grids = [InProcessGrid(app_of(kind, make_clients(2)), 2) for kind in (idle, failing(how=crash))]
+    got, expected = [train(*pair, rounds=1) for pair in zip(strategies, grids, strict=True)]
+    close(got, expected, 1e-12)
+    assert strategies[0].history[0]["failures"].keys() == {0}
 
 
 def test_if_nobody_is_left_the_round_fails_and_the_model_stays() -> None:

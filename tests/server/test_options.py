@@ -14,7 +14,7 @@ from tests.flower.test_strategy import app_of
 
 WRONG: dict[str, tuple[Any, str]] = {
     "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
-    "seed": (-1, "seed must be a whole number of at least 0, not -1"),
+    "seed": (7.0, "seed must be a whole number of at least 0, not 7.0"),
     "aggregator": (fr.Krum, r"aggregator must be an aggregator, such as Mean\(\) or .*, not <cl"),
     "checkpoint_every": (0, "checkpoint_every must be at least 1 round, or a positive timedelta"),
     "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from flwr_regs.server.options import Options
 from flwr_regs.wire.arrays import NDArrays
@@ -53,7 +56,11 @@ def plain(value: Any) -> Any:
     """Return a value in a form that compares and can be written; a function becomes its name."""
     if isinstance(value, Enum):  # some are texts, too
         return value.value
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, float) and math.isnan(value):  # which equals nothing
+        return "nan"
+    if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
