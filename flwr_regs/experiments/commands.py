@@ -40,8 +40,11 @@ from flwr_regs.experiments.user_code import said
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
 
-BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
-"""The options that count beside ``--resume``."""
+BESIDE = {
+    "--resume": ("--workers", "--runner", "--gpus-per-client", "--dry-run"),
+    "--verify": ("--workers", "--runner", "--panels", "--methods", "--seeds", "--tolerance"),
+}
+"""An option -> those that count beside it: the folder says the rest."""
 MOVED = ("data-dir", "code-dir")
 """The settings that may differ where results are taken up or made again."""
 SELDOM = 20.0
@@ -50,6 +53,13 @@ SELDOM = 20.0
 
 def train(args: Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
+    for taken in ("--resume", "--verify"):
+        if getattr(args, taken[2:], None):
+            options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
+            if wrong := [option for option in options if option not in (taken, *BESIDE[taken])]:
+                raise ValueError(
+                    f"{taken} takes what {wrong[0]} says from the folder: leave it out"
+                )
     if getattr(args, "verify", None):
         return _verify(args)
     experiment, out = (_resumed(args), "") if args.resume else words.experiment_of(args)
@@ -118,9 +128,6 @@ def _resumed(args: Namespace) -> Experiment:
     here = {key: value for key, value in given.items() if key in MOVED}
     if len(here) < len(args.settings) or getattr(args, "key", None):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
-    options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
-    if wrong := [option for option in options if option not in BESIDE_RESUME]:
-        raise ValueError(f"--resume takes what {wrong[0]} says from the folder: leave it out")
     experiment, _ = card_files.of_folder(args.resume)
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
@@ -449,14 +456,16 @@ def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     read_records(kept, folder)
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
+    if gone := [seed for seed in seeds if seed not in kept.seeds]:
+        raise ValueError(f"{folder} has no run of seed {gone[0]}, only of {[*kept.seeds]}")
+    if not args.tolerance >= 0:
+        raise ValueError(f"--tolerance must be a number of at least 0, not {args.tolerance:g}")
     return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds)).given(here)
 
 
 def reproduce(args: Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
     kept, again = _kept(args, args.folder)
-    if not again.seeds:
-        raise ValueError(f"{args.folder} has no run of seeds {args.seeds}, only {[*kept.seeds]}")
     _check_runner(args, replace(again, tune=()).checked())
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):

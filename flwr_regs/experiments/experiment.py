@@ -375,8 +375,12 @@ class Experiment:
         for run in {(run.label, run.method): run for run in whole.ends}.values():
             run.check()
         for run in whole.ends if data else ():
-            if run.settings.test_on_clients:
-                client_data_of(run.settings).test_rows(0)
+            clients, of = client_data_of(run.settings), run.settings
+            if clients.data.loss and (of.test_on_clients or of.personalise):
+                why = f"the loss of dataset '{of.dataset}' is its own, and has no accuracy"
+                raise ValueError(f"{run.label}: its clients test, but {why}")
+            if of.test_on_clients:
+                clients.test_rows(0)
         return whole
 
     def _on_clients(self, panel: Panel) -> Panel:

@@ -11,7 +11,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import blake2b
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -22,6 +22,8 @@ from flwr_regs.wire.config import nearest
 from flwr_regs.wire.errors import OURS, described, place
 
 HERE = "here"
+TERMINATED = 143
+"""The exit status of a process that SIGTERM ends."""
 _OFFERED: dict[str, Any] = {}  # name -> object, for references such as here:Net
 
 
@@ -105,22 +107,26 @@ def call(reference: str, folder: str, seed: int) -> Any:
             inspect.signature(thing).bind()
     except TypeError as error:
         raise ValueError(f"'{reference}' is called without arguments, but: {error}") from error
-    with seeded(seed):
-        try:
-            return thing()
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"'{reference}' failed: {said(error)}") from error
+    with seeded(seed), blaming(f"'{reference}' failed"):
+        return thing()
 
 
 @contextmanager
-def staying() -> Iterator[None]:
-    """Raise ValueError, with the user's file and line, where a user's code ends the process."""
+def blaming(
+    what: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)
+) -> Iterator[None]:
+    """Raise ValueError, with the user's file and line, where a user's code raises one of the `kinds`."""
     try:
         yield
-    except SystemExit as end:
-        if end.code == 143:  # SIGTERM
+    except kinds as error:
+        if getattr(error, "code", None) == TERMINATED:
             raise
-        raise ValueError(f"your code ends the process: {said(end)}") from end
+        raise ValueError(f"{what}: {said(error)}") from error
+
+
+def staying() -> AbstractContextManager[None]:
+    """Raise ValueError, with the user's file and line, where a user's code ends the process."""
+    return blaming("your code ends the process", (SystemExit,))
 
 
 def said(error: BaseException) -> str:
@@ -133,14 +139,15 @@ def said(error: BaseException) -> str:
 
 def _module(name: str, folder: str) -> ModuleType:
     importlib.invalidate_caches()  # the file may be younger than the last look into its folder
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if absent is None or not f"{name}.".startswith(f"{absent}."):
-            raise ValueError(f"importing {name} failed: {said(error)}") from error
-        looked = f"in {folder}" if folder else "on Python's path (the setting code-dir is empty)"
-        raise ValueError(f"there is no module '{absent}' {looked}") from error
+    with blaming(f"importing {name} failed"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            absent = error.name
+            if absent is None or not f"{name}.".startswith(f"{absent}."):
+                raise
+    looked = f"in {folder}" if folder else "on Python's path (the setting code-dir is empty)"
+    raise ValueError(f"there is no module '{absent}' {looked}")
 
 
 def _file(path: Path) -> ModuleType:
@@ -162,11 +169,12 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None  # a name that ends in .py has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise ValueError(f"importing '{path}' failed: {said(error)}") from error
+    with blaming(f"importing '{path}' failed"):
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(name, None)
+            raise
     return module
 
 

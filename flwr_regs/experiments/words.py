@@ -64,6 +64,9 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not tuned]:
         option = idle[0].replace("_", "-")
         raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
+    if args.command == "bench" and "held-out-share" in given and not tuned:
+        why = "the test is on the test set"
+        raise ValueError(f"setting 'held-out-share' needs --tune KEY=LOW..HIGH: {why}; remove it")
     if cases:
         rows = [row for label, case in cases.items() for row in _rows(label, case, experiment)]
         experiment = replace(experiment, rows=tuple(rows))

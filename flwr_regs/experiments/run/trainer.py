@@ -104,7 +104,7 @@ class Trainer:
         checkpoints, resumed = None, None
         if folder is not None and here and (every := self.run.settings.checkpoint_every):
             strategy.checkpoint_dir = checkpoints = checkpoints_of(self.run, folder)
-            strategy.checkpoint_every = timedelta(seconds=every)
+            strategy.checkpoint_every = max(timedelta(seconds=every), timedelta.resolution)
             resumed = self._resumed(folder, checkpoints)
         self.recorder, record.seconds = records.Recorder(folder, record), sum(record.clock[-1:])
         began = time.monotonic()
