@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import begin, first_exchange
-from flwr_regs.client.train.batches import Batches, mapped, seeded, to_device
+from flwr_regs.client.train.batches import Batches, forked, mapped, seeded, to_device
 from flwr_regs.client.train.task import uncompiled
-from flwr_regs.cohort.batch_plan import forked, plan_of
+from flwr_regs.cohort.batch_plan import plan_of
 from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
@@ -221,10 +221,10 @@ def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Leave the process's random states as they were."""
-    python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with forked(device):
+    with forked(device):
+        python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
             yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpys)  # noqa: NPY002
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpys)  # noqa: NPY002

@@ -181,9 +181,11 @@ def seeded(seed: int) -> Iterator[None]:
     import numpy as np
     import torch
 
-    # users' code may draw from numpy's global state
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    from flwr_regs.client.train.batches import forked
+
+    with forked():
+        # users' code may draw from numpy's global state
+        plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
