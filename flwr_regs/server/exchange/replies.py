@@ -14,7 +14,7 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.weights import STEPS
-from flwr_regs.server.client_metrics import read_metrics
+from flwr_regs.server.client_metrics import read_metrics, usable
 from flwr_regs.server.failures import Reasons, UnusableReplies, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -25,7 +25,7 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST, NDArrays, ProtocolError, check_finite
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.parcel import Parcel, Row
-from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.precision import Widened, narrow
 from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
 SMALL = 2**16
@@ -124,8 +124,9 @@ class Reader:
         metrics, count = read_metrics(pid, parcel, self.options.weighted_by_key)
         model, entries, half = self.model.model, parcel.config, self.options.wire_dtype
         sent: Model = parcel.records[keys.ARRAYS]
-        arrays = Widened(sent, half) if half else sent
         try:
+            # Flower's own clients may send float32: what they could not send in half is refused
+            arrays = Widened(narrow(dict(sent), half), half) if half else sent
             uploads = read_uploads(what, parcel)
             buffers, tied = wire.not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
             trained = {n: a for n, a in model.items() if n not in buffers}
@@ -145,7 +146,7 @@ class Reader:
                 self.options.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        wire.check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
+        wire.check_arrays(arrays, expected, what, LARGEST)
         check_finite(update, what, largest=LARGEST)
         for t in self.options.term.able(Folds):
             if t.name in uploads:  # copied again when it is folded
@@ -215,7 +216,8 @@ def _steps(parcel: Parcel, config: Mapping[str, Any], count: float) -> tuple[int
     silent = keys.METHOD_KEY not in parcel.config and (taken is None or planned is None)
     if silent or not (asked or epochs):
         return None
-    most = asked or epochs * count  # a step is at least one example
+    examples = metrics.get("num-examples")  # the weight, `count`, may be another metric
+    most = asked or epochs * (examples if usable(examples) else count)  # a step is an example or more
     whole = type(taken) is int and type(planned) is int
     if not (whole and 0 <= taken <= planned <= most and planned >= max(asked or 0, 1)):
         said = f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}"
