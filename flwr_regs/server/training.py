@@ -219,6 +219,8 @@ class Training:
         this_round.population = len(clients)
         if failed is not None:
             this_round.continue_from(failed)
+            if options.downlink == "delta":  # who replied then holds this round's model
+                self.remembered.held |= dict.fromkeys(failed["bytes_up"], number)
         members = self.participation.remaining(clients, this_round)
         this_round.cohort = self._draw(number, members, network)
         if left_out := self.population.left_out:

@@ -241,7 +241,7 @@ class Exchange:
             self.this_round.failures |= dict.fromkeys(lost, why)
             return others, []
         if had := [p for p in lost if p in self.remembered.held]:
-            LOG.warning("clients %s have lost their model; sending the full pair", had)
+            LOG.warning("clients %s no longer hold their last model; sending the full pair", had)
         return others, lost
 
     def _downlink(self, held_round: int | None, probe: bool = False) -> Content:
@@ -251,10 +251,10 @@ class Exchange:
         the broadcasts to a client that got ``w_t`` in the first.
         """
         keeps = self.options.downlink == "delta"
+        broadcasts = {} if probe else self._broadcasts
         if held_round == self.context.round:
             kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._base[keys.DIGEST_KEY]}
-            return {keys.ARRAYS: Record(), **self._broadcasts}, kept
-        broadcasts = {} if probe else self._broadcasts
+            return {keys.ARRAYS: Record(), **broadcasts}, kept
         entries = {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {}
         whole: Content = {keys.ARRAYS: self._whole, **broadcasts}, entries
         if not keeps or held_round is None or self.model.step is None:
