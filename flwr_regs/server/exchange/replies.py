@@ -217,7 +217,8 @@ def _steps(parcel: Parcel, config: Mapping[str, Any], count: float) -> tuple[int
     if silent or not (asked or epochs):
         return None
     examples = metrics.get("num-examples")  # the weight, `count`, may be another metric
-    most = asked or epochs * (examples if usable(examples) else count)  # a step is an example or more
+    # a step is at least one example
+    most = asked or epochs * (examples if usable(examples) else count)
     whole = type(taken) is int and type(planned) is int
     if not (whole and 0 <= taken <= planned <= most and planned >= max(asked or 0, 1)):
         said = f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}"
