@@ -27,8 +27,16 @@ MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
 
 
-_ABILITIES = ("broadcast_to", "weigh", "fold", "answer_in", "recover")
-READING = ("broadcast", "update", "release", *_ABILITIES)
+READING = [
+    "broadcast",
+    "broadcast_to",
+    "update",
+    "release",
+    "weigh",
+    "fold",
+    "answer_in",
+    "recover",
+]
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
 

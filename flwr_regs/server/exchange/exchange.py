@@ -113,11 +113,11 @@ class Exchange:
     judge: Callable[[Mapping[int, Slot]], None]
     _since: dict[tuple[int, bool], Content] = field(default_factory=dict)
 
-    def train(self, clients: Iterable[int], lost: bool = False) -> Request:
-        """Return the train messages, and count their bytes; `lost` clients get everything."""
-        parcels = {pid: self._parcel(pid, lost) for pid in clients}
+    def train(self, clients: Iterable[int], lost: bool = False, kind: str = "train") -> Request:
+        """Return the messages of a `kind`, and count their bytes; `lost` clients get everything."""
+        parcels = {pid: self._parcel(pid, lost, kind == keys.PROBE) for pid in clients}
         _count(self.this_round.bytes_down, parcels)
-        return self.request("train", parcels)
+        return self.request(kind, parcels)
 
     def ahead(self, clients: Iterable[int]) -> Request:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
@@ -151,9 +151,7 @@ class Exchange:
         this_round, replies = self.this_round, dict[int, Reply]()
         waiting, lost = this_round.asked, False
         while waiting:
-            parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
-            _count(this_round.bytes_down, parcels)
-            came, waiting = self._ask(self.request(keys.PROBE, parcels), lost)
+            came, waiting = self._ask(self.train(waiting, lost, keys.PROBE), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             replies |= probes
