@@ -181,16 +181,10 @@ def seeded(seed: int) -> Iterator[None]:
     import numpy as np
     import torch
 
-    from flwr_regs.client.train.batches import forked
+    from flwr_regs.client.train.batches import undisturbed
 
-    with forked():
-        # users' code may draw from numpy's global state
-        plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with undisturbed():
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)  # noqa: NPY002  # users' code may draw from it
         torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(arrays)  # noqa: NPY002
+        yield

@@ -27,16 +27,8 @@ MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
 
 
-READING = [
-    "broadcast",
-    "broadcast_to",
-    "update",
-    "release",
-    "weigh",
-    "fold",
-    "answer_in",
-    "recover",
-]
+_ABILITIES = ("broadcast_to", "weigh", "fold", "answer_in", "recover")
+READING = ("broadcast", "update", "release", *_ABILITIES)
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
 

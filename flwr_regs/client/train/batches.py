@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -297,6 +298,18 @@ def forked(device: torch.device = CPU) -> Iterator[None]:
     """
     with _DRAWING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+@contextmanager
+def undisturbed(device: torch.device = CPU) -> Iterator[None]:
+    """Give all generators of the process their states back, torch's as :func:`forked`."""
+    with forked(device):
+        python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpys)  # noqa: NPY002
 
 
 @contextmanager
