@@ -107,11 +107,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("release", lambda _, step, __: (step,), r"\(server slot, step\), not a tuple of 1"),
         ("release", lambda slot, *_: (slot, {}), r"step with an array for each of .*, not \[\]"),
         ("update", lambda slot, d, *_: (slot, {n: a[:1] for n, a in d.items()}), "'0.weight' of"),
-        (
-            "finish",
-            lambda d, *_: ({n: a[:1] for n, a in d.items()}, {}, {}),
-            "delta with '0.weight' of",
-        ),
+        ("finish", lambda d, *_: ({n: a[:1] for n, a in d.items()}, {}, {}), "'0.weight' of"),
         ("start", lambda p, *_: {n: a[:1] for n, a in p.items()}, "parameters with '0.weight' of"),
         ("start", lambda *_: {}, r"parameters with an array for each of .*, not \[\]"),
         ("loss", lambda *_: None, "the loss, a scalar array, not a NoneType"),
