@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isfunction, signature
@@ -53,7 +54,9 @@ class Chain(Term, composes=True):
 
     def _in_turn(self, hook: str, params: Arrays, ctx: ClientContext) -> Arrays:
         for t in self.overriding(hook):
-            params = getattr(t, hook)(params, own_context(ctx, t))
+            made = getattr(t, hook)(params, own_context(ctx, t))
+            _check_like(made, params, t, hook, "dict of parameters")
+            params = made
         return params
 
     # on a client
@@ -64,9 +67,11 @@ class Chain(Term, composes=True):
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         for t in self.overriding("loss"):
             base = t.loss(base, params, own_context(ctx, t))
-            if not hasattr(base, "shape"):
+            shape = getattr(base, "shape", None)
+            if shape is None or math.prod(shape) != 1:
                 must = f"{type(t).__name__}.loss must return the loss, a scalar array"
-                raise TypeError(f"{must}, not a {type(base).__name__}")
+                of_shape = "" if shape is None else f" of shape {tuple(shape)}"
+                raise TypeError(f"{must}, not a {type(base).__name__}{of_shape}")
         return base
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -89,11 +94,13 @@ class Chain(Term, composes=True):
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
         client: Slot = {}
+        given = delta
         for i, t in enumerate(self.terms):
             later = any(r.acts("finish") and not r.keeps_update for r in self.terms[i + 1 :])
             made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
             names = ("delta", "upload", "client slot")
             delta, upload[t.name], client[t.name] = _several(made, t, "finish", names)
+            _check_like(delta, given, t, "finish", "delta")
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -124,9 +131,11 @@ class Chain(Term, composes=True):
         return state
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        given = params
         for t in self.overriding("point"):
             made = t.point(params, own_context(ctx, t))
             params = made if made is params else {**params, **made}
+            _check_like(params, given, t, "point", "dict of parameters")
         return params
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -275,16 +284,22 @@ def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
 
 
 def _check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:
-    """Raise TypeError or ValueError unless `made` has an array in the shape of each that was `given`."""
+    """Raise TypeError or ValueError unless `made` has an array in the shape of each that was `given`.
+
+    In the place of a whole array, `finish` and `point` may return a number.
+    """
     must = f"{type(term).__name__}.{hook} must return a {what} with"
     if not isinstance(made, Mapping) or not given.keys() <= made.keys():
         names = [*made] if isinstance(made, Mapping) else made
         raise TypeError(f"{must} an array for each of {[*given]}, not {names!r:.80}")
     for name, array in given.items():
-        shape, whole = getattr(made[name], "shape", None), array.shape
+        number = () if isinstance(made[name], int | float) else None
+        shape, whole = getattr(made[name], "shape", number), array.shape
+        fills = hook in ("finish", "point") and shape == ()
         in_stack = hook == "correct" and shape == whole[1:]  # a stack's array without its clients
-        if shape != whole and not in_stack:
-            raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {shape}")
+        if shape != whole and not fills and not in_stack:
+            got = None if shape is None else tuple(shape)
+            raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {got}")
 
 
 def name_of(terms: Iterable[Term | type[Term]]) -> str:

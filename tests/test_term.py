@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs import FirstOrder, Proximal, RegClient, RegStrategy
+from flwr_regs import FirstOrder, InProcessGrid, Proximal, RegClient, RegStrategy, StackedGrid
 from flwr_regs.abilities import Probes
 from flwr_regs.term import Term
-from tests.conftest import Log, make_model, run
+from flwr_regs.testing.problem import app_of, make_clients
+from tests.conftest import Log, make_model, run, start
 
 
 def made(name: str, **attributes: Any) -> Term:
@@ -110,15 +111,21 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("release", lambda _, step, __: (step,), r"\(server slot, step\), not a tuple of 1"),
         ("release", lambda slot, *_: (slot, {}), r"step with an array for each of .*, not \[\]"),
         ("update", lambda slot, d, *_: (slot, {n: a[:1] for n, a in d.items()}), "'0.weight' of"),
+        ("finish", lambda d, *_: ({n: a[:1] for n, a in d.items()}, {}, {}), "'0.weight' of"),
+        ("start", lambda p, *_: {n: a[:1] for n, a in p.items()}, "parameters with '0.weight' of"),
+        ("start", lambda *_: {}, r"parameters with an array for each of .*, not \[\]"),
         ("loss", lambda *_: None, "the loss, a scalar array, not a NoneType"),
+        ("loss", lambda base, *_: base.expand(2), r"scalar array, not a Tensor of shape \(2,\)"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:
     kind = type("Mine", (Term,), {"name": "mine", hook: staticmethod(wrong)})
-    with pytest.raises(Exception, match=rf"Mine\.{hook} must return .*{said}"):
-        run(RegStrategy([kind()]), RegClient, rounds=1, terms=[kind])
+    for grid in (InProcessGrid, StackedGrid):
+        clients = grid(app_of(RegClient, make_clients(), terms=[kind]), 4)
+        with pytest.raises(Exception, match=rf"Mine\.{hook} must return .*{said}"):
+            start(RegStrategy([kind()]), clients, 1)
 
 
 def test_terms_see_trainable_parameters_alone_from_init_on() -> None:

@@ -371,7 +371,7 @@ def first_exchange(measures: Measures, term: Chain, client: Slot, **told: Any) -
     batches.count_batches(pairs)  # raises if there is no data
     model.to(device)
     private = private_entries(model, term)
-    with torch.random.fork_rng(devices=[]):
+    with batches.forked():
         _, targets = next(iter(pairs))
     counts = any("label_counts" in t.needs for t in term.terms)
     ctx = measures.context(

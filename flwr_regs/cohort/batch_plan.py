@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors
+from flwr_regs.client.train.batches import Pairs, batch_size, cycle, forked, mapped, tensors
 
 DATA = 2**26
 """Bytes of clients' whole data that go through a model at once."""
@@ -134,7 +133,7 @@ def draw(
         sizes = (order.sizes * passes)[:steps]
         rows = order.draw(generator, passes)[: sum(sizes)]
         return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         torch.set_rng_state(generator.get_state())
         batches = list(data if steps is None else itertools.islice(cycle(data), steps))
         generator.set_state(torch.get_rng_state())
@@ -278,8 +277,3 @@ def random_state(device: torch.device) -> list[Tensor]:
     """Return the states of torch's random generators, that of the CPU first."""
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Give torch's random generators the states back that they have before the block."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

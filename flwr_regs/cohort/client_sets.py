@@ -20,7 +20,13 @@ from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import evaluating, find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
-from flwr_regs.client.train.batches import Batches, check_batches, is_dataset, resolve_device
+from flwr_regs.client.train.batches import (
+    Batches,
+    check_batches,
+    forked,
+    is_dataset,
+    resolve_device,
+)
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import COUNT, Range, Term
@@ -206,7 +212,7 @@ class ClientSets(Spelled):
             kind, error = (inputs.dtype, inputs.shape[1:]), None
             if kind not in outputs:
                 try:
-                    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    with torch.no_grad(), forked():
                         outputs[kind] = self.task.output(model, inputs[:2])
                 except Exception as raised:  # whatever a user's model raises
                     outputs[kind], error = None, raised

@@ -19,10 +19,10 @@ from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.member import Client
 from flwr_regs.client.memory import Begun, Memory
-from flwr_regs.client.train.batches import Batches, Pairs
+from flwr_regs.client.train.batches import Batches, Pairs, forked
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
-from flwr_regs.cohort.batch_plan import CannotStack, Plan, forked
+from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
 from flwr_regs.wire.parcel import Parcel
 

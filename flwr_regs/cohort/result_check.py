@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -17,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import begin, first_exchange
-from flwr_regs.client.train.batches import Batches, mapped, seeded, to_device
+from flwr_regs.client.train.batches import Batches, mapped, seeded, to_device, undisturbed
 from flwr_regs.client.train.task import uncompiled
-from flwr_regs.cohort.batch_plan import forked, plan_of
+from flwr_regs.cohort.batch_plan import plan_of
 from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
@@ -111,7 +108,7 @@ def difference(group: Group) -> str:
     seeds = {m.asked.message.config[keys.SEED_KEY] for m in pair}
     for precision, tolerance in TOLERANCES.items():
         together, alone = Quiet(group.view.device), Quiet(group.view.device)
-        with _undisturbed(group.view.device):
+        with undisturbed(group.view.device):
             try:
                 result = _stacked(group, pair, precision, together)
                 for row, member in enumerate(pair):
@@ -216,15 +213,3 @@ def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -
             part = "update" if name in delta else "entry"
             return f"'{name}' differs by {off / max(scale, 1e-300):.2g} of the {part}'s norm"
     return ""
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave the process's random states as they were."""
-    python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with forked(device):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpys)  # noqa: NPY002

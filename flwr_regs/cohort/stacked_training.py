@@ -28,10 +28,10 @@ from flwr_regs.chain import layers_of
 from flwr_regs.client.local_training import has_risen
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attributes_kept, evaluating
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
-from flwr_regs.client.train.batches import mapped, seeded, tensors, to_device
+from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort import batch_plan
-from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, forked, random_state
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state
 from flwr_regs.cohort.member_view import (
     MEASURED,
     AsksFor,

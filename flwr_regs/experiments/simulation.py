@@ -26,7 +26,7 @@ from flwr_regs.experiments.words import out_folder
 
 RUNNERS = ("process", "stacked", "ray")
 _ONE_AT_A_TIME = threading.RLock()
-"""Threads would share torch's random state, and give other numbers each time."""
+"""Runs set what a process has once: the number of torch's threads, logging."""
 
 
 def simulate(

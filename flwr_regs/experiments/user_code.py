@@ -189,14 +189,10 @@ def seeded(seed: int) -> Iterator[None]:
     import numpy as np
     import torch
 
-    # users' code may draw from numpy's global state
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    from flwr_regs.client.train.batches import undisturbed
+
+    with undisturbed():
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)  # noqa: NPY002  # users' code may draw from it
         torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(arrays)  # noqa: NPY002
+        yield

@@ -119,6 +119,7 @@ class ClientRound(LocalTraining):
         """Seed torch for this client and round within a ``with`` block, as the package's clients do.
 
         Put the loop and `reply` inside: `reply` also draws if a method reads part of the shuffled data.
+        Clients in other threads wait until the block is left.
         """
         return seeded(self._member.config[keys.SEED_KEY], self.device)
 

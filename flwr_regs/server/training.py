@@ -38,6 +38,8 @@ MANY = 5
 BOUND = ("model", "participation", "guard", "remembered")
 KNOWN = ("population", "privacy")
 """Parts that rounds change and checkpoints hold; those in the first are as before after a failed round."""
+FIXED = ("wire_dtype", "privacy", "seed")
+"""Settings on which the model, the noise and the cohorts of a whole training rest."""
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """Averages the clients' metrics: ("train" or "evaluate", the metrics that all report) -> their mean."""
 
@@ -89,7 +91,7 @@ class Training:
     budget: InitVar[Budget | None] = None
 
     def __post_init__(self, initial: NDArrays, budget: Budget | None) -> None:
-        o = self.options
+        self._begun = o = self.options
         if self.num_rounds is None and o.drop_inactive is not None:
             raise ValueError("drop_inactive needs the number of rounds: use the strategy's start")
         self.model = self.begin(o, initial)
@@ -112,7 +114,7 @@ class Training:
         return GlobalModel(options.term, shared, options.wire_dtype, options.downlink == "delta")
 
     def use(self, options: Options) -> None:
-        """Go on with other settings: those that say who counts, and how."""
+        """Go on with other settings; a round refuses another of `FIXED`."""
         self.options = self.guard.options = self.participation.options = options
 
     def adopt(self, model: NDArrays) -> bool:
@@ -158,10 +160,18 @@ class Training:
         RoundFailed
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
+        ValueError
+            A setting of `FIXED` is another than when the training began.
         """
+        for name in FIXED:
+            if (now := getattr(self.options, name)) != (given := getattr(self._begun, name)):
+                kept = f"{name} must stay {given!r} until the training ends, but is {now!r}"
+                raise ValueError(f"round {number} of {self.method}: {kept}; start another with it")
         this_round = Round(number)
         if (failed := self._failed(number)) is not None:
             this_round.continue_from(failed)
+            if self.options.downlink == "delta":  # who replied then holds this round's model
+                self.remembered.held |= dict.fromkeys(failed["bytes_up"], number)
         before = {name: getattr(self, name).snapshot() for name in BOUND}
         try:
             yield from self._round(this_round, config, network)

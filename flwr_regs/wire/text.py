@@ -33,11 +33,11 @@ def shown(text: Any, limit: int = LONGEST) -> str:
     return _escaped(text, limit)
 
 
-def one_line(text: str, limit: int = LONGEST) -> str:
+def one_line(text: str) -> str:
     """Return a text of several lines as one, as :func:`shown` shows it."""
-    if len(text) > 4 * limit:
-        text = f"{text[: 3 * limit]} … {text[-limit:]}"
-    return shown(" ".join(text.split()), limit)
+    if len(text) > 4 * LONGEST:
+        text = f"{text[: 3 * LONGEST]} … {text[-LONGEST:]}"
+    return shown(" ".join(text.split()))
 
 
 def quoted(value: Any, limit: int = 200) -> str:

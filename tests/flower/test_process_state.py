@@ -5,15 +5,18 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of, make_clients, train
+from flwr_regs.wire.arrays import digest
 from tests.conftest import dropping
 
 
@@ -50,7 +53,7 @@ def test_a_training_leaves_the_process_as_it_was(
     np.random.seed(5)  # noqa: NPY002
     torch.manual_seed(5)
     before, handler, rounds = process_state(), signal.getsignal(signal.SIGTERM), list[int]()
-    loaders = [torch.utils.data.DataLoader(batches, batch_size=None) for batches in make_clients()]
+    loaders = [DataLoader(batches, batch_size=None) for batches in make_clients()]
 
     def looks(number: int) -> None:
         assert not changed(before)
@@ -65,3 +68,26 @@ def test_a_training_leaves_the_process_as_it_was(
     assert rounds == [0, 1, 2, 3]
     assert not changed(before)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])
+def test_trainings_in_two_threads_are_as_each_alone(
+    kind: type[fr.InProcessGrid],
+) -> None:
+    before, models = torch.get_rng_state(), dict[str, list[str]]()
+
+    def run(seed: int, where: str) -> None:
+        data = [DataLoader(c, batch_size=None, shuffle=True) for c in make_clients()]
+        grid = kind(app_of(fr.FedAvgClient, data, dropping), len(data))
+        trained = train(fr.FedAvg(seed=seed), fr.FedAvgClient, model=dropping, grid=grid)
+        models[f"{seed} {where}"] = [digest(model) for model in trained]
+
+    threads = [threading.Thread(target=run, args=(seed, "in a thread")) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed in (1, 2):
+        run(seed, "alone")
+        assert models[f"{seed} in a thread"] == models[f"{seed} alone"]

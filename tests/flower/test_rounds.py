@@ -70,6 +70,18 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
     assert "attempts" not in broken.history[2]
 
 
+def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:
+    settings: dict[str, Any] = {"seed": 3, "downlink": "delta", "min_replies": 4}
+    unbroken, broken = fr.FedADC(**settings), fr.FedADC(**settings, retries=1)
+    trained(unbroken, fr.InProcessGrid(app_of(fr.FedADCClient), 4))
+    grid = Lossy(app_of(fr.FedADCClient), 4, lambda push, node: (push, node) == (2, 1000))
+    trained(broken, grid)
+    close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
+    assert log("clients [0] no longer hold their last model")
+    (lost, *others), *_ = [[*e["bytes_down"].values()] for e in broken.history[1:]]
+    assert max(others) < lost / 2
+
+
 def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(log: Log) -> None:
     settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
     unbroken = fr.FedAvg(**settings)

@@ -66,6 +66,16 @@ def test_a_setting_that_is_assigned_between_rounds_counts_from_the_next_on() -> 
     assert not strategy.history[1]["failures"]
 
 
+def test_what_a_whole_training_rests_on_cannot_be_assigned_between_rounds() -> None:
+    others = {"wire_dtype": "bfloat16", "privacy": fr.CentralDP(1.0, 0.1), "seed": 2}
+    for name, value in others.items():
+        strategy = fr.FedAvg(seed=1, weighting="uniform")
+        strategy.on_round = lambda _, of=(strategy, name, value): setattr(*of)
+        with pytest.raises(ValueError, match=f"round 2 of FedAvg: {name} must stay "):
+            start(strategy, fr.InProcessGrid(app_of(), 4), 2)
+        assert len(strategy.history) == 1
+
+
 class Even(fr.Term, Weighs):
     name: ClassVar[str] = "even"
 

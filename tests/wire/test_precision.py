@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.client import NumPyClient
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
@@ -15,6 +17,7 @@ from flwr_regs.server.round import Reply
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError, check_finite
 from flwr_regs.wire.parcel import Row, Stack
+from flwr_regs.wire.records import to_record
 from tests.conftest import close, plain_fedavg
 from tests.methods.test_models import METHODS, Counting, Kind, Method, perceptron, train
 
@@ -95,6 +98,26 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
     method = Method(partial(fr.FedOpt, partial(torch.optim.SGD, lr=1e7)), fr.FedOptClient, [])
     with pytest.raises(fr.RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
         train(replace(PLAIN, wire="float16"), method)
+
+
+class Flowers(NumPyClient):
+    """A client of Flower's, which sends its first array in float32."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [np.float32([self.value]), *(a + 1 for a in parameters[1:])], 3, {}
+
+
+def test_the_range_of_a_half_binds_only_float32_arrays() -> None:
+    app = fr.client_app(lambda context: Flowers(10.0 ** context.node_config["partition-id"]))
+    model = {"w": np.float32([0]), "seen": np.array([10**6]), "sum": np.array([1e6])}
+    strategy = fr.FedAvg(wire_dtype="float16", fraction_evaluate=0.0)
+    strategy.start(fr.InProcessGrid(app, 6), to_record(model), 1)
+    assert "'w' holds values beyond ±65504" in strategy.history[0]["failures"][5]
+    assert strategy.arrays["seen"].numpy() == strategy.arrays["sum"].numpy() == 10**6 + 1
+    assert strategy.arrays["w"].numpy() == 11111 / 5
 
 
 def test_float32_arrays_leaves_the_model_as_it_is() -> None:

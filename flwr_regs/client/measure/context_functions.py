@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.batches import NO_DATA, Replay, batch_size, on_device
+from flwr_regs.client.train.batches import NO_DATA, Replay, batch_size, forked, on_device
 from flwr_regs.client.train.task import Task, gradients
 from flwr_regs.term import Arrays, ClientContext
 
@@ -186,7 +186,7 @@ class Measures:
     def _mean(self, sums: Callable[[Any, Any], Arrays], batches: int | None = None) -> Arrays:
         """Return the means over the examples, in eval mode, given a batch's sums; default: all batches."""
         total, count = Arrays(), 0
-        with torch.random.fork_rng(devices=[]), evaluating(self.model):
+        with forked(), evaluating(self.model):
             for inputs, targets in on_device(islice(self.data, batches), self.device):
                 for name, value in sums(inputs, targets).items():
                     total[name] = total.get(name, 0) + value

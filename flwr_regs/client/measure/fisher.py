@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.measure.classifier import attributes_kept
-from flwr_regs.client.train.batches import NO_DATA, Batches, mapped, tensors, to_device
+from flwr_regs.client.train.batches import NO_DATA, Batches, forked, mapped, tensors, to_device
 from flwr_regs.client.train.task import Task, gradients, uncompiled
 
 Tensors = dict[str, Tensor]
@@ -90,8 +90,7 @@ def fisher_diagonal(
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in trained.items()}
     seen = 0
     nll = partial(sample_loss, model, task, buffers)
-    gpus = [device] if torch.device(device).type == "cuda" else []
-    with attributes_kept(model), torch.random.fork_rng(devices=gpus), torch.enable_grad():
+    with attributes_kept(model), forked(torch.device(device)), torch.enable_grad():
         model.eval()
         pairs = iter(task.pairs(data))
         first = [to_device(pair, device) for pair in islice(pairs, 1)]

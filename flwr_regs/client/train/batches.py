@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ NO_DATA = (
 
 
 AGAIN = "expected batches that can be iterated again and again, such as a DataLoader or a list"
+
+CPU = torch.device("cpu")
+_DRAWING = threading.RLock()
+"""torch's random generators are the process's: threads would draw other numbers each time."""
 
 
 class Keywords(dict[str, Any]):
@@ -194,7 +200,7 @@ def count_examples(data: Pairs) -> int:
         streamed = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         if streamed and loader.batch_sampler is not None and isinstance(loader.dataset, Sized):
             return len(loader.dataset)  # without a batch sampler, it counts batches
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         return sum(batch_size(targets) for _, targets in data)
 
 
@@ -226,7 +232,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
             raise ValueError(f"device='{device}': torch finds no CUDA GPU here; give device='auto'")
         return asked
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator or torch.device("cpu")
+    return accelerator or CPU
 
 
 def to_device(value: Any, device: str | torch.device) -> Any:
@@ -248,7 +254,7 @@ def label_counts(data: Pairs) -> Tensor:
 
     torch's random state does not change; a generator that belongs to the loader advances.
     """
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         labels = torch.cat([torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data])
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"label counts need integer class labels, not {labels.dtype}")
@@ -282,14 +288,39 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @contextmanager
+def forked(device: torch.device = CPU) -> Iterator[None]:
+    """Give torch's random generators the states back that they have before the block.
+
+    One thread at a time is in such blocks, which may be nested; others wait. So leave a block in the thread
+    that entered it, also where a generator pauses in it, and do not wait in it for a thread that trains. A
+    DataLoader's workers are free, and so is a process that is spawned; one that is forked while another
+    thread is in a block would wait for ever at its own.
+    """
+    with _DRAWING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
+def undisturbed(device: torch.device = CPU) -> Iterator[None]:
+    """Give all generators of the process their states back, torch's as :func:`forked`."""
+    with forked(device):
+        python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpys)  # noqa: NPY002
+
+
+@contextmanager
 def seeded(seed: Any, device: torch.device) -> Iterator[None]:
-    """Seed torch for one client and round; leave the process's own random state as it was.
+    """Seed torch for one client and round, as :func:`forked`: other threads wait.
 
     All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
     alone. Data that draws from numpy or `random` must seed these itself, and so must what draws on another
     device than the client's.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with forked(device):
         # on a CPU, torch.manual_seed formats a traceback for each accelerator that is not in use
         if device.type == "cpu":
             torch.default_generator.manual_seed(int(seed))

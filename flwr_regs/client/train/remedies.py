@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.client.train.batches import Pairs, batch_size, tensors
+from flwr_regs.client.train.batches import Pairs, batch_size, forked, tensors
 
 
 def remedy(
@@ -80,7 +80,7 @@ def is_cross_entropy(loss_fn: Any) -> bool:
 def not_finite(data: Pairs) -> str:
     """Say which training example holds NaN or infinity; "" if none does. torch's random state stays."""
     dataset: Any = getattr(data.source, "dataset", None)
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             each = ((f"example {i}", tensors(dataset[i])) for i in range(len(dataset)))
             return next((_lost(name) for name, parts in each if not are_finite(parts)), "")

@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from flwr_regs import InProcessGrid, Mean, StackedGrid
+from flwr_regs.client.train.batches import forked
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.experiments.calls import Call
 from flwr_regs.experiments.data.losses import LOSSES
@@ -58,7 +59,7 @@ def _trained(run: Run, rounds: int, one: bool, grid: Callable[..., Grid], **chan
     if one:
         strategy.fraction_train, strategy.min_replies, strategy.aggregator = share, 1, Mean()
     made = grid(clients)
-    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+    with quiet(), threads(1), forked():
         warm_up()
         try:
             clients.start(strategy, made)
@@ -129,7 +130,7 @@ def timed(run: Run) -> Timed:
         torch.autograd.backward(loss)
         optimizer.step(loss.item)
 
-    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+    with quiet(), threads(1), forked():
         arrays, tested = ArrayRecord(model.state_dict()), min(SAMPLE, len(test.x))
         one = _seconds(step)
         a_test = _seconds(lambda: test.outputs(arrays, tested))

@@ -113,11 +113,11 @@ class Exchange:
     judge: Callable[[Mapping[int, Slot]], None]
     _since: dict[tuple[int, bool], Content] = field(default_factory=dict)
 
-    def train(self, clients: Iterable[int], lost: bool = False) -> Request:
-        """Return the train messages, and count their bytes; `lost` clients get everything."""
-        parcels = {pid: self._parcel(pid, lost) for pid in clients}
+    def train(self, clients: Iterable[int], lost: bool = False, kind: str = "train") -> Request:
+        """Return the messages of a `kind`, and count their bytes; `lost` clients get everything."""
+        parcels = {pid: self._parcel(pid, lost, kind == keys.PROBE) for pid in clients}
         _count(self.this_round.bytes_down, parcels)
-        return self.request("train", parcels)
+        return self.request(kind, parcels)
 
     def ahead(self, clients: Iterable[int]) -> Request:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
@@ -151,9 +151,7 @@ class Exchange:
         this_round, replies = self.this_round, dict[int, Reply]()
         waiting, lost = this_round.asked, False
         while waiting:
-            parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
-            _count(this_round.bytes_down, parcels)
-            came, waiting = self._ask(self.request(keys.PROBE, parcels), lost)
+            came, waiting = self._ask(self.train(waiting, lost, keys.PROBE), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             replies |= probes
@@ -241,7 +239,7 @@ class Exchange:
             self.this_round.failures |= dict.fromkeys(lost, why)
             return others, []
         if had := [p for p in lost if p in self.remembered.held]:
-            LOG.warning("clients %s have lost their model; sending the full pair", had)
+            LOG.warning("clients %s no longer hold their last model; sending the full pair", had)
         return others, lost
 
     def _downlink(self, held_round: int | None, probe: bool = False) -> Content:
@@ -251,10 +249,10 @@ class Exchange:
         the broadcasts to a client that got ``w_t`` in the first.
         """
         keeps = self.options.downlink == "delta"
+        broadcasts = {} if probe else self._broadcasts
         if held_round == self.context.round:
             kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._base[keys.DIGEST_KEY]}
-            return {keys.ARRAYS: Record(), **self._broadcasts}, kept
-        broadcasts = {} if probe else self._broadcasts
+            return {keys.ARRAYS: Record(), **broadcasts}, kept
         entries = {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {}
         whole: Content = {keys.ARRAYS: self._whole, **broadcasts}, entries
         if not keeps or held_round is None or self.model.step is None:

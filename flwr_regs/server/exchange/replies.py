@@ -14,7 +14,7 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import Mean
 from flwr_regs.server.aggregate.weights import STEPS
-from flwr_regs.server.client_metrics import read_metrics
+from flwr_regs.server.client_metrics import read_metrics, usable
 from flwr_regs.server.failures import Reasons, UnusableReplies, of_usable, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -145,7 +145,10 @@ class Reader:
                 self.options.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        wire.check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
+        wire.check_arrays(arrays, expected, what, LARGEST)
+        if half == "float16":  # Flower's own clients may send float32
+            floats = {n: a for n, a in arrays.items() if a.dtype == np.float32}
+            check_finite(floats, what, expected, 65504.0)
         check_finite(update, what, largest=LARGEST)
         for t in self.options.term.able(Folds):
             if t.name in uploads:  # copied again when it is folded
@@ -215,7 +218,9 @@ def _steps(parcel: Parcel, config: Mapping[str, Any], count: float) -> tuple[int
     silent = keys.METHOD_KEY not in parcel.config and (taken is None or planned is None)
     if silent or not (asked or epochs):
         return None
-    most = asked or epochs * count  # a step is at least one example
+    examples = metrics.get("num-examples")  # the weight, `count`, may be another metric
+    # a step is at least one example
+    most = asked or epochs * (examples if usable(examples) else count)
     whole = type(taken) is int and type(planned) is int
     if not (whole and 0 <= taken <= planned <= most and planned >= max(asked or 0, 1)):
         said = f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}"

@@ -115,6 +115,13 @@ def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
             assert told["loss"] == pytest.approx(b["evaluate"]["clients"][pid]["loss"], abs=1e-9)
 
 
+def test_a_metric_of_ones_own_may_weigh_the_clients_whatever_their_steps() -> None:
+    """It is smaller than the number of steps."""
+    own = fr.FedAvg(weighted_by_key="mine", seed=3, fraction_evaluate=0.0)
+    got = run(own, fr.FedAvgClient, grid=fr.InProcessGrid(own_app(fr.FedAvgClient), 4))
+    close(got, run(fr.FedAvg(weighting="uniform", seed=3), fr.FedAvgClient), 0.0)
+
+
 OWN = {"user.number": 3, "user.text": "a", "user.bytes": b"b"}
 
 
