@@ -393,9 +393,13 @@ class LocalTraining:
                 raise TypeError(
                     f"{', '.join(names)}.correct must return new gradients, but changes {touched} in place"
                 )
+            written = set[int]()
             for n, p in self._params.items():
-                if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
-                    p.grad = corrected[n].to(p.dtype)
+                if (grad := corrected[n]) is not p.grad:  # a float32 term widens half precision
+                    # clipping and optimisers write to it: it must be of this parameter alone
+                    shared = grad.untyped_storage().data_ptr() in written or 0 in grad.stride()
+                    p.grad = grad.to(p.dtype, copy=shared)
+                written.add(p.grad.untyped_storage().data_ptr())
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if (norm := self._ctx.config.get("clip-norm")) is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import flwr_regs.client.train.batches as batches
-from flwr_regs.abilities import Compresses
+from flwr_regs.abilities import Compresses, Withholds
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory, personal
 from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_names
@@ -62,6 +62,11 @@ class Identity:
     private: Pins = ()
     folder: Root = None
     keeps_optimizer: bool = False
+
+    @property
+    def withholds(self) -> bool:
+        """Whether entries of its model may stay with it."""
+        return any(issubclass(t, Withholds) for t in self.terms)
 
 
 class Client(Protocol):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import data
 
 import flwr_regs.client.train.remedies as remedies
-from flwr_regs.abilities import Withholds
 from flwr_regs.client.measure.classifier import evaluating, find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
@@ -29,7 +28,7 @@ from flwr_regs.client.train.batches import (
 )
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import COUNT, Range, Term
+from flwr_regs.term import COUNT, Range
 from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
@@ -154,12 +153,12 @@ class ClientSets(Spelled):
         """Give the model the entries back with which it was given."""
         uncompiled(self.model).load_state_dict(self._initial)
 
-    def begin(self, model: nn.Module, terms: Sequence[type[Term]]) -> None:
+    def begin(self, model: nn.Module, who: Identity) -> None:
         """Let a client that remembers nothing find the entries that stay with it as they were given.
 
         In a `model` that clients share, others have trained.
         """
-        if model is vars(self).get("model") and any(issubclass(t, Withholds) for t in terms):
+        if model is vars(self).get("model") and who.withholds:
             self.reset()
 
     def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:

@@ -16,7 +16,7 @@ from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.member import Identity, begin, end, evaluated, measures, probe
 from flwr_regs.client.memory import Memory, Root, written
 from flwr_regs.client.personal import own_model
-from flwr_regs.client.train.batches import Batches, seeded
+from flwr_regs.client.train.batches import CPU, Batches, seeded
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
@@ -108,7 +108,8 @@ class ClientRound(LocalTraining):
         self._member = member = begin(*_content(message), uncompiled(model), identity)
         if member.probing:
             settings["max_steps"] = 0
-        super().__init__(model, member.term, train_data, **settings, **member.duration)
+        with seeded(member.config[keys.SEED_KEY], CPU):  # labels may be counted in a drawn order
+            super().__init__(model, member.term, train_data, **settings, **member.duration)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from flwr.clientapp import ClientApp
 
-from flwr_regs.abilities import Withholds
 from flwr_regs.chain import named
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
@@ -80,8 +79,8 @@ class Clients(ClientSets):
         shared |= {**vars(self.task), "share_label_counts": True}  # simulated data has no secrets
         budget, sets = self.step_budget(pid, number), self.sets_of(pid, number)
         client = make(self.fresh_model(), *sets, step_budget=budget, **shared)
-        if any(issubclass(t, Withholds) for t in client.identity.terms):
-            self.begin(client.model, client.identity.terms)
+        if client.identity.withholds:
+            self.begin(client.model, client.identity)
             client.model = copy.deepcopy(client.model)  # a grid may keep it beside others
         return client
 

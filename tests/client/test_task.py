@@ -35,6 +35,8 @@ def test_targets_of_no_batch_and_labels_of_no_class_are_refused() -> None:
         batch_size(torch.tensor(1))
     with pytest.raises(ValueError, match="labels from 0 on, but there is -2"):
         label_counts(Pairs([(torch.ones(2, 3), torch.tensor([0, -2]))]))
+    with pytest.raises(ValueError, match="the client has no training data"):
+        label_counts(Pairs([]))
 
 
 def test_a_dict_within_a_pair_is_one_argument() -> None:

@@ -207,19 +207,50 @@ class Sum(nn.Module):
         return nn.functional.linear(x, self.w + self.d)
 
 
+@pytest.mark.parametrize("of", [fr.FedAvg, partial(fr.FedSAM, rho=0.1)], ids=["FedAvg", "FedSAM"])
 @pytest.mark.parametrize("how", [{"clip-norm": 0.01}, {"momentum": 0.9}], ids=["clip", "nesterov"])
-def test_parameters_with_one_gradient_are_stepped_as_alone(how: dict[str, Any]) -> None:
+def test_parameters_with_one_gradient_are_stepped_as_alone(of: Any, how: dict[str, Any]) -> None:
     """Clipping and optimisers write to gradients."""
     made = partial(torch.optim.SGD, nesterov="momentum" in how, momentum=how.get("momentum", 0.0))
     clip = {key: of for key, of in how.items() if key == "clip-norm"}
     options: dict[str, Any] = {"batch_size": 8, "device": "cpu", "optimizer": made}
     clients = fr.Clients(Sum, [*map(pair, range(3))], **options)
-    strategy = partial(fr.FedAvg, seed=3, fraction_evaluate=0.0)
+    strategy = partial(of, seed=3, fraction_evaluate=0.0)
     stacked = fr.StackedGrid(clients, check=False)
     got = run(strategy(), stacked, model=Sum, train={"local-steps": 4, **clip})
     assert not stacked.fallbacks
     alone = run(strategy(), fr.InProcessGrid(clients), model=Sum, train={"local-steps": 4, **clip})
     close(got, alone, 1e-6)
+
+
+def test_what_stays_with_an_apps_client_begins_as_it_makes_it() -> None:
+    """In each training on a grid, and where an attempt has failed before."""
+    failing: list[str] = []
+
+    def made(params: Any, lr: float) -> Any:
+        if failing:
+            raise OSError(failing.pop())
+        return torch.optim.SGD(params, lr)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3)
+        return nn.Sequential(nn.Unflatten(1, (2, 3)), *layers)
+
+    def client_fn(context: Any) -> Any:
+        data = [pair(context.node_config["partition-id"])]
+        return fr.FedBNClient(model(), data, optimizer=made, device="cpu")
+
+    def end(*failures: str) -> Any:
+        failing[:] = failures
+        strategy = fr.FedBN(seed=3, fraction_evaluate=0.0, min_replies=3, retries=2)
+        return run(strategy, grid, 2, model)
+
+    grid = fr.StackedGrid(fr.client_app(client_fn), 3)
+    first = end()
+    assert "its convolutions are slower in a stack on a CPU" in grid.fallbacks
+    for failures in ((), ("disk",), ("disk", "full")):
+        close(end(*failures), first, 0.0)
 
 
 def as_it_is(graph: Any, given: Any, options: Any) -> Any:

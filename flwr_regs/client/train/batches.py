@@ -255,7 +255,10 @@ def label_counts(data: Pairs) -> Tensor:
     torch's random state does not change; a generator that belongs to the loader advances.
     """
     with forked():
-        labels = torch.cat([torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data])
+        each = [torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data]
+    if not each:
+        raise ValueError(NO_DATA)
+    labels = torch.cat(each)
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"label counts need integer class labels, not {labels.dtype}")
     labels = labels.to(torch.int64)

@@ -304,12 +304,16 @@ class LocalNetwork:
     def _prepare(self, client: member.Client, memory: Memory) -> None:
         """Let a client that remembers nothing begin with the entries that its model was given with."""
         if not memory and isinstance(self.source, Clients):
-            self.source.begin(client.model, self.who.terms)
+            self.source.begin(client.model, self.who)
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""
-        if pid in self._clients:
-            return self._clients[pid]
+        if (kept := self._clients.get(pid)) is not None:
+            withholds = isinstance(kept, RegClient) and kept.identity.withholds
+            begins = kind in TRAINING and not config.get(keys.SNAPSHOTS_KEY)
+            if not withholds or (self._node(pid, config).memory and not begins):
+                return kept
+            # without a snapshot, entries that stay with it begin as `client_fn` makes them
         context = self.contexts.of_partition(pid)
         before = copied(context.state)
         try:

@@ -11,6 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import flwr_regs as fr
 from flwr_regs.server.population.population import PopulationError
@@ -345,3 +346,23 @@ def test_the_page_runs_as_written() -> None:
     assert history[-1]["train_metrics"]["my-metric"] == 1.0
     losses = [e["evaluate"]["clients"][0]["loss"] for e in history]
     assert len(set(losses)) == 10  # the model moves, and is loaded
+
+
+def test_labels_are_counted_with_the_rounds_seed() -> None:
+    """A loader may draw its examples."""
+    app, (x, y) = fr.RegClientApp(), make_clients()[0][0]
+    loader = DataLoader(TensorDataset(x, y), sampler=WeightedRandomSampler([1.0] * len(y), 3))
+    counts = []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        torch.rand(1)
+        loop = fr.ClientRound(message, fr.FedRSClient, model := make_model(), loader, device="cpu")
+        counts.append(loop._ctx.label_counts.tolist())
+        plain_loop(loop, model, torch.optim.SGD)
+        return loop.reply()
+
+    for _ in range(3):
+        strategy = fr.FedRS(seed=3, fraction_evaluate=0.0)
+        run(strategy, fr.FedRSClient, rounds=1, grid=fr.InProcessGrid(app, 2))
+    assert counts[:2] == counts[2:4] == counts[4:]
