@@ -233,8 +233,8 @@ class Results:
         """Return a DataFrame with a row for each client of each run that ended.
 
         Its columns: ``method``, ``seed``, ``client``; ``accuracy``, a fraction, with the final model:
-        the expected one by the client's label shares, or on its own test data where clients test; and
-        ``measured``, whether it is the latter.
+        the expected one by the client's label shares, or on its own test data where clients test (NaN: it
+        has none); and ``measured``, whether it is the latter.
         """
         import pandas as pd
 
@@ -245,8 +245,7 @@ class Results:
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
-        of_runs = self.clients().groupby(["method", "seed"], sort=False)
-        known = of_runs.filter(lambda run: run["accuracy"].notna().all())
+        known = self.clients().dropna(subset="accuracy")
         if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
         each = known.groupby(["method", "seed"], sort=False)["accuracy"]
