@@ -419,11 +419,13 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kind = 'fds:DirichletPartitioner(alpha=0.5, partition_by="label")'
     words = [f"partition={kind}", "seed=3"]
+    assert cli.main(["plot", "partition", *words, "num-classes=3", "out=.", "--export"]) == 2
+    assert "by their places in the whole data set: leave" in capsys.readouterr().err
     assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
     clients = client_data_of(Settings.of({"partition": kind, "seed": 3}))
     made = tmp_path / f"partition-{clients.hash}"
