@@ -174,7 +174,8 @@ def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     if several := tried.trials(folder):
         experiment, _ = card_files.of_folder(folder)
         rows = [*experiment.rows_of(experiment.panel)]
-        for name, picture in tried.pictures(several, rows, look or drawing.Look()).items():
+        how = look or drawing.Look(), chosen_of(experiment, folder)
+        for name, picture in tried.pictures(several, rows, *how).items():
             drawing.save(picture, out / name)
 
 

@@ -248,6 +248,12 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
         record.point["A.mu"] = name
     (best,) = artists(tried.pictures(trials[:3], ["A"], Look())["tuning"], "best A")
     assert [*best.get_xdata(), *best.get_ydata()] == [0.2, "sgd"]
+    equal = [recorded("", [0.7], 101, row="A", point={"lr": lr}) for lr in (0.1, 0.2)]
+    for run_ in equal:
+        (best,) = artists(
+            tried.pictures(equal, ["A"], Look(), {"A": run_.point})["tuning"], "best A"
+        )
+        assert [*best.get_xdata()] == [run_.point["lr"]]
     for record, lr, mu in zip(trials, (0.1, 0.1, 0.3, 0.3), (0.0, 1e-5, 0.0, 1e-5), strict=False):
         record.point = {"lr": lr, "A.mu": mu}
     grid = tried.pictures(trials[:4], ["A"], Look())["tuning"].axes[0]  # 0 has no logarithm
@@ -424,7 +430,7 @@ def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
     monkeypatch.chdir(tmp_path)
     kind = 'fds:DirichletPartitioner(alpha=0.5, partition_by="label")'
     words = [f"partition={kind}", "seed=3"]
-    assert cli.main(["plot", "partition", *words, "num-classes=3", "out=.", "--export"]) == 2
+    assert cli.main(["plot", "partition", *words, "examples=1400", "out=.", "--export"]) == 2
     assert "by their places in the whole data set: leave" in capsys.readouterr().err
     assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
     clients = client_data_of(Settings.of({"partition": kind, "seed": 3}))
