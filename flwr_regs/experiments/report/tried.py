@@ -61,23 +61,21 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
 
 
 def pictures(
-    tried: Sequence[RunRecord],
-    order: Sequence[str],
-    look: Look,
-    chosen: Mapping[str, Point] = {},
+    tried: Sequence[RunRecord], chosen: Mapping[str, Point], look: Look
 ) -> dict[str, Picture]:
     """Return ``tuning``, a map of what was tried for each method, and ``tuning-gap``.
 
-    The methods come in the order of the rows, as in the other pictures. The latter picture has each
-    method's curve on held-out data at its best point, in a band that reaches to the second best (Wang et
-    al. 2021, Figs. 1 and 3). Of equally good points, the best is the one that was `chosen` for the row.
+    The methods come in the order of the `chosen` points, which is that of the rows, as in the other
+    pictures; of equally good points, the chosen one is the best. The latter picture has each method's curve
+    on held-out data at its best point, in a band that reaches to the second best (Wang et al. 2021, Figs. 1
+    and 3).
     """
     import pandas as pd
 
     from flwr_regs.experiments.report import plots
 
     how: Any = {"title": Results(tried).title, "look": look}
-    best, seeds = [], dict[str, int]()
+    best, seeds, order = [], dict[str, int](), [*chosen]
     tried = sorted(tried, key=lambda run: run.point != chosen.get(run.row))
     of_points = table(tried).sort_values("label", key=lambda of: of.map(order.index), kind="stable")
     drawn = {"tuning": plots.over_points(of_points, **how)}

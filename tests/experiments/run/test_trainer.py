@@ -123,7 +123,9 @@ def test_a_client_that_holds_nothing_out_does_not_test(runner: str) -> None:
     runs = runs_of(methods="FedAvg,Ditto,Local,Pooled", **{**QUICK, **given, "num_clients": 5})
     held = [int(0.02 * len(rows)) for rows in client_data_of(runs[0].settings).parts]
     assert costs.cost_of(runs[0], costs.Timed(0, 0, test=1, tested=1)).test == sum(held)
-    for record in engine.execute(runs, None, Progress(runs), runner=runner):
+    records = engine.execute(runs, None, Progress(runs), runner=runner)
+    assert len({record.accuracy[-1] for record in records}) > 2
+    for record in records:
         each = Results([record]).clients()["accuracy"]
         assert each.isna().tolist() == [n == 0 for n in held] != [False] * 5
         assert record.accuracy[-1] == pytest.approx(each.mean())
