@@ -179,9 +179,8 @@ def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     from flwr_regs.experiments.report import drawing
 
     if several := tried.trials(folder):
-        experiment, _ = card_files.of_folder(folder)
-        rows = [*experiment.rows_of(experiment.panel)]
-        for name, picture in tried.pictures(several, rows, look or drawing.Look()).items():
+        chosen = chosen_of(card_files.of_folder(folder)[0], folder)
+        for name, picture in tried.pictures(several, chosen, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
 

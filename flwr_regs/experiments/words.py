@@ -43,6 +43,8 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     given = read_words(args.settings)
     out = str(given.pop("out", ""))
     heading, cases = _cases(args, given) if args.command == "sweep" else ("method", {})
+    if any("out" in case for case in cases.values()):
+        raise ValueError("all rows of a sweep have one folder: give out=FOLDER as a setting of all")
     seeds = args.seeds or ("" if card else SEEDS.get(args.command, ""))
     if (seeds or card) and any("seed" in settings for settings in (given, *cases.values())):
         given_by = f"--seeds ({seeds}): remove it" if seeds else "a card's seeds: give --seeds"
@@ -90,7 +92,11 @@ def _of_card(args: Namespace, name: str, given: dict[str, Any], changed: Values)
     card = replace(card, settings={"code-dir": _here(given)["code-dir"], **card.settings})
     refuse_dead(card.ends, but="test-on-clients")  # below, what is not chosen leaves others idle
     if methods:
+        asked = choices.panels_of(card, args.panels) if args.panels else ()
         card = choices.with_methods(card, methods)
+        if without := [panel.name for panel in asked if panel not in card.panels]:
+            panel = f"panel '{without[0]}' of card '{card.name}'"
+            raise ValueError(f"{panel} has none of the methods {methods}")
     elif card.metrics and not args.smoke:  # the card of a run's folder has none
         card = choices.with_references(card)
     card = replace(card.only(*choices.panels_of(card, args.panels)), **changed).given(given)

@@ -160,7 +160,7 @@ def figures(run: RunRecord) -> dict[str, float | None]:
     losses = [e["train_metrics"].get("train-loss") for e in entries if "train_metrics" in e]
     of_clients = [float(np.mean(tests)) for entry in entries if (tests := on_clients(entry))]
     last_tests = tests_of_clients(run) if run.job["personalise"] else []
-    each = sorted(run.per_client.get("clients", ()))
+    each = sorted(a for a in run.per_client.get("clients", ()) if a is not None)
     received = bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
     return {
         "final": run.untrained if run.diverged else _at(accuracy),

@@ -58,6 +58,9 @@ def _export(settings: Settings, clients: ClientData, title: str, folder: Path) -
     """Write which examples each client holds, and a data card; return the files."""
     if settings.partition == "long-tail-rounds":
         raise ValueError("--export: in each round, clients of long-tail-rounds hold other examples")
+    if settings.examples or settings.num_classes or settings.synthetic:
+        whole = "--export names examples by their places in the whole data set"
+        raise ValueError(f"{whole}: leave examples, num-classes and synthetic out")
     folder.mkdir(exist_ok=True)
     held = [{"client": client, "train": rows.tolist()} for client, rows in enumerate(clients.parts)]
     changed = (f"{name}={v}" for name, v in settings.changed.items() if name not in PLACES)

@@ -102,9 +102,10 @@ class Results:
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     @property
-    def target(self) -> float:
-        """The target accuracy, a fraction."""
-        return float(self.runs[0].job["target-accuracy"])
+    def target(self) -> float | None:
+        """The target accuracy, a fraction; None if rows have targets of their own."""
+        target, *others = {float(run.job["target-accuracy"]) for run in self.runs}
+        return None if others else target
 
     @property
     def title(self) -> str:
@@ -212,10 +213,11 @@ class Results:
         if x == "seconds" and points["processor_seconds"].notna().all():
             x = "processor_seconds"
         kind = "expected" if x == "clients" and not self._clients_test else ""
-        target = 100 * self.target if y == "accuracy" and x != "clients" else None
+        target = self.target if y == "accuracy" and x != "clients" else None
         heading = "" if self.heading == "method" else self.heading
         labels = [*dict.fromkeys(run.label for run in self.runs)]
         how = {"ordered": self.ordered, "title": title, "heading": heading, "look": look}
+        target = target and 100 * target
         return plots.over_rounds(points, x, y, target=target, kind=kind, labels=labels, **how)
 
     def rounds(self) -> pd.DataFrame:
@@ -233,8 +235,8 @@ class Results:
         """Return a DataFrame with a row for each client of each run that ended.
 
         Its columns: ``method``, ``seed``, ``client``; ``accuracy``, a fraction, with the final model:
-        the expected one by the client's label shares, or on its own test data where clients test; and
-        ``measured``, whether it is the latter.
+        the expected one by the client's label shares, or on its own test data where clients test (NaN: it
+        has none); and ``measured``, whether it is the latter.
         """
         import pandas as pd
 
@@ -245,8 +247,7 @@ class Results:
 
     def _clients(self) -> pd.DataFrame:
         """Return quantiles over each run's clients as `plots` takes points: a row for each share."""
-        of_runs = self.clients().groupby(["method", "seed"], sort=False)
-        known = of_runs.filter(lambda run: run["accuracy"].notna().all())
+        known = self.clients().dropna(subset="accuracy")
         if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
         each = known.groupby(["method", "seed"], sort=False)["accuracy"]
@@ -292,6 +293,11 @@ class Results:
         return f"last {min(metrics.LAST, max(run.job['rounds'] for run in self.runs))}"
 
     @property
+    def _to(self) -> str:
+        """Say to what accuracy rounds are counted."""
+        return "to target" if self.target is None else f"to {100 * self.target:.4g}%"
+
+    @property
     def _by_clock(self) -> bool:
         """Whether the processor's seconds of a whole run are not known: all rows have the clock's then."""
         return any(run.whole and run.processor_seconds is None for run in self.runs)
@@ -311,7 +317,7 @@ class Results:
             cells["final"] = per_cent(row["final"], row["final_interval"])
         if not several:
             cells["best"] = per_cent(row["best"])
-        cells[f"to {100 * self.target:.4g}%"] = reached
+        cells[self._to] = reached
         cells |= {"worst": per_cent(row["worst_client"]), "MB": number(row["mb"])}
         seconds = ("s", "seconds") if self._by_clock else ("CPU s", "processor_seconds")
         return cells | {seconds[0]: number(row[seconds[1]])}
@@ -319,17 +325,16 @@ class Results:
     @property
     def _clients_test(self) -> bool:
         """Whether accuracies are what the clients measure on data of their own."""
-        tested = any("evaluate" in entry for run in self.runs for entry in run.rounds)
-        return tested and not self.runs[0].job["personalise"]
+        runs = [run for run in self.runs if not run.job["personalise"]]
+        return any("evaluate" in entry for run in runs for entry in run.rounds)
 
     def _legend(self) -> list[str]:
         job, counts = self.runs[0].job, Counter(run.label for run in self.runs).values()
         n, least, rounds = max(counts), min(counts), _either(run.job["rounds"] for run in self.runs)
-        data = "the server's test set"
-        if job["held-out-clients"]:
-            data = "the held-out clients' data"
-        elif job["held-out-share"]:
-            data = "what the clients hold out"
+        on = {run.label: _test_data(run) for run in self.runs}
+        data, *others = dict.fromkeys(on.values())
+        for other in others:
+            data += f", but on {other} in {', '.join(row for row in on if on[row] == other)}"
         worst = "worst: the lowest expected accuracy of a client, from its label shares"
         if self._clients_test:
             data = "what the clients test, a mean over clients"
@@ -338,7 +343,8 @@ class Results:
             ):
                 data += f" (models of the clients' own: {own})"
             worst = "worst: the lowest of a client, on its own test data"
-            if job["test-split"] == "classes" and job["partition"] in LABEL_SHARES:
+            by_class = job["test-split"] == "classes" and not job["held-out-share"]
+            if by_class and job["partition"] in LABEL_SHARES:
                 worst += " (all test examples of its classes; test-split=matched follows its class shares)"
         spread = "mean ± 95 % interval, " * (n > 1)
         spread += f"n = {n} (seed{'s' * (n > 1)} {', '.join(map(str, self.seeds))})"
@@ -349,7 +355,8 @@ class Results:
         said += f"accuracy in % on {data}; {spread}."
         means = f"{self._last}: mean over the {self._last} round{'s' * (self._last != 'last 1')}"
         means += ", or all of a run that has fewer" * (not rounds.isdigit())
-        means += f"; to {100 * self.target:.4g}%: rounds to it"
+        means += f"; {self._to}: rounds to it"
+        means += ", each row's own target-accuracy" * (self.target is None)
         means += ", the mean of the seeds that reach it" * (len(self.seeds) > 1)
         means += f"; {worst}; MB: per client, both ways, the whole training"
         means += "; s: by the clock, as a run was resumed or in Ray" * self._by_clock + "."
@@ -468,6 +475,13 @@ def _population(run: RunRecord) -> str:
     """Return a run's number of clients, and how many train in a round if not all do."""
     some = run.clients * float(run.job["fraction-train"])
     return f"{run.clients} clients" + f", {max(int(some), 1)} a round" * (some < run.clients)
+
+
+def _test_data(run: RunRecord) -> str:
+    """Return what the server tests a run's models on."""
+    if run.job["held-out-clients"]:
+        return "the held-out clients' data"
+    return "what the clients hold out" if run.job["held-out-share"] else "the server's test set"
 
 
 def _either(values: Iterable[Any]) -> str:

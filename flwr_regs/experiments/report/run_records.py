@@ -51,7 +51,8 @@ class RunRecord:
     rounds : list of dict
         The strategy's history: an entry a round.
     per_client : dict
-        ``clients`` (each client's accuracy with the final model), ``mean``, ``std``, ``worst``.
+        ``clients`` (each client's accuracy with the final model; None: it has none), ``mean``, ``std``,
+        ``worst``.
     seconds, processor_seconds : float, float or None
         Of the training; the processor's where all of it ran in one process.
     spent : list of float
@@ -145,9 +146,10 @@ class RunRecord:
         return " ".join(self.error.split())
 
     def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
-        """Keep each client's accuracy with the final model."""
-        spread = {"mean": accuracies.mean(), "std": accuracies.std(), "worst": accuracies.min()}
-        self.per_client = {"clients": accuracies.tolist()}
+        """Keep each client's accuracy with the final model; NaN: it has none."""
+        known = accuracies[~np.isnan(accuracies)]
+        spread = {"mean": known.mean(), "std": known.std(), "worst": known.min()}
+        self.per_client = {"clients": strict(accuracies.tolist())}
         self.per_client |= {name: float(value) for name, value in spread.items()}
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.space import shown
+from flwr_regs.experiments.space import Point, shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,25 +54,29 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
         rows.append(row | tuned)
     trials = pd.DataFrame(rows)
     equal = trials.groupby(["label", "point", "rounds"], sort=False)
-    accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False))
+    accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False)).round(9)
     points = equal.first().assign(accuracy=accuracy).reset_index()
     order = ["label", "rounds", "accuracy"]
     return points.sort_values(order, ascending=[True, False, False], ignore_index=True)
 
 
-def pictures(tried: Sequence[RunRecord], order: Sequence[str], look: Look) -> dict[str, Picture]:
+def pictures(
+    tried: Sequence[RunRecord], chosen: Mapping[str, Point], look: Look
+) -> dict[str, Picture]:
     """Return ``tuning``, a map of what was tried for each method, and ``tuning-gap``.
 
-    The methods come in the order of the rows, as in the other pictures. The latter picture has each
-    method's curve on held-out data at its best point, in a band that reaches to the second best (Wang et
-    al. 2021, Figs. 1 and 3).
+    The methods come in the order of the `chosen` points, which is that of the rows, as in the other
+    pictures; of equally good points, the chosen one is the best. The latter picture has each method's curve
+    on held-out data at its best point, in a band that reaches to the second best (Wang et al. 2021, Figs. 1
+    and 3).
     """
     import pandas as pd
 
     from flwr_regs.experiments.report import plots
 
     how: Any = {"title": Results(tried).title, "look": look}
-    best, seeds = [], dict[str, int]()
+    best, seeds, order = [], dict[str, int](), [*chosen]
+    tried = sorted(tried, key=lambda run: run.point != chosen.get(run.row))
     of_points = table(tried).sort_values("label", key=lambda of: of.map(order.index), kind="stable")
     drawn = {"tuning": plots.over_points(of_points, **how)}
     ended = of_points.drop_duplicates(["label", "point"]).dropna(subset="accuracy")

@@ -99,11 +99,11 @@ class RunClients(Clients):
 
         examples = tensors(data.train_x[trained], data.train_y[trained], 0)
         train = Augmented(data.augment, *examples) if data.augment else TensorDataset(*examples)
-        if len(held_out):
-            x, y = untouched(data.train_x[held_out], data.augment), data.train_y[held_out]
-        elif settings.test_on_clients:
+        if settings.test_on_clients and not settings.held_out_share:
             rows = clients.test_rows(pid)
             x, y = data.test_x[rows], data.test_y[rows]
+        elif len(held_out):
+            x, y = untouched(data.train_x[held_out], data.augment), data.train_y[held_out]
         else:
             return train, None
         return train, TensorDataset(*tensors(x, y, 1))

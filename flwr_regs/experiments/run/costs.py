@@ -159,7 +159,7 @@ def cost_of(run: Run, of_model: Timed) -> Cost:
     steps = float(settings.local_steps or epochs * settings.local_epochs)
     of_training, rows = clients.server_rows()
     tested = len((clients.data.train_y if of_training else clients.data.test_y)[rows])
-    if settings.test_on_clients:
+    if settings.test_on_clients and not settings.held_out_share:
         tested = sum(len(clients.test_rows(pid)) for pid in range(settings.num_clients))
     test = of_model.test * tested / of_model.tested
     cohort = max(int(settings.num_clients * settings.fraction_train), 1)

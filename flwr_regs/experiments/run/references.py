@@ -32,8 +32,8 @@ from flwr_regs.experiments.run.trainer import Trainer
 from flwr_regs.experiments.strategies import build
 from flwr_regs.server.round import RoundFailed
 
-Curve = list[list[float]]
-"""Of a model after each turn: its loss, its accuracy, and its accuracy for each of its members."""
+Curve = list[tuple[list[list[float]], list[float]]]
+"""Of a model after each turn: the loss and accuracy of each test, and its accuracy for each member."""
 
 
 class _OneClient(RunClients):
@@ -101,7 +101,8 @@ class References(Trainer):
                 histories.append(strategy.history)
         tested = min(map(len, curves))
         for t, turn in enumerate(turn for turn in turns if turn < tested):
-            loss, accuracy = np.mean([curve[turn][:2] for curve in curves], axis=0).tolist()
+            tests = [test for curve in curves for test in curve[turn][0]]
+            loss, accuracy = np.mean(tests, axis=0).tolist()
             record.test.append({"round": t, "loss": loss, "accuracy": accuracy})
             if t:
                 each = [history[turn - 1] for history in histories if turn > turns[t - 1]]
@@ -111,7 +112,7 @@ class References(Trainer):
                 record.rounds.append(entry)
             self.recorder.round()
         if not record.error:
-            record.keep_clients(np.concatenate([curve[-1][2:] for curve in curves]))
+            record.keep_clients(np.concatenate([curve[-1][1] for curve in curves]))
         if record.test:
             self._tell()
 
@@ -122,17 +123,21 @@ class References(Trainer):
         """Tell nothing: a model's training and its tests are told as one."""
 
     def _tested(self, members: Sequence[int], curve: Curve, turn: int, arrays: ArrayRecord) -> None:
-        """Add a model's loss, its accuracy, and its accuracy for each of its members to its curve."""
+        """Add what a model's tests give to its curve; a member without a test has the accuracy NaN."""
         if self._test is not None:
             figures = self._test.measured(arrays, turn)
             each = self._test.expected_accuracies()[[*members]]
-            curve.append([figures["loss"], figures["accuracy"], *each])
+            curve.append(([[figures["loss"], figures["accuracy"]]], [*each]))
             return
         self._model.load_state_dict(arrays.to_torch_state_dict())
         loss_fn = LOSSES[self.clients.data.data.loss]
-        tests = [test.tensors for pid in members if (test := self._examples(pid)[1])]
-        with torch.no_grad():
-            outputs = [(self._model(x), y) for x, y in tests]
-        accuracies = [float((output.argmax(1) == y).double().mean()) for output, y in outputs]
-        loss = float(np.mean([float(loss_fn(output, y)) for output, y in outputs]))
-        curve.append([loss, float(np.mean(accuracies)), *accuracies])
+        tested = dict[int, list[float]]()
+        for pid in members:
+            if test := self._examples(pid)[1]:
+                x, y = test.tensors
+                with torch.no_grad():
+                    output = self._model(x)
+                accuracy = float((output.argmax(1) == y).double().mean())
+                tested[pid] = [float(loss_fn(output, y)), accuracy]
+        none = [np.nan, np.nan]
+        curve.append(([*tested.values()], [tested.get(pid, none)[1] for pid in members]))

@@ -221,8 +221,10 @@ class Trainer:
                     of_averaged = self._test.measured(averaged, last_round, keep=False)
                     record.averaged = of_averaged["accuracy"]
             record.keep_clients(self._test.expected_accuracies())
-        elif tested := [*filter(None, map(on_clients, history))]:  # all may fail to, in a round
-            record.keep_clients(np.array(tested[-1]))
+        elif tested := [*filter(on_clients, history)]:  # all may fail to, in a round
+            every = np.full(record.clients, np.nan)
+            every[sorted(tested[-1]["evaluate"]["clients"])] = on_clients(tested[-1])
+            record.keep_clients(every)
 
 
 def checkpoints_of(run: Run, folder: Path) -> Path:

@@ -230,7 +230,7 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     short.job["rounds"] = 9  # a rung of halving that the point did not leave
     trials.append(short)
     assert tried.table(trials)["lr"].tolist() == [0.2, 0.4, 0.1, 0.8, 0.3]
-    drawn_ = tried.pictures(trials, ["A"], Look())
+    drawn_ = tried.pictures(trials, {"A": {}}, Look())
     figure = drawn_["tuning"]
     assert_legible(figure)
     (best,) = artists(figure, "best A")
@@ -246,11 +246,15 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     assert text_of(gap, "caption").endswith("with stripes to the second best; n = 1 seed.")
     for record, name in zip(trials, ("adam", "sgd", "adam"), strict=False):  # of no whole grid
         record.point["A.mu"] = name
-    (best,) = artists(tried.pictures(trials[:3], ["A"], Look())["tuning"], "best A")
+    (best,) = artists(tried.pictures(trials[:3], {"A": {}}, Look())["tuning"], "best A")
     assert [*best.get_xdata(), *best.get_ydata()] == [0.2, "sgd"]
+    equal = [recorded("", [0.7], 101, row="A", point={"lr": lr}) for lr in (0.1, 0.2)]
+    for run_ in equal:
+        (best,) = artists(tried.pictures(equal, {"A": run_.point}, Look())["tuning"], "best A")
+        assert [*best.get_xdata()] == [run_.point["lr"]]
     for record, lr, mu in zip(trials, (0.1, 0.1, 0.3, 0.3), (0.0, 1e-5, 0.0, 1e-5), strict=False):
         record.point = {"lr": lr, "A.mu": mu}
-    grid = tried.pictures(trials[:4], ["A"], Look())["tuning"].axes[0]  # 0 has no logarithm
+    grid = tried.pictures(trials[:4], {"A": {}}, Look())["tuning"].axes[0]  # 0 has no logarithm
     assert [text.get_text() for text in grid.get_yticklabels()] == ["0", "1e-05"]
     assert grid.collections[0].get_offsets()[:3].tolist() == [[0, 1], [1, 0], [0, 0]]
 
@@ -294,7 +298,7 @@ def test_all_texts_of_a_folders_pictures_have_room_in_the_users_size_or_it_is_sa
             return partition_plot.label_counts(counts, look, "")
         if name in PICTURES:
             return results._picture(*PICTURES[name], look)
-        return tried.pictures(trials, labels, look)[name]
+        return tried.pictures(trials, {label: {} for label in labels}, look)[name]
 
     names = ["ranks", "partition", "tuning", "tuning-gap", *PICTURES]
     for i, name in enumerate(names):
@@ -419,11 +423,13 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
 
 
 def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kind = 'fds:DirichletPartitioner(alpha=0.5, partition_by="label")'
     words = [f"partition={kind}", "seed=3"]
+    assert cli.main(["plot", "partition", *words, "examples=1400", "out=.", "--export"]) == 2
+    assert "by their places in the whole data set: leave" in capsys.readouterr().err
     assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
     clients = client_data_of(Settings.of({"partition": kind, "seed": 3}))
     made = tmp_path / f"partition-{clients.hash}"

@@ -93,6 +93,21 @@ def test_seconds_are_the_clocks_in_all_rows_where_a_resumed_run_has_no_others() 
     assert "s: by the clock, as a run was resumed or in Ray" in text
 
 
+def test_what_only_some_rows_have_is_said_of_them() -> None:
+    both = [run("A", GOOD), run("B", GOOD), run("C", GOOD)]
+    assert "; accuracy in % on the server's test set; n = 1" in " ".join(
+        Results(both).text().split()
+    )
+    both[0].job |= {"target-accuracy": 0.3, "held-out-clients": 2, "personalise": "plain"}
+    both[0].rounds[-1]["evaluate"] = {"clients": {}}  # not what the table has
+    for results in (Results(both), Results(both[::-1])):
+        text = " ".join(results.text().split())
+        assert "to target: rounds to it, each row's own target-accuracy; worst" in text
+        lines = [line.get_gid() for line in results.plot().axes[0].lines]
+        assert "target" not in lines
+    assert "on the server's test set, but on the held-out clients' data in A; n = 1" in text
+
+
 def test_a_failed_run_has_its_whole_cause_in_the_table() -> None:
     cause = " ".join(f"word{n}" for n in range(80))
     failed = run("A", [0.5], error=cause, ended=False)

@@ -91,15 +91,6 @@ def test_the_pooled_model_takes_as_many_steps_as_a_cohort_together() -> None:
     assert len(record.per_client["clients"]) == 4
 
 
-def test_each_client_tests_a_model_where_clients_test() -> None:
-    on_clients = {**SMALL, "test_on_clients": True, "partition": "shards"}
-    alone = trained(methods="Local", **on_clients)["Local"]
-    pooled = trained(methods="Pooled", **on_clients)["Pooled"]
-    for record in (alone, pooled):
-        assert record.accuracy[-1] == pytest.approx(np.mean(record.per_client["clients"]))
-    assert alone.accuracy[-1] != pooled.accuracy[-1]
-
-
 def test_a_model_that_diverges_ends_the_run() -> None:
     for label in ("Local", "Pooled"):
         record = trained(methods=label, **{**SMALL, "lr": 1e38, "local_steps": 9})[label]

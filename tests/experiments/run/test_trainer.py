@@ -17,8 +17,9 @@ from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import locked
+from flwr_regs.experiments.report.results import Results
 from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
-from flwr_regs.experiments.run import clients, engine, server_app, trainer
+from flwr_regs.experiments.run import clients, costs, engine, server_app, trainer
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.flower.grids.in_process import FIRST
@@ -114,6 +115,23 @@ def test_clients_test_what_is_private_or_in_their_own_domain(methods: str) -> No
     assert record.test[-1]["accuracy"] == pytest.approx(np.mean(own))
     assert (own != [c["accuracy"] for c in told]) == ("Ditto" in methods)
     assert record.rounds[0]["examples_processed"] == 500
+
+
+@pytest.mark.parametrize("runner", ["process", "stacked"])
+def test_a_client_that_holds_nothing_out_does_not_test(runner: str) -> None:
+    given = {"partition": "quantity", "held_out_share": 0.02, "test_on_clients": True}
+    runs = runs_of(methods="FedAvg,Ditto,Local,Pooled", **{**QUICK, **given, "num_clients": 5})
+    held = [int(0.02 * len(rows)) for rows in client_data_of(runs[0].settings).parts]
+    assert costs.cost_of(runs[0], costs.Timed(0, 0, test=1, tested=1)).test == sum(held)
+    records = engine.execute(runs, None, Progress(runs), runner=runner)
+    assert len({record.accuracy[-1] for record in records}) > 2
+    for record in records:
+        each = Results([record]).clients()["accuracy"]
+        assert each.isna().tolist() == [n == 0 for n in held] != [False] * 5
+        assert record.accuracy[-1] == pytest.approx(each.mean())
+        assert record.per_client["worst"] == metrics.figures(record)["worst-tenth"] == each.min()
+        whole = each.dropna() * [n for n in held if n]
+        assert whole.tolist() == pytest.approx(whole.round().tolist())
 
 
 def test_a_last_round_in_which_no_client_tests_leaves_the_tests_before_it(
