@@ -57,9 +57,7 @@ def train(args: Namespace) -> int:
         if getattr(args, taken[2:], None):
             options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
             if wrong := [option for option in options if option not in (taken, *BESIDE[taken])]:
-                raise ValueError(
-                    f"{taken} takes what {wrong[0]} says from the folder: leave it out"
-                )
+                raise ValueError(f"{taken} takes the rest from the folder: leave {wrong[0]} out")
     if getattr(args, "verify", None):
         return _verify(args)
     experiment, out = (_resumed(args), "") if args.resume else words.experiment_of(args)

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Steers, Steps
-from flwr_regs.client.train.distillation import Distillation
+from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
@@ -141,7 +141,7 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
 
 
 @dataclass(frozen=True)
-class SelfDistillation(Distillation):
+class SelfDistillation(Term):
     """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
 
     Needs integer labels and a model whose output is class logits ``(batch, classes)``. Composes with any
@@ -156,7 +156,13 @@ class SelfDistillation(Distillation):
     """
 
     name: ClassVar[str] = "self-distillation"
+    needs = ("start_output", "label_counts")
     ranges: ClassVar[Ranges] = {"lam": SHARE, "temperature": POSITIVE}
+    lam: float = 0.35
+    temperature: float = 4.0
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
 
 
 @dataclass(frozen=True)
