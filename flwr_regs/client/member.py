@@ -360,7 +360,7 @@ def evaluated(
     check_evaluate_config(_own(config), term.config() if ours else {k for k in config if "." in k})
     check_custody(who.private, model, term)
     if who.folder is not None and keys.START_KEY in config:
-        held = Folder(who.folder, config).with_newest(held)
+        held = Folder(who.folder, config).completed(held, config)
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)

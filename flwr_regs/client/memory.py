@@ -166,11 +166,9 @@ def _kinds(state: Any, entries: Any) -> list[str]:
 
 
 def latest(memory: Memory, config: Config, withholds: bool = False) -> Begun:
-    """Return what an evaluation sees: the last round's snapshot, whatever the server made of it."""
-    rounds = [key for key in memory if key.startswith("round")]
-    newest = max(rounds, default=label(0))
-    snapshot = _read(memory, newest) if rounds else {}
-    missing = snapshot is None or newest < label(_course(config)[2])
+    """Return what an evaluation sees: snapshot `came`, whatever the server made of that round's reply."""
+    snapshot = _snapshot(memory, _course(config)[2])
+    missing = snapshot is None
     lost = _kinds(missing and _keeps_state(config), missing and withholds)
     snapshot = snapshot or {}
     return Begun({n: s for n, s in snapshot.items() if n != PRIVATE}, snapshot.get(PRIVATE), lost)
@@ -260,15 +258,6 @@ class Folder:
         number, used, came = _course(config)
         wanted = [label(used), label(came), label(number, True)]
         return {**self._read(key for key in wanted if key not in memory), **memory}
-
-    def with_newest(self, memory: Memory) -> Memory:
-        """Return the node's memory, with the last round's snapshot if only the disk has it."""
-        try:
-            newest = max(_snapshots(self._folder), default="")
-        except OSError as error:
-            LOG.warning("this client's saved state is lost: %s", described(error))
-            return memory
-        return {**self._read({newest} - {*memory}), **memory}
 
     def write(self, memory: Memory, config: Config) -> bool:
         """Write what the node remembers after a round; return whether the disk took it.

@@ -212,7 +212,7 @@ class ClientSets(Spelled):
             if kind not in outputs:
                 try:
                     with torch.no_grad(), forked():
-                        outputs[kind] = self.task.output(model, inputs[:2])
+                        outputs[kind] = self.task.output(model, inputs[:2].clone())
                 except Exception as raised:  # whatever a user's model raises
                     outputs[kind], error = None, raised
             if isinstance(output := outputs[kind], Tensor):

@@ -84,7 +84,7 @@ def train(args: Namespace) -> int:
     with locked(folder):
         if not args.resume:
             card_files.save(experiment, folder, provenance(["flwr-regs", *args.words]))
-        if experiment.tune:  # each stage tells its own costs alone
+        if experiment.tunes:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
         try:
@@ -194,7 +194,7 @@ def _draw_ranks(title: str, of: Sequence[Results], folder: Path, look: Look | No
 def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) -> dict[str, Point]:
     """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs."""
     _, made = card_files.of_folder(folder)
-    if experiment.tune and "chosen" not in made:
+    if experiment.tunes and "chosen" not in made:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
 
@@ -216,7 +216,7 @@ def chosen_of(experiment: Experiment, folder: Path) -> dict[str, Point]:
     Raises ValueError if it has not chosen yet.
     """
     _, made = card_files.of_folder(folder)
-    if experiment.tune and "chosen" not in made:
+    if experiment.tunes and "chosen" not in made:
         raise ValueError(f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}")
     return {**made.get("chosen", {})}
 

@@ -274,6 +274,11 @@ class Experiment:
         return [(max(rounds // part, 1), ceil(many / of)) for part, of in ((8, 1), (4, 3), (2, 6))]
 
     @property
+    def tunes(self) -> bool:
+        """Whether something is tuned, of all methods or of one."""
+        return bool(self.tune or any(row.tune for row in self.rows))
+
+    @property
     def panel(self) -> Panel:
         """The panel of an experiment that has one."""
         (panel,) = self.panels
@@ -293,7 +298,7 @@ class Experiment:
         """
         return [
             self.run_of(panel, label, point, seed, rounds)
-            for label, row in (self.rows_of(panel) if self.tune else {}).items()
+            for label, row in (self.rows_of(panel) if self.tunes else {}).items()
             for rounds, many in self.rungs_of(panel, label, ends)
             for point in self.points_of(row, ends)[:many]
             for seed in self.tuning_seeds
@@ -347,7 +352,7 @@ class Experiment:
         ValueError that says what is wrong; ImportError or OSError as
         :func:`flwr_regs.experiments.data.datasets.load` does.
         """
-        if both := {*self.seeds} & {*(self.tuning_seeds if self.tune else ())}:
+        if both := {*self.seeds} & {*(self.tuning_seeds if self.tunes else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
         if len(self.tune) > len({space.key for space in self.tune}):
             raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")

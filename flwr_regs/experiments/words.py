@@ -62,11 +62,11 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
         whole = _here(given)
         experiment = Experiment.of_methods(whole, heading=heading, baseline=args.command == "bench")
         experiment = replace(experiment, **changed)
-    tuned = experiment.tune or any(row.tune for row in experiment.rows)
-    if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not tuned]:
+    tunes = experiment.tunes
+    if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not tunes]:
         option = idle[0].replace("_", "-")
         raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
-    if args.command == "bench" and "held-out-share" in given and not tuned:
+    if args.command == "bench" and "held-out-share" in given and not tunes:
         why = "the test is on the test set"
         raise ValueError(f"setting 'held-out-share' needs --tune KEY=LOW..HIGH: {why}; remove it")
     if cases:

@@ -13,6 +13,7 @@ from flwr_regs import FedAvg, FedFOR, Term, simulate
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import results_of
+from flwr_regs.experiments.data import datasets
 from flwr_regs.experiments.report.folders import locked
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
@@ -164,3 +165,20 @@ def test_one_process_needs_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulate("FedAvg", seeds=(1,), **QUICK).runs
     with pytest.raises(ImportError, match="needs ray: pip install"):
         simulate("FedAvg", seeds=(1,), rounds=1, runner="ray")
+
+
+class Writes(nn.Module):
+    """Its forward writes to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x -= 0.5
+        return self.layer(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_writes_to_its_inputs_leaves_the_data_as_they_are() -> None:
+    simulate("FedAvg, Local", model=Writes, seeds=[1], **QUICK)
+    assert datasets.load("digits").test_x.min() == 0

@@ -123,7 +123,7 @@ def text(experiment: Experiment, made: Mapping[str, Any] = {}) -> str:
         return _filled({**{key: getattr(of, key) for key in PANEL_KEYS}, "reports": reports})
 
     table = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
-    if not experiment.tune:
+    if not experiment.tunes:
         table |= {"trials": None, "tuning-seeds": None}
     table |= {"tune": [space.text for space in experiment.tune], "made": _filled(made)}
     table["methods"] = {one.name: row(one) for one in experiment.rows}

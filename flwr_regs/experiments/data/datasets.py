@@ -128,7 +128,7 @@ def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[
     if ":" not in dataset and (kind := kind_of(dataset)).classes:
         return np.zeros((2, *kind.shape), np.int32 if kind.tokens else np.float32), kind.classes
     data = load(dataset, data_dir, code_dir)
-    return data.test_x[:2], data.num_classes
+    return data.test_x[:2].copy(), data.num_classes
 
 
 def reduced(data: Data, examples: int, num_classes: int) -> Data:

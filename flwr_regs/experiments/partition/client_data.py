@@ -142,6 +142,8 @@ class ClientData:
             rows = np.concatenate(self.every_part[settings.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
+            if settings.partition == "long-tail-rounds":  # clients draw the same ones
+                rows = np.unique(rows)
             if not len(rows):
                 most = f"where no client has more than {max(map(len, self.parts))} examples"
                 none = f"held-out-share={settings.held_out_share:g} holds out no example, {most}"

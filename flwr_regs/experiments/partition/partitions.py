@@ -32,8 +32,9 @@ def partition(
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from the settings' seed alone.
 
-    Every example goes to exactly one client, but for ``natural``, ``interpolated`` (groups that no client
-    stands for are left out) and ``long-tail-rounds`` (clients draw from all examples).
+    Every example goes to exactly one client. But groups that no client stands for are left out (with
+    ``natural`` and ``interpolated``; with ``domains`` and ``label-swaps-rounds`` if there are fewer clients
+    than groups), and clients of ``long-tail-rounds`` draw from all examples.
 
     Parameters
     ----------

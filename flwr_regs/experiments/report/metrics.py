@@ -293,6 +293,12 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             first = f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
             replies = f"{sum(run.rejected for run in whole)} replies were rejected"
             sentences.append(f"{label}: {replies}, the first in {first}")
+        tested = [(run, e["evaluate"]) for run in whole for e in run.rounds if "evaluate" in e]
+        if silent := [(run, test["failures"]) for run, test in tested if test.get("failures")]:
+            run, failures = silent[-1]
+            pid, why = next(iter(failures.items()))
+            without = f"{len(failures)} clients without a test in a round of seed {run.seed}"
+            sentences.append(f"{label}: {without}, such as client {pid}: {why[:120]}")
         if whole:
             every = sorted((run.seed, str(run.test)) for run in whole)
             same.setdefault(str(every), []).append(label)

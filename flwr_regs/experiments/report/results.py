@@ -386,18 +386,20 @@ class Results:
             runs = f"{len(self.lacking)} of {len(self.lacking) + there} runs have not ended"
             first = f"{'first ' * (len(self.lacking) > 1)}{self.lacking[0]}"
             return [f"Interim: {runs} ({first}); differences are tested when all have."]
-        if not (compared := self.compared()):
+        compared = self.compared()
+        tested = [row for row in compared if row["p"] is not None]  # else they are equal
+        if not tested:
             return []
         labels = [[r["method"] for r in compared if r["decided"] == yes] for yes in (True, False)]
         decided, others = (", ".join(of) or "none" for of in labels)
-        number = f"{len(compared)} comparison{'s' * (len(compared) > 1)}"
+        number = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
         holm = f"Holm's adjusted p < 0.05 over {number}; never if the interval contains 0"
         verdict = f"Decided ({holm}): {decided}. Not decided: {others}."
         said = [f"vs {self.baseline}, paired by seed. {verdict}"]
         if len(self.seeds) > 2:  # two differences say too little of how far they spread
-            shown = np.quantile([row["detectable"] for row in compared], (0, 0.5, 1))
+            shown = np.quantile([row["detectable"] for row in tested], (0, 0.5, 1))
             low, middle, high = map(metrics.per_cent, shown)
-            several = f" for the median method ({low} to {high})" * (len(compared) > 1)
+            several = f" for the median method ({low} to {high})" * (len(tested) > 1)
             least = "Smallest difference that these seeds detect with 80 % power, in a comparison by itself"
             said.append(f"{least}: {middle} points{several}.")
         return said

@@ -79,10 +79,14 @@ class RunClients(Clients):
         settings = self.run.settings
         if not (settings.straggler_share or settings.drop_out):  # the steps need not be counted
             return None
-        _, trained = self.data.split(self.data.rows(pid, server_round))
+        return self.data.step_budget(server_round, pid, self.planned_steps(pid, server_round))
+
+    def planned_steps(self, pid: int, server_round: int = 1) -> int:
+        """Return how many local steps a client is asked for in a round."""
+        settings, data = self.run.settings, self.data
+        _, trained = data.split(data.rows(pid, server_round))
         batches = ceil(len(trained) / settings.batch_size)
-        planned = settings.local_steps or settings.local_epochs * batches
-        return self.data.step_budget(server_round, pid, planned)
+        return int(settings.local_steps or settings.local_epochs * batches)
 
     def examples(self, pid: int, server_round: int = 0) -> Examples:
         """Return a client's training data in a round, and its test data if it tests."""

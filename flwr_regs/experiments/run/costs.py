@@ -155,12 +155,12 @@ def _seconds(action: Callable[[], Any]) -> float:
 def cost_of(run: Run, of_model: Timed) -> Cost:
     """Return what a run costs where its model takes what was timed."""
     settings, clients = run.settings, client_data_of(run.settings)
-    epochs = float(np.mean(np.ceil(clients.label_counts.sum(1) / settings.batch_size)))
-    steps = float(settings.local_steps or epochs * settings.local_epochs)
+    every = range(settings.num_clients)
+    steps = float(np.mean([*map(RunClients(run, clients).planned_steps, every)]))
     of_training, rows = clients.server_rows()
     tested = len((clients.data.train_y if of_training else clients.data.test_y)[rows])
     if settings.test_on_clients and not settings.held_out_share:
-        tested = sum(len(clients.test_rows(pid)) for pid in range(settings.num_clients))
+        tested = sum(len(clients.test_rows(pid)) for pid in every)
     test = of_model.test * tested / of_model.tested
     cohort = max(int(settings.num_clients * settings.fraction_train), 1)
     trained = settings.rounds * cohort * (of_model.turn + steps * of_model.step)

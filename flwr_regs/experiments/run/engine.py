@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -128,31 +128,9 @@ def train(
         if not stacked:  # in a stack all begin at once
             clients.told = trainer.client_begins
         here = grid is None or kind is References
-        grid = _grid(clients, stacked) if grid is None else grid
+        grid = grid or (StackedGrid if stacked else InProcessGrid)(clients)
         with trainer.heartbeat:
-            record = trainer.train(grid, here, warned)
-        if record.ended and getattr(grid, "fallbacks", None) == {}:
-            _CHECKED.add(_kind(run))
-        return record
-
-
-def _grid(clients: RunClients, stacked: bool) -> Grid:
-    """Return the grid of a run. A process compares each method's stack with clients alone once."""
-    if not stacked:
-        return InProcessGrid(clients)
-    check: Literal["first", False] = False if _kind(clients.run) in _CHECKED else "first"
-    return StackedGrid(clients, check=check)
-
-
-def _kind(run: Run) -> tuple[Any, ...]:
-    """Return what decides whether a run's stacks give the results of clients alone."""
-    settings = run.settings
-    targets = (*(call.target for call in run.calls), settings.optimizer)
-    return settings.dataset, settings.model, settings.test_on_clients, *targets
-
-
-_CHECKED: set[tuple[Any, ...]] = set()
-"""The kinds of runs whose clients have all been stacked, and compared, in this process."""
+            return trainer.train(grid, here, warned)
 
 
 class Workers(WorkerPool):

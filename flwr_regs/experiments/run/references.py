@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class References(Trainer):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.record.weighting = ""  # no server weighs clients
-        self._model, self._examples = self.clients.new_model().eval(), cache(self.clients.examples)
+        self._model = self.clients.new_model().eval()
+        self._examples = lru_cache(self.record.clients)(self.clients.examples)
 
     def _train(self, grid: Grid, resumed: Path | None) -> None:
         """Train each model from its first turn to its last, and then record the means of each round."""
@@ -72,8 +73,7 @@ class References(Trainer):
         turns = [ceil(share * t - 1e-9) for t in range(last_round + 1)]  # after each round
         if self.run.calls[0].target == "Pooled":
             groups, turns = [[*range(number)]], [*range(last_round + 1)]
-            epoch = np.ceil(data.label_counts.sum(1) / settings.batch_size).sum()
-            steps = settings.local_steps * number or settings.local_epochs * epoch
+            steps = sum(map(self.clients.planned_steps, range(number)))
             settings = replace(settings, local_steps=max(round(share * steps), 1))
         alone = replace(self.run, settings=replace(settings, rounds=turns[-1]))
         record, curves, histories = self.record, list[Curve](), list[Any]()
@@ -133,10 +133,10 @@ class References(Trainer):
         loss_fn = LOSSES[self.clients.data.data.loss]
         tested = dict[int, list[float]]()
         for pid in members:
-            if test := self._examples(pid)[1]:
+            if test := self._examples(pid, turn * self.clients.data.by_round)[1]:
                 x, y = test.tensors
                 with torch.no_grad():
-                    output = self._model(x)
+                    output = self._model(x.clone())
                 accuracy = float((output.argmax(1) == y).double().mean())
                 tested[pid] = [float(loss_fn(output, y)), accuracy]
         none = [np.nan, np.nan]

@@ -66,7 +66,7 @@ class ServerTest:
         with torch.no_grad(), threads(self._threads):
             for batch in torch.split(x, BATCH):
                 self._told(BATCH * len(parts), len(x))
-                parts.append(self.model(batch))
+                parts.append(self.model(batch.clone()))  # a forward may write to it
         return torch.cat(parts)
 
     def measured(

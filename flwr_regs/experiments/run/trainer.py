@@ -130,7 +130,7 @@ class Trainer:
             record.processor_seconds = self._spent
             reasons = [why for why in getattr(grid, "fallbacks", ()) if why != ALONE]
             told = [f"StackedGrid: clients train one by one: {why}" for why in reasons]
-            record.warnings = [*dict.fromkeys([*warned, *told])]
+            record.warnings = [*dict.fromkeys([*record.warnings, *warned, *told])]
             if strategy.history and folder is not None:
                 path = folder / f"{record_path(folder, *self.run.key).stem}.safetensors"
                 write(path, as_bytes(strategy.arrays.to_torch_state_dict()))
@@ -163,7 +163,7 @@ class Trainer:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
                 if not record.runner.endswith(self.record.runner):
                     record.runner += f", {self.record.runner}"
-                self.record.runner = record.runner
+                self.record.runner, self.record.warnings = record.runner, record.warnings
                 return checkpoint.path
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None

@@ -60,6 +60,7 @@ class _Method:
         self.left = [*self.tried]
         self.widened: list[str] = []
         self.records: dict[tuple[str, int], RunRecord] = {}
+        self.scores: dict[str, tuple[float, ...]] = {}  # point -> whole, last rung, mean
 
     def _of(self, point: Point, rung: int) -> list[Run]:
         of, rounds = self.experiment, self.rungs[rung][0]
@@ -76,12 +77,12 @@ class _Method:
         trained = {run.key: records[run.key] for run in self.runs(rung)}
         self.records |= trained
 
-        def score(point: Point) -> tuple[bool, float]:
+        for point in self.left:
             trials = [records[run.key] for run in self._of(point, rung)]
             whole = all(trial.whole for trial in trials)
-            return whole, float(np.mean([last(t) if whole else len(t.trained) for t in trials]))
-
-        self.left.sort(key=score, reverse=True)
+            mean = float(np.mean([last(t) if whole else len(t.trained) for t in trials]))
+            self.scores[shown(point)] = whole, rung, mean
+        self.left.sort(key=lambda point: self.scores[shown(point)], reverse=True)
         if all(trial.status == "failed" for trial in trained.values()):
             first = records[self._of(self.left[0], rung)[0].key]
             raise RuntimeError(f"{self.label}: every one of its trials failed: {first.error}")
@@ -94,26 +95,31 @@ class _Method:
         spaces = self.experiment.spaces_of(self.row)
         further = {}
         for space in (s.beyond(at[s.key]) for s in spaces if s.key in at and not s.choices):
+            ends = [space.at(share) for share in (0.0, 0.5, 1 - 1e-9)]
             with suppress(ValueError):
-                for end in (space.at(0.5), space.at(1 - 1e-9)):
+                for end in ends:
                     self._of({**self.left[0], space.key: end}, 0)[0].strategy()
-                further[space.key] = space
-        if further:
-            self.widened, whole = [*further], [further.get(space.key, space) for space in spaces]
-            more = points(whole, ceil(len(self.tried) / MORE))
+                if min(ends) > 0:  # what is rounded to 0 means another thing
+                    further[space.key] = space
+        whole = [further.get(space.key, space) for space in spaces]
+        further_points = points(whole, ceil(len(self.tried) / MORE)) if further else []
+        if more := [point for point in further_points if point not in self.tried]:
+            self.widened = [*further]
             self.tried += more
             self.left += more
 
     def outcome(self) -> dict[str, Any]:
         """Return what :func:`tuned` says of a method."""
         records = self.records.values()
+        # where all on the last rung diverged, a point of an earlier one is the best
+        best = max([*self.left, *self.tried], key=lambda point: self.scores.get(shown(point), ()))
         return {
-            "point": self.left[0],
+            "point": best,
             "trials": len(self.tried),
             "rounds": sum(len(record.rounds) for record in records),
             "processor-seconds": round(sum(of.processor_seconds or 0.0 for of in records), 1),
             "widened": self.widened,
-            "edge": [*edges(self.left[0], self.tried)],
+            "edge": [*edges(best, self.tried)],
         }
 
 

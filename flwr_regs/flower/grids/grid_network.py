@@ -35,7 +35,7 @@ OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version
 
 def ours_alone(grid: Grid) -> bool:
     """Whether a grid's messages pass through nothing that is not of this package, such as a subclass."""
-    ways = grid.push_messages, grid.pull_messages
+    ways = grid.push_messages, grid.pull_messages, grid.get_node_ids
     return all(str(getattr(way, "__module__", "")).startswith("flwr_regs.flower.") for way in ways)
 
 

@@ -173,9 +173,10 @@ class Elastic(FisherSums, Addresses):
     def update(self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext) -> ServerStep:
         sums = {key: a for key, a in uploads.items() if self.adds(key)}
         if self._keeps and not sums:
-            held = under(uploads, "holds.")
-            holders = [int(pid) for pid, made in held.items() if made == server["made"]]
-            return {**server, "age": server["age"] + 1, "holders": np.array(holders)}, delta
+            said = {int(pid): made for pid, made in under(uploads, "holds.").items()}
+            holders = {*np.asarray(server.get("holders", []), np.int64).tolist()} - said.keys()
+            holders |= {pid for pid, made in said.items() if made == server["made"]}
+            return {**server, "age": server["age"] + 1, "holders": np.array(sorted(holders))}, delta
         new, delta = super().update(server, delta, sums, ctx)
         if message := sums_of(new):
             notes = {key: a for key, a in new.items() if key not in message}

@@ -191,7 +191,7 @@ class TrimmedMean(_Checked):
     share: float
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        cut = int(self.share * len(vectors))
+        cut = int(self.share * len(vectors) + 1e-9)  # 0.29 * 100 is just below 29
         self._need(2 * cut + 1, vectors)
         keep = slice(cut, len(vectors) - cut)  # sorted: clients in another order give the same sum
         return Aggregate(vectors.each(lambda x: np.sort(x, axis=0)[keep].mean(axis=0)))

@@ -89,6 +89,9 @@ def test_the_pooled_model_takes_as_many_steps_as_a_cohort_together() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     assert record.ended
     assert len(record.per_client["clients"]) == 4
+    half = {**SMALL, "local_steps": 0, "local_epochs": 1, "batch_size": 20, "held_out_share": 0.5}
+    record = trained(methods="Pooled", **half)["Pooled"]  # 2 batches of each client's 37 or 38
+    assert record.rounds[0]["examples_processed"] == 4 * 20
 
 
 def test_a_model_that_diverges_ends_the_run() -> None:

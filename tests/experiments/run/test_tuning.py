@@ -1,6 +1,7 @@
 """Tuning by hand: which points train how long, which one is chosen, and what is tried beyond an edge."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log, sqrt
 
 import pytest
@@ -108,6 +109,10 @@ def test_a_range_is_not_widened_beyond_what_is_legal() -> None:
     outcomes, calls = tuned(experiment, lambda run: float(str(run.method).partition("=")[2][:-1]))
     assert [len(runs) for runs in calls] == [12, 4, 2]
     assert (outcomes["FedADC"]["widened"], outcomes["FedADC"]["edge"]) == ([], ["FedADC.beta"])
+    for key in ("local_epochs", "local_steps"):  # 0 is refused, or means another thing
+        whole = bench(f"{key.replace('_', '-')}=1..8", trials=8)
+        outcomes, calls = tuned(whole, lambda run, key=key: -getattr(run.settings, key))
+        assert (outcomes["FedAvg"]["widened"], len(calls[0])) == ([], 8)
 
 
 def test_a_grid_and_few_points_train_for_all_rounds() -> None:
@@ -127,6 +132,24 @@ def test_a_diverged_point_is_the_worst_and_failures_end_it() -> None:
     assert tuned(experiment, near(0.3), lambda run: "nan")[0]["FedAvg"]["trials"] == 3
     with pytest.raises(RuntimeError, match="FedAvg: every one of its trials failed: no memory"):
         tuned(experiment, near(0.3), lambda run: "no memory")
+
+
+def test_a_point_that_diverges_later_is_not_chosen() -> None:
+    def diverges(run: Run) -> str:
+        return "nan" * (run.settings.rounds > 5 and run.settings.lr > 0.2)
+
+    outcomes, calls = tuned(bench("lr=0.02..1"), near(1), diverges)
+    lost = [run.point for runs in calls for run in runs if diverges(run)]
+    assert lost
+    assert outcomes["FedAvg"]["point"] not in lost
+
+
+def test_a_row_may_be_tuned_where_the_others_are_not() -> None:
+    experiment = bench(methods="FedAvg, FedProx(0.1)")
+    plain, row = experiment.rows
+    rows = plain, replace(row, tune=(Space.read("lr=0.1,0.2"),))
+    runs = replace(experiment, rows=rows).trial_runs(experiment.panel)
+    assert [run.settings.lr for run in runs if run.row == row.name] == [0.1, 0.2]
 
 
 def test_each_eighth_of_a_range_has_one_of_eight_points() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flwr_regs.client.measure.fisher
-from flwr_regs import EFL, EFLClient, Elastic
+from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
 from tests.conftest import close, drawn, make_clients, run
@@ -180,3 +180,8 @@ def test_sums_of_every_third_round_travel_once() -> None:
     down = [[e["bytes_down"][k] > dense for e in history] for k in (0, 1)]
     assert down[0] == [False, True, False, False, True, False, False]
     assert down[1] == [False, True, False, False, True, False, True]
+    few = EFL(0.1, 0.01, 0.01, seed=1, fraction_train=0.4, fraction_evaluate=0.0, sums_every=9)
+    grid = InProcessGrid(app_of(EFLClient, make_clients(5, torch.float32), Wide), 5)
+    run(few, EFLClient, rounds=9, model=Wide, grid=grid)
+    sent = [pid for e in few.history[1:] for pid, size in e["bytes_down"].items() if size > dense]
+    assert sorted(sent) == [*range(5)]
