@@ -16,7 +16,7 @@ update (compression), or it travels in half precision. The update of c is then
 A client's c_k⁺ counts only if the server used its reply. So ``c = Σ_k c_k / N`` whoever drops out. It fails
 if a client loses its c_k: it begins at 0, and its old share stays in c. The history names that client.
 Where N is not known before, it is the number of clients so far: c shrinks as new ones come.
-Under a robust aggregator c follows its aggregate of the x_k, of the clients that it selects.
+With a robust aggregator, c follows its aggregate of the x_k. Where it selects clients, they alone count.
 
 ``state="server"`` is ours: the server keeps the table of all c_k (N models), and clients keep nothing.
 
@@ -128,9 +128,8 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
         for key, x in uploads.items():
             name = key.partition(".")[2]
             c = server.get(f"c.{name}", 0.0)
-            if self.adds(
-                key
-            ):  # line 17; an aggregator that selects clients gives n times their mean
+            if self.adds(key):  # line 17
+                # an aggregator that selects clients gives n times their mean
                 change = ctx.counted / ctx.population * (x / len(ctx.weights) - c)
                 c_new = shrunk * c + change
             else:

@@ -34,9 +34,10 @@ class Sums(Folds):
 
 
 def grown(server: Slot, ctx: ServerContext) -> float:
-    """Return what a sum over all clients, divided by their number N, shrinks by since the last update.
+    """Return the number of clients at the last update over that of now.
 
-    Clients that join later bring 0 to it. The server keeps N as its entry ``clients``.
+    A mean over all clients shrinks by it: clients that came since then bring 0. The server keeps the number
+    as its entry ``clients``.
     """
     return float(server.get("clients", ctx.population) / ctx.population)
 
