@@ -17,6 +17,10 @@ class Steps:
     """Replaces the averaged delta by a server optimiser's step in `update`; one term of a chain may."""
 
 
+class CountsOnMean:
+    """Goes with nothing that weighs the updates anew: its step counts on their mean by ``p_k``."""
+
+
 class Averages:
     """Is judged by another model than the global one: the history has that model's metrics too."""
 

@@ -422,6 +422,12 @@ def chain(terms: Sequence[Term]) -> Chain:
     for kinds, what in ONLY_ONE.items():
         if len(several := [t.name for t in terms if isinstance(t, kinds)]) > 1:
             raise ValueError(f"only one term can {what}, but {_listed(several)} do: keep one")
+    counting = [t.name for t in terms if isinstance(t, abilities.CountsOnMean)]
+    if counting and (weighing := [t.name for t in terms if isinstance(t, abilities.Weighs)]):
+        raise ValueError(
+            f"{_listed(weighing)} weighs the updates anew, but {_listed(counting)} counts on their mean: "
+            "leave one of the two out"
+        )
     owners = [t.name for t in terms if isinstance(t, abilities.Steps)]
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:

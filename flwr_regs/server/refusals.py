@@ -9,6 +9,7 @@ from datetime import timedelta
 from os import fspath
 from typing import Any, TypeVar
 
+from flwr_regs.abilities import CountsOnMean
 from flwr_regs.server.aggregate.aggregators import COUNT_FROM_0, Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.term import COUNT
@@ -160,5 +161,8 @@ def pairs(o: Any) -> dict[str, Any]:
         "robust=True)": robust and o.term.unaggregated,
         "incomplete='scale' weighs the clients' updates, and so does {who}: leave one of the two "
         "out": o.incomplete == "scale" and o.term.weigher,
+        "incomplete='scale' weighs the updates anew, but {who} counts on their mean; use "
+        "incomplete='average' or 'drop'": o.incomplete == "scale"
+        and [t.name for t in o.term.able(CountsOnMean)],
         **{f"privacy=CentralDP(...): {why}": o.privacy and bad for why, bad in uncovered.items()},
     }

@@ -41,22 +41,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Addresses
+from flwr_regs.abilities import Addresses, CountsOnMean
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
 from flwr_regs.methods.parts.uploads import as_sent
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Ranges, ServerContext, ServerStep, Slot
-from flwr_regs.wire import keys
 
 __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClient"]
 
 
-SAME_DRIFT = "each corrects the same drift, which would count twice: keep one"
-WEIGHED = "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out"
-
-
 @dataclass(frozen=True)
-class GradientTracking(CountsOnSGD, Addresses):
+class GradientTracking(CountsOnSGD, CountsOnMean, Addresses):
     """The correction ``−d_k`` of each gradient, and FedGATE's step size γ.
 
     Parameters
@@ -71,21 +66,11 @@ class GradientTracking(CountsOnSGD, Addresses):
         "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: "
         "leave it out"
     )
-    excludes: ClassVar[Mapping[str, str]] = {
-        "scaffold": SAME_DRIFT,
-        "feddyn": SAME_DRIFT,
-        **dict.fromkeys(("fednova", "qfedavg"), WEIGHED),
-    }
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("scaffold", "feddyn"), "each corrects the same drift, which would count twice: keep one"
+    )
     ranges: ClassVar[Ranges] = {"server_lr": POSITIVE}
     server_lr: float = 1.0
-
-    def restrict(self, config: Mapping[str, Any]) -> None:
-        super().restrict(config)
-        if config.get(keys.INCOMPLETE_KEY) == "scale":
-            raise ValueError(
-                "gradient tracking compares each client with the clients' mean, which incomplete='scale' "
-                "does not give: use incomplete='average' or 'drop'"
-            )
 
     def _drift(self, name: str, ctx: ClientContext) -> Any:
         """Return one parameter's d_k, complete; 0 if the client keeps none."""

@@ -28,25 +28,22 @@ Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Averages, Restricts, Steps
+from flwr_regs.abilities import Averages, CountsOnMean, Steps
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import Sums
 from flwr_regs.term import POSITIVE, Arrays, Ranges, ServerContext, ServerStep, Slot, Term
-from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import square_sum
 
-COMPARES = "FedExP compares the mean with the updates"
 __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
 
 
 @dataclass(frozen=True)
-class Extrapolation(Term, Steps, Averages, Sums, Restricts):
+class Extrapolation(Term, Steps, Averages, Sums, CountsOnMean):
     """FedExP's step ``η_g Δ̄``. Its server slot has the last η_g, as ``"server-lr"``.
 
     Parameters
@@ -57,16 +54,8 @@ class Extrapolation(Term, Steps, Averages, Sums, Restricts):
 
     name: ClassVar[str] = "fedexp"
     reads_lr: ClassVar[bool] = False
-    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("fednova", "qfedavg"), f"it weighs the updates anew, but {COMPARES}: leave it out"
-    )
     ranges: ClassVar[Ranges] = {"eps": POSITIVE}
     eps: float = 1e-3
-
-    def restrict(self, config: Mapping[str, Any]) -> None:
-        if config.get(keys.INCOMPLETE_KEY) == "scale":
-            instead = "use incomplete='average' or 'drop'"
-            raise ValueError(f"{COMPARES}, which incomplete='scale' weighs anew: {instead}")
 
     def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
         # what is robust counts clients alike

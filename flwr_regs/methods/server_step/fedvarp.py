@@ -31,33 +31,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_regs.abilities import Folds, Restricts
+from flwr_regs.abilities import CountsOnMean, Folds
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept
 from flwr_regs.term import Arrays, ServerContext, ServerStep, Slot, Term
-from flwr_regs.wire import keys
 
 __all__ = ["FedVARP", "FedVARPClient", "LastUpdates"]
 
-_WEIGHED = "FedVARP compares each update with the client's last one, but {} weighs them anew: {}"
-
 
 @dataclass(frozen=True)
-class LastUpdates(Term, Folds, Restricts):
+class LastUpdates(Term, Folds, CountsOnMean):
     """FedVARP's step from this round's updates and the last ones of all clients (Alg. 1)."""
 
     name: ClassVar[str] = "fedvarp"
     reads_lr: ClassVar[bool] = False
     excludes: ClassVar[Mapping[str, str]] = {
-        "fednova": _WEIGHED.format("FedNova", "leave it out"),
-        "qfedavg": _WEIGHED.format("q-FedAvg", "leave it out"),
         "gradient-tracking": "it needs the clients' mean as the step, which FedVARP replaces: keep one",
     }
-
-    def restrict(self, config: Mapping[str, Any]) -> None:
-        if config.get(keys.INCOMPLETE_KEY) == "scale":
-            instead = "use incomplete='average' or 'drop'"
-            raise ValueError(_WEIGHED.format("incomplete='scale'", instead))
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
