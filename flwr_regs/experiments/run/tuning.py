@@ -21,10 +21,10 @@ MORE = 3
 
 
 def tuned(experiment: Experiment, panel: Panel, train: Train) -> dict[str, dict[str, Any]]:
-    """Return label -> what tuning chose (``point``), and what that took.
+    """Return label -> what tuning chose (``point``), and among what.
 
-    ``trials`` is how many points were tried, ``rounds`` and ``processor-seconds`` what they trained in all,
-    ``widened`` the keys whose range was widened, and ``edge`` those at the edge of what was tried.
+    ``trials`` is how many points were tried, ``widened`` the keys whose range was widened, and ``edge``
+    those at the edge of what was tried.
 
     All methods have equal budgets. Where the best point of the first rung has the lowest or the highest
     value of a range, a third as many points are tried beyond it, once. The best point has the highest mean
@@ -59,7 +59,6 @@ class _Method:
         self.tried = experiment.points_of(self.row)
         self.left = [*self.tried]
         self.widened: list[str] = []
-        self.records: dict[tuple[str, int], RunRecord] = {}
         self.scores: dict[str, tuple[float, ...]] = {}  # point -> whole, last rung, mean
 
     def _of(self, point: Point, rung: int) -> list[Run]:
@@ -74,16 +73,14 @@ class _Method:
 
     def rank(self, rung: int, records: Mapping[tuple[str, int], RunRecord]) -> None:
         """Put the best point of a rung first."""
-        trained = {run.key: records[run.key] for run in self.runs(rung)}
-        self.records |= trained
-
+        trained = [records[run.key] for run in self.runs(rung)]
         for point in self.left:
             trials = [records[run.key] for run in self._of(point, rung)]
             whole = all(trial.whole for trial in trials)
             mean = float(np.mean([last(t) if whole else len(t.trained) for t in trials]))
             self.scores[shown(point)] = whole, rung, mean
         self.left.sort(key=lambda point: self.scores[shown(point)], reverse=True)
-        if all(trial.status == "failed" for trial in trained.values()):
+        if all(trial.status == "failed" for trial in trained):
             first = records[self._of(self.left[0], rung)[0].key]
             raise RuntimeError(f"{self.label}: every one of its trials failed: {first.error}")
 
@@ -110,14 +107,11 @@ class _Method:
 
     def outcome(self) -> dict[str, Any]:
         """Return what :func:`tuned` says of a method."""
-        records = self.records.values()
         # where all on the last rung diverged, a point of an earlier one is the best
         best = max([*self.left, *self.tried], key=lambda point: self.scores.get(shown(point), ()))
         return {
             "point": best,
             "trials": len(self.tried),
-            "rounds": sum(len(record.rounds) for record in records),
-            "processor-seconds": round(sum(of.processor_seconds or 0.0 for of in records), 1),
             "widened": self.widened,
             "edge": [*edges(best, self.tried)],
         }
