@@ -113,7 +113,8 @@ class GlobalModel(Snapshots):
         self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
     ) -> None:
         if not model:
-            raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
+            why = "it is empty, or the method keeps all of it with the clients"
+            raise ValueError(f"clients share nothing of initial_arrays: {why}")
         if unusual := [n for n, a in model.items() if np.iscomplexobj(a)]:
             raise ValueError(f"complex arrays cannot be averaged here, but {unusual} are")
         if unusual := [n for n, a in model.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
@@ -136,7 +137,10 @@ class GlobalModel(Snapshots):
         self.previous_lr: float | None = None
         self.buffers: frozenset[str] | None = None
         self.tied: Mapping[str, str] | None = None
-        self.server: Slot = term.init(self._trainable(model))
+        if not (trained := self._trainable(model)):
+            why = "the method holds them still, or they are whole numbers"
+            raise ValueError(f"clients train none of initial_arrays, {[*model]}: {why}")
+        self.server: Slot = term.init(trained)
         self.coded_steps: dict[int, bytes] = {}
         self.changed = dict.fromkeys(model, 0)
 

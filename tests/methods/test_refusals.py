@@ -61,7 +61,6 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.RFedAvgPlus(1.0, noise_std=1.0), "give both"),
     (lambda: fr.SCAFFOLD(option=3), "option must be 1 or 2, not 3"),
     (lambda: fr.SCAFFOLD(state="both"), "state must be 'client' or 'server', not 'both'"),
-    (lambda: fr.VRLSGD(incomplete="scale"), "anew, but VRLSGD counts on their mean; use inco"),
     (lambda: fr.TrimmedMean(0.5), "TrimmedMean: share must be a number from 0 to below"),
     (lambda: fr.NormBound(0.0), "NormBound: max_norm must be a positive number, or"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),

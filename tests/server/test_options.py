@@ -94,6 +94,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (fr.EFL, {"lam": 0.0, "density_down": 0.1, "overlap": True}, "sends whole models ahead"),
     (SUMS, {"aggregator": fr.CoordinateMedian()}, r"not reach .* RFedAvgPlus upload.*_only=False"),
     (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does Even: leave one"),
+    (fr.VRLSGD, {"incomplete": "scale"}, "anew, but VRLSGD counts on their mean; use inco"),
     (fr.EFL, {"lam": 0.1, **DP}, "CentralDP.* of EFL reads more of its clients than"),
     (fr.FedAvg, {"aggregator": fr.NormBound(), **DP}, "noise is for the mean, not for aggregator"),
     (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),

@@ -46,7 +46,8 @@ def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
     [
         (fr.FedBN(), fr.FedBNClient, "has no BatchNorm layer"),
         (fr.FedPer("head.*"), fr.FedPerClient, r"'head.\*' matches none of the model's arrays"),
-        (fr.FedPer("*"), fr.FedPerClient, "initial_arrays is empty"),
+        (fr.FedPer("*"), fr.FedPerClient, "share nothing of initial_arrays"),
+        (fr.FedBABU(layer="*"), fr.FedBABUClient, "train none of initial_arrays"),
     ],
 )
 def test_nothing_to_keep_or_to_share_is_refused(strategy: Any, client: Any, match: str) -> None:
