@@ -55,8 +55,9 @@ class Folds(ABC):
     ) -> Slot:
         """Return `acc` with one client's upload; called in the order of partition ids, first with ``{}``.
 
-        `delta` is the client's ``v_k − w_t`` as it arrived, `weight` its ``p_k``. `update` gets the last
-        `acc` in place of the uploads. `acc` may be changed in place; the others may not.
+        `delta` is the client's ``v_k − w_t`` as it arrived, ``ctx.params`` the ``w_t`` that it got,
+        `weight` its ``p_k``. `update` gets the last `acc` in place of the uploads. `acc` may be changed in
+        place; the others may not.
         """
 
     def adds(self, key: str) -> bool:

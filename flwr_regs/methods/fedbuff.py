@@ -268,17 +268,28 @@ class BufferedTraining(Training):
         base = arrays if half is None else widen(arrays, half)
         scale = (1 + staleness) ** -0.5
         delta = {n: scale * move for n, move in update_of(reply, base, reply.buffers).items()}
-        turns, examples, metrics = 1, reply.num_examples, reply.metrics
+        turns, examples, metrics = 1, reply.num_examples, {**reply.metrics}
+        buffers = {n: reply.arrays.get(n, base[n]) for n in reply.buffers}
         if before is not None:
             by_examples = self.options.weighting == "num-examples"
             old, new = (before.num_examples, examples) if by_examples else (before.turns, 1)
-            moves = update_of(before, self.model.given, before.buffers)
-            delta = {n: (old * m + new * delta[n]) / (old + new) for n, m in moves.items()}
+            given = self.model.given
+
+            def mean(one: Any, other: Any) -> Any:
+                return (old * one + new * other) / (old + new)
+
+            moves = update_of(before, given, before.buffers)
+            delta = {n: mean(m, delta[n]) for n, m in moves.items()}
+            for n, value in buffers.items():
+                both = mean(before.arrays.get(n, given[n]), value)
+                whole = value.dtype.kind in "iu"
+                buffers[n] = (np.rint(both) if whole else both).astype(value.dtype)
             turns, examples = before.turns + 1, before.num_examples + examples
-            counts = [m.get("examples-processed") for m in (before.metrics, metrics)]
-            if all(type(count) is int for count in counts):
-                metrics = {**metrics, "examples-processed": sum(counts)}
-        buffers = {n: reply.arrays[n] for n in reply.buffers if n in reply.arrays}
+            counts = ("examples-processed", self.options.weighted_by_key)
+            for name in metrics.keys() & before.metrics.keys():
+                pair = before.metrics[name], metrics[name]
+                if all(type(number) in (int, float) for number in pair):
+                    metrics[name] = sum(pair) if name in counts else mean(*pair)
         return replace(
             reply, arrays=buffers, delta=delta, metrics=metrics, num_examples=examples, turns=turns
         )

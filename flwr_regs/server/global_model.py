@@ -286,7 +286,9 @@ class GlobalModel(Snapshots):
         folded: defaultdict[int | None, Slot] = defaultdict(dict)
         if not self._term.able(Folds):
             return {}
-        for pid, delta in each_update(replies, self.given, self.fixed):
+        given = self.given  # from which the updates count: rounded, if they travel so
+        ctx = replace(ctx, params={n: given[n] for n in ctx.params})
+        for pid, delta in each_update(replies, given, self.fixed):
             sent = replies[pid].uploads.items()  # copied: a term may change what it gets
             uploads = {t: {k: np.array(a) for k, a in upload.items()} for t, upload in sent}
             acc = folded[pid if means.robust else None]

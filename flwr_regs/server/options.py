@@ -71,7 +71,8 @@ class Options:
         ``"drop"``: not at all. A client with ``s_k = 0`` is inactive and never counts.
     drop_inactive : float, optional
         Drop a client for good once it was inactive in more than ``drop_inactive / (T E)`` of its turns
-        (T rounds, E local steps, the median of what clients plan). This is the constant C/J of EFL, Eq. 9.
+        (T rounds, E local steps, the median of what clients plan), and had at least two. This is the
+        constant C/J of EFL, Eq. 9.
     restart_lr : bool
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional

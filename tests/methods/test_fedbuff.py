@@ -76,6 +76,54 @@ def test_it_equals_the_oracle_on_any_clock(buffer: int, working: int, seconds: A
     assert max(map(max, staleness)) > 0 or working == 1
 
 
+class Halves(torch.nn.Linear):
+    """A layer whose buffers follow, in each step, from what they were before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.level = self.level / 2 + 1
+            self.steps = self.steps + 10
+        return super().forward(x.float())
+
+
+def test_each_of_a_clients_updates_in_one_buffer_counts_with_its_buffers_and_its_loss() -> None:
+    told_loss: dict[int, list[float]] = {}
+
+    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if kind == "train":
+            loss: Any = reply.content.metric_records["metrics"]["train-loss"]
+            told_loss.setdefault(pid, []).append(loss)
+        return reply
+
+    strategy = FedBuff(4, 2, seconds=lambda k, turn: [1.0, 1.5, 2.2][k], seed=3)
+    strategy.fraction_evaluate = 0.0
+    grid = Tampered(app_of(fr.FedAvgClient, make_clients(3), Halves), 3, note)
+    ended = from_record(start(strategy, grid, 8, Halves).arrays)
+    levels, steps = [0.0], [0]
+    for entry in strategy.history:
+        pairs = [*zip(entry["arrived"], entry["staleness"], strict=True)]
+        level, step = [], []
+        for pid, tau in pairs:
+            value = levels[-1 - tau]
+            for _ in range(2 + pid):
+                value = value / 2 + 1
+            level.append(value)
+            step.append(steps[-1 - tau] + 10 * (2 + pid))
+        losses = [told_loss[pid].pop(0) for pid, _ in pairs]
+        mean = np.average(losses, weights=[2 + pid for pid, _ in pairs])  # by examples
+        assert entry["train_metrics"]["train-loss"] == pytest.approx(mean, abs=1e-12)
+        levels.append(np.mean(level))
+        steps.append(round(np.mean(step)))
+    assert any(len({*ids}) < len(ids) for ids in told(strategy, "arrived"))
+    assert ended["level"] == pytest.approx(levels[-1], abs=1e-9)
+    assert abs(ended["steps"] - steps[-1]) <= 8
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "num-examples"])
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_a_buffer_of_one_cohort_and_equal_durations_are_fedavg_to_the_bit(
