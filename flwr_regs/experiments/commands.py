@@ -11,7 +11,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -68,7 +68,8 @@ def train(args: Namespace) -> int:
     with Heartbeat(_say, "loading models and data"):
         experiment = experiment.checked()
     if args.dry_run:
-        _tell_costs(experiment, args.resume or Path("nowhere"), args.workers)
+        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as empty:
+            _tell_costs(experiment, args.resume or Path(empty), args.workers)
         return 0
     if not experiment.smoke:
         needed("matplotlib", "matplotlib", "drawing the results")  # before anything is trained
@@ -80,10 +81,13 @@ def train(args: Namespace) -> int:
             raise ValueError(f"{changed}: {hashes}; train on them in a new folder")
     if experiment.metrics and not args.resume:
         experiment = choices.with_notes(experiment)
-    _keep_farewell(folder, args.command)
-    with locked(folder):
+    _keep_farewell(folder, "bench" if experiment.baseline else "run")
+    with ExitStack() as alone:
+        alone.enter_context(locked(folder))
         if not args.resume:
             card_files.save(experiment, folder, provenance(["flwr-regs", *args.words]))
+        for _, place in places(experiment, folder) if len(experiment.panels) > 1 else ():
+            alone.enter_context(locked(place))  # each can be taken up by itself
         if experiment.tunes:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)
@@ -478,13 +482,13 @@ def reproduce(args: Namespace) -> int:
 def _is_equal(old: RunRecord | None, new: RunRecord, tolerance: float) -> bool:
     """Say what a run gave there and here; return whether that is the same within a tolerance."""
     (there, accuracy), (here, accuracy_here) = _outcome(old), _outcome(new)
-    same = there == here == "diverged" or abs(accuracy - accuracy_here) <= tolerance
+    same = there == here in ("diverged", "failed") or abs(accuracy - accuracy_here) <= tolerance
     print(f"{new.label}, seed {new.seed}: {there} there, {here} here{'' if same else '  DIFFERS'}")
     return same
 
 
 def _outcome(run: RunRecord | None) -> tuple[str, float]:
     """Return a run's last five rounds in per cent, as text and as a number, or why it has none (NaN)."""
-    if run is None or not run.ended:
-        return "missing", math.nan
-    return ("diverged", math.nan) if run.diverged else (f"{100 * last(run):.2f} %", 100 * last(run))
+    if run is None or not run.whole:
+        return ("missing" if run is None else run.status), math.nan
+    return f"{100 * last(run):.2f} %", 100 * last(run)

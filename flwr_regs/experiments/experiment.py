@@ -360,6 +360,11 @@ class Experiment:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if self.baseline and any(run.settings.held_out_clients for run in self.ends):
             raise ValueError("bench tests on the test set: leave held-out-clients out")
+        trials = [run for panel in self.panels for run in self.trial_runs(panel, ends=True)]
+        if self.baseline and not all(run.settings.held_out_share for run in trials):
+            raise ValueError(
+                "bench tunes on data that clients hold out: leave held-out-share=0 out"
+            )
         for space in self.tune:
             if not any(space.applies(row.calls) for row in self.rows):
                 texts = ", ".join(text_of(row.calls) for row in self.rows)

@@ -135,6 +135,20 @@ class Settings(make_dataclass("_Values", _FIELDS, frozen=True)):  # type: ignore
                 raise ValueError(f"setting '{name}': there is no folder '{folder}'{moved}")
 
 
+def named(given: Values) -> dict[str, Any]:
+    """Return settings as they stand beside others: by their first names, and with whole paths.
+
+    Raises ValueError for two names of one setting, and as :meth:`Settings.of` does.
+    """
+    for theirs, ours in FIELD_KEYS.items():
+        if theirs in given and ours in given:
+            raise ValueError(f"'{theirs}' and '{ours}' are one setting: give one")
+    renamed = {FIELD_KEYS.get(name, name): value for name, value in given.items()}
+    Settings.of(renamed)
+    paths = {name: renamed[name] for name in PLACES if renamed.get(name)}
+    return renamed | {name: str(Path(of).expanduser().resolve()) for name, of in paths.items()}
+
+
 def split_in_words(settings: Mapping[str, Any]) -> str:
     """Return a partition and the values of the settings that are its own, such as ``dirichlet(0.1)``."""
     partition = str(settings["partition"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
-from flwr_regs.experiments.settings import SETTINGS, Setting, checked, key
+from flwr_regs.experiments.settings import SETTINGS, Setting, checked, key, named
 from flwr_regs.experiments.user_code import offer
 from flwr_regs.experiments.words import out_folder
 
@@ -113,8 +114,8 @@ def simulate(
         given = {key(name): _plain(value) for name, value in settings.items()}
         given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
         given |= {"dataset": _named(dataset), "model": _named(model)}
-        given["code-dir"] = given.get("code-dir") or os.getcwd()
-        if ":" in given["dataset"]:  # the user's function may return other data than before
+        given = named({**given, "code-dir": given.get("code-dir") or os.getcwd()})
+        if re.match("image-folder|.*:", given["dataset"]):  # a user's own may have changed
             load.cache_clear()
             initial_model.cache_clear()
         experiment = Experiment.of_methods(given, seeds).checked()

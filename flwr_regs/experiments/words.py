@@ -13,7 +13,7 @@ from flwr_regs.experiments.calls import literal, parse_methods, text_of, values,
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run, refuse_dead
 from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.settings import PLACES, Settings, Values, read
+from flwr_regs.experiments.settings import Values, named, read
 from flwr_regs.experiments.space import Space
 from flwr_regs.experiments.strategies import with_argument
 from flwr_regs.wire.config import nearest
@@ -175,7 +175,7 @@ def first_run(args: Namespace) -> tuple[Run, str]:
 
 
 def read_words(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of words ``key=value``, checked one by one, with whole paths."""
+    """Return the settings of words ``key=value``, checked one by one: see :func:`.settings.named`."""
     given: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
@@ -188,9 +188,7 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
         if name in given:
             raise ValueError(f"'{name}' is given twice: give it once")
         given[name] = read(name, value)
-    Settings.of(given)
-    paths = {name: given[name] for name in PLACES if given.get(name)}
-    return given | {name: str(Path(path).expanduser().resolve()) for name, path in paths.items()}
+    return named(given)
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

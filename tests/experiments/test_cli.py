@@ -91,6 +91,7 @@ run methods=nowhere.py:Clip
 run out=/dev/null/results
 bench fedadc-t1 --smoke --methods FedAvg,FedProx(nu=1)
 bench --tune FedFOR.alfa=1..2
+bench --tune lr=0.1..1 held-out-share=0
 """
 
 

@@ -15,6 +15,7 @@ from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import results_of
 from flwr_regs.experiments.data import datasets
 from flwr_regs.experiments.report.folders import locked
+from tests.experiments.data.sources.made import Files
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
 METHODS = "FedAvg, FedFOR(alpha=0.1)"
@@ -182,3 +183,21 @@ class Writes(nn.Module):
 def test_a_forward_that_writes_to_its_inputs_leaves_the_data_as_they_are() -> None:
     simulate("FedAvg, Local", model=Writes, seeds=[1], **QUICK)
     assert datasets.load("digits").test_x.min() == 0
+
+
+def test_pictures_of_ones_own_that_have_changed_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {
+        "data_dir": "here",
+        "dataset": "image-folder(size=8)",
+        "num_clients": 2,
+    }
+    losses = set()
+    for pictures in [Files(tmp_path / "here")] * 2:
+        pictures.image_folder()
+        result = simulate("FedAvg", model="logistic", partition="iid", seeds=[1], **given, **QUICK)
+        losses.add(result.runs[0].test[-1]["loss"])
+    assert len(losses) == 2
+    assert result.runs[0].job["data-dir"] == str(tmp_path / "here")

@@ -21,7 +21,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import file_name
-from flwr_regs.experiments.settings import Settings
+from flwr_regs.experiments.settings import named
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
@@ -138,12 +138,13 @@ def save(experiment: Experiment, folder: Path, made: Mapping[str, Any]) -> None:
     """
     made = {**made, "card": experiment.name}
     experiment = replace(experiment, hashes={**experiment.hashes, **experiment.data_hashes})
-    write(folder / FILE, text(experiment, made))
     for panel, place in places(experiment, folder):
         place.mkdir(exist_ok=True)
         tests = experiment.tests(panel)
         hashes = {str(run.seed): client_data_of(run.settings).hash for run in tests}
         write(place / FILE, text(experiment.only(panel), {**made, "partitions": hashes}))
+    if len(experiment.panels) > 1:  # last: what it says is there then
+        write(folder / FILE, text(experiment, made))
 
 
 def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
@@ -251,10 +252,9 @@ def _settings(given: Any, where: str) -> dict[str, Any]:
     if wrong := [key for key in table if key in ("methods", "seed", "out")]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
     try:
-        Settings.of(table)
+        return named(table)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return table
 
 
 def _reports(given: Any, where: str) -> dict[str, Any]:
