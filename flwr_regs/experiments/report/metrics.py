@@ -291,14 +291,18 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             run, entry = rejecting[0]
             pid, why = next(iter(entry["failures"].items()))
             first = f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
-            replies = f"{sum(run.rejected for run in whole)} replies were rejected"
+            replies = f"replies rejected: {sum(run.rejected for run in whole)}"
             sentences.append(f"{label}: {replies}, the first in {first}")
         tested = [(run, e["evaluate"]) for run in whole for e in run.rounds if "evaluate" in e]
         if silent := [(run, test["failures"]) for run, test in tested if test.get("failures")]:
             run, failures = silent[-1]
             pid, why = next(iter(failures.items()))
-            without = f"{len(failures)} clients without a test in a round of seed {run.seed}"
+            without = f"clients without a test in a round of seed {run.seed}: {len(failures)}"
             sentences.append(f"{label}: {without}, such as client {pid}: {why[:120]}")
+        if absent := [(run, e) for run in whole for e in run.rounds if "missing" in e]:
+            run, entry = absent[0]
+            first = f"round {entry['round']} of seed {run.seed}: {entry['missing']}"
+            sentences.append(f"{label}: rounds that lacked clients: {len(absent)}, first {first}")
         if whole:
             every = sorted((run.seed, str(run.test)) for run in whole)
             same.setdefault(str(every), []).append(label)

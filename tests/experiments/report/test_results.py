@@ -146,15 +146,17 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
         interim.plot("differences")
 
 
-def test_a_collapse_and_rejected_replies_are_said() -> None:
+def test_a_collapse_rejected_replies_and_clients_that_were_missing_are_said() -> None:
     fallen = run("A", [0.5, 0.8, 0.85, 0.86, 0.85, 0.84, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1])
     fallen.rounds[9]["failures"] = {"41": "array 'w' holds NaN or infinity"}
     assert metrics.collapsed(fallen)
     assert not metrics.collapsed(run("A", GOOD))
     assert not metrics.collapsed(run("A", [0.5, *[0.9] * 7, 0.6]))  # one unlucky round
-    collapse, rejected = metrics.warnings([fallen])
+    fallen.rounds[2]["missing"] = "partitions [4, 5]"
+    collapse, rejected, lacked = metrics.warnings([fallen])
     assert collapse.endswith("seed 1 ends at 10.0%, its best was 86.0% in round 4")
-    assert "1 replies were rejected, the first in round 10 of seed 1: client 41: array" in rejected
+    assert "replies rejected: 1, the first in round 10 of seed 1: client 41: array" in rejected
+    assert "that lacked clients: 1, first round 3 of seed 1: partitions [4, 5]" in lacked
 
 
 def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
