@@ -15,6 +15,7 @@ from typing import Any
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.terminal import folded
+from flwr_regs.term import Range
 
 try:
     from matplotlib import colormaps, rc_context, rcParams
@@ -59,10 +60,14 @@ class Look:
 
     def __post_init__(self) -> None:
         """Check what cannot be drawn, before a picture is replaced."""
-        if not 4 <= self.font_size <= 40:
-            raise ValueError(f"the font size must be from 4 to 40 points, not {self.font_size:g}")
-        if wrong := [f"{side:g}" for side in self.size or () if not 1.5 <= side <= 40]:
-            raise ValueError(f"a picture's sides must be from 1.5 to 40 inches, not {wrong[0]}")
+        points = Range("a number of points from 4 to 40", lambda v: 4 <= v <= 40)
+        points.check("a picture", "font_size", self.font_size)
+        inches = Range("inches from 1.5 to 40, such as (3.3, 2.5)", lambda v: 1.5 <= v <= 40)
+        percent = Range("per cent, such as (80, 90)", lambda v: 0 <= v <= 100)
+        for name, part, pair in ("size", inches, self.size), ("accuracy", percent, self.accuracy):
+            two = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(part.fits, pair))
+            if pair is not None and not (two and (name == "size" or pair[0] < pair[1])):
+                raise ValueError(f"a picture's {name} must be two numbers, {part.expected}, not {pair!r}")
 
 
 def style(look: Look) -> AbstractContextManager[None]:
