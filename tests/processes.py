@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 from flwr_regs.experiments.report.run_records import record_path
 from flwr_regs.experiments.run.engine import execute
 from flwr_regs.experiments.run.progress import Progress
-from tests.conftest import ROOT
+from tests.conftest import ROOT, close
 from tests.conftest import until as until
 from tests.experiments.runs import runs_of
 
@@ -79,10 +80,7 @@ def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[st
     return dict(load_file(folder / f"{path.stem}.safetensors"))
 
 
-def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=1e-6, err_msg=name)
+assert_same = partial(close, tol=1e-6)
 
 
 def pids_of(name: str, argument: str) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.clientapp import ClientApp
 from torch.utils.data import TensorDataset
 
 import flwr_regs as fr
@@ -31,20 +30,15 @@ def users_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, targets.reshape(-1, 7, 13))  # the user's line
 
 
-def failed_round(app: ClientApp, clients: int = 3) -> tuple[str, fr.FedAvg]:
-    """The text of the RoundFailed that ends round 1, and the strategy."""
-    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
-    with pytest.raises(fr.RoundFailed) as failed:
-        run(strategy, fr.FedAvgClient, rounds=1, grid=fr.InProcessGrid(app, clients))
-    assert failed.value.__cause__ is None
-    assert failed.value.__context__ is None
-    return str(failed.value), strategy
-
-
 def test_an_error_below_torch_names_the_users_line() -> None:
     data = make_clients()[0]
     app = fr.client_app(lambda _: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
-    text, strategy = failed_round(app)
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    with pytest.raises(fr.RoundFailed) as failed:
+        run(strategy, fr.FedAvgClient, rounds=1, grid=fr.InProcessGrid(app, 3))
+    assert failed.value.__cause__ is None
+    assert failed.value.__context__ is None
+    text = str(failed.value)
     line = inspect.getsourcelines(users_loss)[1] + 1
     expected = f"test_errors.py, line {line}: return torch.nn.functional.cross_entropy(output, "
     assert expected in text

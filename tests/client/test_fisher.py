@@ -6,7 +6,6 @@ import warnings
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,21 +73,6 @@ def test_it_is_the_mean_of_the_samples_squared_gradients_in_chunks_that_fit(
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     close(got, plain(model, x, y), 1e-15)
     assert sizes == {0: [1] * 11, 1: [1] * 11, 3: [3, 2, 2, 3, 1], 1000: [11]}[chunk]
-
-
-def test_a_linear_models_is_the_square_of_its_gradients_by_hand() -> None:
-    """``∂ℓ/∂z = softmax(z) − e_y``, ``∂ℓ/∂b`` the same, and ``∂ℓ/∂W = ∂ℓ/∂z xᵀ``, in numpy."""
-    rng = np.random.default_rng(0)
-    x, w, b = (rng.normal(size=size) for size in ((7, 4), (3, 4), 3))
-    y = rng.integers(0, 3, 7)
-    p = np.exp(x @ w.T + b)
-    slope = p / p.sum(1, keepdims=True) - np.eye(3)[y]
-    expected = {"weight": (slope[:, :, None] * x[:, None]) ** 2, "bias": slope**2}
-    model = nn.Linear(4, 3).double()
-    model.load_state_dict({"weight": torch.tensor(w), "bias": torch.tensor(b)})
-    for batches in ([(x, y)], [(x[:5], y[:5]), (x[5:], y[5:])]):
-        got = go(model, [(torch.tensor(a), torch.tensor(c)) for a, c in batches])
-        close(got, {n: squares.mean(0) for n, squares in expected.items()}, 1e-15)
 
 
 @pytest.mark.parametrize(("most", "batches"), [(1, 1), (4, 1), (5, 1), (6, 2), (11, 3), (99, 3)])

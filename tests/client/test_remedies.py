@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,14 +49,3 @@ def test_an_error_of_torch_says_what_helps(data: Any, message: str) -> None:
         local_round(net(), Chain(()), data, lr=0.1, epochs=1, device="cpu")
     with pytest.raises(fr.RoundFailed, match=message):
         train(fr.FedAvg(seed=0), fr.FedAvgClient, rounds=1, clients=[data, data], model=net)
-
-
-def test_a_state_dict_is_a_model_and_a_module_is_none() -> None:
-    data = loader(X, Y, 3)
-    grid = fr.InProcessGrid(fr.client_app(lambda _: fr.FedAvgClient(net(), data, data)), 2)
-    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
-    start: Any = {"grid": grid, "num_rounds": 1, "train_config": config}
-    result = fr.FedAvg(seed=0).start(initial_arrays=net().state_dict(), **start)
-    assert [*result.arrays] == [*net().state_dict()]
-    with pytest.raises(TypeError, match=r"not a Sequential; give model\.state_dict\(\)"):
-        fr.FedAvg(seed=0).start(initial_arrays=net(), **start)

@@ -152,9 +152,9 @@ class Cohort:
         return grid
 
 
-def compare(cohort: Cohort, app: Callable[[], Any] | None = None, clients: int = 0) -> Stacked:
+def compare(cohort: Cohort, app: Callable[[], Any] | None = None) -> Stacked:
     """Train on both grids, and compare every reply, all that clients keep, and the histories."""
-    make, number = app or cohort.app, clients or len(SIZES)
+    make, number = app or cohort.app, len(SIZES)
     grids = OneByOne(make(), number), Stacked(make(), number, **cohort.grid)
     histories = [cohort.train(grid)[0].history for grid in grids]
     expected, actual = grids

@@ -16,13 +16,12 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.flower.grids.local_network import Contexts
-from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record, parcel_of, to_record
 from tests.conftest import Log, Tampered, close, make_clients, make_model, run, start
-from tests.flower.clients.test_plain_clients import Plain
+from tests.flower.clients.test_plain_clients import plain_app
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 
@@ -74,11 +73,8 @@ def test_fedavg_equals_flowers_own_fedavg() -> None:
     """Flower's strategy and aggregation on the same clients, in float32."""
     model, clients = partial(make_model, torch.float32), make_clients(4, torch.float32)
 
-    def plain_fit(context: Context) -> Any:
-        return Plain(context.node_config["partition-id"], torch.float32)
-
     theirs = FlowerFedAvg(fraction_evaluate=0.0).start(
-        grid=fr.InProcessGrid(fr.client_app(plain_fit), 4),
+        grid=fr.InProcessGrid(plain_app(dtype=torch.float32), 4),
         initial_arrays=ArrayRecord(model().state_dict()),
         num_rounds=3,
         train_config=CONFIG,
@@ -174,11 +170,6 @@ def test_the_bytes_of_a_round_hold_also_those_of_clients_that_failed_on_the_way(
     assert entry["bytes_probe_up"][2] == entry["bytes_up"][2]
 
 
-def test_a_mean_of_equal_numbers_is_that_number() -> None:
-    metrics = [{"num-examples": n, "local-steps": 10} for n in (12, 38, 31)]
-    assert weighted_mean(metrics, "num-examples") == {"local-steps": 10}
-
-
 def test_the_seed_is_drawn_and_logged_if_not_given(log: Log) -> None:
     a, b = fr.FedAvg(), fr.FedAvg()
     assert a.seed != b.seed
@@ -258,10 +249,6 @@ def asked(client_fn: Any) -> fr.InProcessGrid:
     return fr.InProcessGrid(ClientApp(client_fn), 3)
 
 
-def flowers_own(context: Context) -> Any:
-    return fr.FedAvgClient(make_model(), []).to_client()
-
-
 NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
 NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
 HALF = make_model().bfloat16().state_dict()
@@ -274,6 +261,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: fr.FedAvg().start(Untouchable(app_of(), 3), HALF),
         TypeError,
         "0.weight'.* are bfloat16.*float32_arr",
+    ),
+    (
+        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), make_model()),  # type: ignore[arg-type]
+        TypeError,
+        r"not a Sequential; give model\.state_dict\(\)",
     ),
     (
         lambda: start(fr.FedAvg(), Untouchable(app_of(), 3), evaluate_fn=lambda *_: (0.5, {})),  # type: ignore[arg-type,return-value]
@@ -298,7 +290,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"lr_schedule\(1\) makes the learning rate 0",
     ),
-    (lambda: start(fr.FedAvg(), asked(flowers_own)), PopulationError, r"flwr_regs\.client_app"),
+    (
+        lambda: start(fr.FedAvg(), asked(lambda _: fr.FedAvgClient(make_model(), []).to_client())),
+        PopulationError,
+        r"flwr_regs\.client_app, or RegClientApp for a loop of your own",
+    ),
 ]
 
 
@@ -351,7 +347,7 @@ FAILING: list[tuple[Any, Any, str]] = [
     (fr.FedAvg(min_replies=3), app_of(sabotage=burning), "2 usable.*of 3, needed 3.*on fire"),
     (fr.FedAvg(), app_of(sabotage=lambda *_: 1 / 0), r"0 usable.*partitions 0-2\) failed.*divis"),
     (fr.FedFOR(), app_of(fr.FedProxClient), r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'"),
-    (fr.FedFOR(), fr.client_app(lambda _: Plain(0, torch.float64)), "no method.*FedFORClient"),
+    (fr.FedFOR(), plain_app(), "no method.*FedFORClient"),
     (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*without eval_data"),
     (fr.FedAvg(), fr.client_app(id), "client_fn must return a NumPyClient or Client, not int"),
     (fr.RegStrategy([Overflow()]), app_of(fr.RegClient), r"diverged.*strategy\.arrays"),
@@ -427,19 +423,12 @@ def test_silent_and_dead_nodes_are_found_as_cohort_minus_answered(log: Log) -> N
 
 
 def test_one_failed_evaluation_does_not_end_training_but_the_first_does() -> None:
-    def flaky(pid: int, client: Any) -> Any:
-        evaluate = client.evaluate
-
-        def sometimes(parameters: Any, config: Any) -> Any:
-            if config["server-round"] == 2:
-                raise OSError("no disk")
-            return evaluate(parameters, config)
-
-        client.evaluate = sometimes
-        return client
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        number = message.content.config_records.get("config", {}).get("server-round")
+        return "no disk" if (kind, number) == ("evaluate", 2) else reply
 
     strategy = fr.FedAvg(seed=1)
-    result = start(strategy, fr.InProcessGrid(app_of(sabotage=flaky), 3), 3)
+    result = start(strategy, Tampered(app_of(), 3, change), 3)
     assert set(result.evaluate_metrics_clientapp) == {1, 3}
     assert set(strategy.history[1]["evaluate"]["failures"]) == {0, 1, 2}
 

@@ -41,3 +41,5 @@ def test_a_list_without_end_is_left_out() -> None:
 def test_a_metrics_mean_is_weighed_by_examples() -> None:
     each = [{"n": 1, "loss": 2.0, "lr": 0.1}, {"n": 3, "loss": 4.0, "lr": 0.1}]
     assert client_metrics.weighted_mean(each, "n") == {"loss": 3.5, "lr": 0.1}
+    equal = [{"n": n, "steps": 10} for n in (12, 38, 31)]
+    assert client_metrics.weighted_mean(equal, "n") == {"steps": 10}

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -27,32 +26,43 @@ def plain_loop(
     model: nn.Module,
     make: Any,
     before_step: Callable[[Any, nn.Module], None] = lambda *_: None,
+    scale: float = 1.0,
+    left_out: Sequence[str] = (),
 ) -> None:
-    """What anybody writes, with the three calls."""
-    optimizer = loop.optimizer(make)
+    """What anybody writes, with the three calls; under AMP with a scale; or it forgets some calls."""
+    own = "optimizer" in left_out
+    optimizer = make(model.parameters(), lr=loop.lr) if own else loop.optimizer(make)
     for inputs, targets in loop.batches():
         optimizer.zero_grad()
         output = model(inputs)
-        loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-        loop.correct()
+        loss = cross_entropy(output, targets)
+        if "its result" in left_out:
+            loop.loss(2 * loss, inputs, targets, output)
+        elif "loss" not in left_out:
+            loss = loop.loss(loss, inputs, targets, output)
+        (loss * scale).backward()
+        for p in model.parameters():
+            if scale != 1.0:
+                assert p.grad is not None
+                p.grad /= scale
+        if "correct" not in left_out:
+            loop.correct()
         before_step(optimizer, model)
         optimizer.step()
 
 
-def scaled_loop(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+def scaled_loop(*given: Any) -> None:
     """As under AMP: the loss is scaled by a power of two, the gradients are unscaled, then clipped."""
-    optimizer = loop.optimizer(make)
-    for inputs, targets in loop.batches():
-        optimizer.zero_grad()
-        output = model(inputs)
-        loss = loop.loss(cross_entropy(output, targets), inputs, targets, output)
-        (loss * 2.0**16).backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad /= 2.0**16
-        loop.correct()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        optimizer.step()
+    plain_loop(
+        *given,
+        before_step=lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        scale=2.0**16,
+    )
+
+
+def without(*left_out: str) -> Loop:
+    """A loop that forgets some of the calls."""
+    return partial(plain_loop, left_out=left_out)
 
 
 def own_app(
@@ -187,33 +197,9 @@ def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
         run(strategy(), fr.FedFORClient, grid=fr.InProcessGrid(app_with(None), 4))
 
 
-def without(*left_out: str) -> Loop:
-    """A loop that forgets some of the calls."""
-
-    def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
-        if "optimizer" in left_out:
-            optimizer = make(model.parameters(), lr=round_.lr)
-        else:
-            optimizer = round_.optimizer(make)
-        for inputs, targets in round_.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            loss = cross_entropy(output, targets)
-            if "its result" in left_out:
-                round_.loss(2 * loss, inputs, targets, output)
-            elif "loss" not in left_out:
-                loss = round_.loss(loss, inputs, targets, output)
-            loss.backward()
-            if "correct" not in left_out:
-                round_.correct()
-            optimizer.step()
-
-    return loop
-
-
-def too_long(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
-    plain_loop(round_, model, make)
-    plain_loop(round_, model, make)
+def too_long(*given: Any) -> None:
+    for _ in range(2):
+        plain_loop(*given)
 
 
 @pytest.mark.parametrize(
@@ -286,17 +272,6 @@ def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
     app = own_app(fr.FedFORClient)
     del app._registered_funcs["evaluate.default"]
     with pytest.raises(fr.RoundFailed, match=r"@app.evaluate\(\), or .* fraction_evaluate=0"):
-        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
-
-
-def test_flowers_own_client_app_is_refused_with_what_to_do() -> None:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        raise AssertionError("never trained")
-
-    with pytest.raises(PopulationError, match="or RegClientApp for a loop of your own"):
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 

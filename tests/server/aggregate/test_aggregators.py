@@ -149,21 +149,19 @@ MODEL: NDArrays = {
 }
 
 
-def reply_arrays(k: int, seed: int, scale: float = 1.0) -> NDArrays:
-    rng = np.random.default_rng([seed, k])
+def reply_arrays(k: int, scale: float = 1.0) -> NDArrays:
+    rng = np.random.default_rng([0, k])
     out = {n: w + scale * rng.normal(0.3, 1.0, w.shape).astype(w.dtype) for n, w in MODEL.items()}
     return out | {"norm.num_batches_tracked": np.asarray(4 + (k + 2) * (1 + round(scale > 1) * 99))}
 
 
-def network(
-    n: int, seed: int = 0, hostile: int | None = None, uploads: Any = lambda k: {}
-) -> NumpyNetwork:
+def network(n: int, hostile: int | None = None, uploads: Any = lambda k: {}) -> NumpyNetwork:
     """Clients with random models, ``k + 1`` examples, and ``k + 1`` of 4 steps."""
 
     def client(k: int, request: Request, parcel: Parcel) -> Parcel:
         if request.kind == keys.IDENTIFY:
             return Parcel(config={"partition-id": k, "num-partitions": n})
-        arrays = reply_arrays(k, seed, 1e6 if k == hostile else 1.0)
+        arrays = reply_arrays(k, 1e6 if k == hostile else 1.0)
         extra = {f"{name}.upload": Record(slot) for name, slot in uploads(k).items()}
         said = {keys.NOT_TRAINED_KEY: sorted(STATISTICS), keys.MEMORY_KEY: [keys.KEEPS_STATE]}
         return Parcel(
@@ -202,7 +200,7 @@ def test_a_round_is_the_aggregate_of_scaled_updates_and_of_each_buffer(
     names = ("w", "b")
     gaps = [
         {m: (arrays[m].astype(np.float64) - w).ravel().tolist() for m, w in MODEL.items()}
-        for arrays in (reply_arrays(k, 0, 1e6 if k == 4 else 1.0) for k in range(n))
+        for arrays in (reply_arrays(k, 1e6 if k == 4 else 1.0) for k in range(n))
     ]
     ratios = [4 / min(k + 1, 4) if incomplete == "scale" else 1.0 for k in range(n)]
     x = [[r * v for m in names for v in gap[m]] for gap, r in zip(gaps, ratios, strict=True)]
@@ -231,8 +229,8 @@ def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(log: Log) 
     train = training(max_weight=0.3)
     moved(train, network(5), rounds=2)
     assert [e["bounded"] for e in train.history] == [[4], [4]]
-    gap = reply_arrays(4, 0)["b"].astype(np.float64)
-    others = sum((k + 1) / 10 * 0.7 * reply_arrays(k, 0)["b"].astype(np.float64) for k in range(4))
+    gap = reply_arrays(4)["b"].astype(np.float64)
+    others = sum((k + 1) / 10 * 0.7 * reply_arrays(k)["b"].astype(np.float64) for k in range(4))
     one = training(max_weight=0.3)
     np.testing.assert_allclose(moved(one, network(5))["b"], 0.3 * gap + others, atol=1e-6)
     few = training(max_weight=0.1)

@@ -115,12 +115,10 @@ class Case:
     model: Callable[[], nn.Module] = make_model
     settings: Mapping[str, Any] | None = None
 
-    def start(self, grid: fr.InProcessGrid, rounds: int = 2, evaluate: bool = True) -> Any:
+    def start(self, grid: fr.InProcessGrid, rounds: int = 2) -> Any:
         """Train on a grid; return the strategy."""
         strategy = self.strategy()
         strategy.wait_timeout = 0.0
-        if not evaluate:
-            strategy.fraction_evaluate = 0.0
         start(strategy, grid, rounds, self.model, {"lr": 0.1, "local-steps": 2})
         return strategy
 

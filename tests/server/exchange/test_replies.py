@@ -24,15 +24,13 @@ OTHERS = [0, 1, 2]
 MEGABYTES = "A" * 20_000_000
 
 
-def played(
-    change: Change, method: str = "FedFOR", kinds: Iterable[str] = ("train",), evaluate: bool = True
-) -> Any:
+def played(change: Change, method: str = "FedFOR", kinds: Iterable[str] = ("train",)) -> Any:
     """Return a strategy after two rounds in which `change` made client 3's replies."""
 
     def how(kind: str, number: int, content: RecordDict) -> RecordDict | str | None:
         return change(content) if kind in kinds else content
 
-    return CASES[method].start(Playback(recorded(method)[0], how), evaluate=evaluate)
+    return CASES[method].start(Playback(recorded(method)[0], how))
 
 
 def costs_only_its_client(
