@@ -25,6 +25,7 @@ from flwr_regs.testing.problem import Batch as Batch
 from flwr_regs.testing.problem import drawn as drawn
 from flwr_regs.testing.problem import make_clients as make_clients
 from flwr_regs.testing.problem import to_numpy as to_numpy
+from flwr_regs.wire.records import from_record
 
 ROOT = Path(__file__).parents[1]
 Log = Callable[..., list[str]]
@@ -55,6 +56,12 @@ def make_model(
         dropout = [] if drop is None else [nn.Dropout(drop)]
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), *dropout, nn.Tanh(), nn.Linear(6, 3)]
         return nn.Sequential(*layers).to(dtype)
+
+
+def wide(n: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The perceptron of the laws with n units: 8 n + 3 parameters, which weigh more than their names."""
+    with drawn():
+        return nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 3)).to(dtype)
 
 
 norm_model = partial(make_model, batch_norm=True)
@@ -122,6 +129,22 @@ class Tampered(InProcessGrid):
                 reply = Message(Error(2, reply), reply_to=message)
             self._replies[i] = reply
         return ids
+
+
+class Watching(Tampered):
+    """Notes the kinds of all messages, and the arrays of those that train."""
+
+    def __init__(self, app: Any, n: int) -> None:
+        super().__init__(app, n, self._note)
+        self.kinds: list[str] = []
+        self.sent: list[dict[str, dict[str, np.ndarray]]] = []
+
+    def _note(self, kind: str, pid: int, message: Message, reply: Message) -> Message:
+        self.kinds.append(kind)
+        if kind == "train":
+            records = message.content.array_records
+            self.sent.append({name: from_record(record) for name, record in records.items()})
+        return reply
 
 
 class Items(Dataset[Any]):

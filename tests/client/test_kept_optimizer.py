@@ -13,15 +13,10 @@ from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from tests.conftest import close, descend, make_clients, make_model, norm_model
 from tests.flower.clients.test_own_loop import own_app
+from tests.flower.test_stacked import grouped
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
-
-
-def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Two groups, in another order than the model's parameters."""
-    first, *others = reversed(list(parameters))
-    return torch.optim.Adam([{"params": others}, {"params": [first]}], lr=lr)
 
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -98,5 +93,3 @@ def test_what_cannot_be_kept_is_refused() -> None:
         train(fr.FedAvg(**QUIET), fr.FedAvgClient, optimizer=torch.optim.LBFGS, **how)
     with pytest.raises(fr.RoundFailed, match="the method makes the client's optimiser anew"):
         train(fr.FedADC(0.5, local_momentum=0.5, **QUIET), fr.FedADCClient, **how)
-    with pytest.raises(ValueError, match="keep_optimizer must be True or False, not 1"):
-        fr.FedAvgClient(make_model(), make_clients()[0], keep_optimizer=1)

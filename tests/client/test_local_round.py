@@ -24,6 +24,7 @@ from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, has_risen, local_round
 from flwr_regs.client.train.batches import Pairs, count_examples
 from tests.conftest import descend, make_clients, make_model
+from tests.flower.clients.test_own_loop import without
 
 FEDAVG = chain([])
 
@@ -192,13 +193,8 @@ def test_what_a_term_holds_still_is_left_alone_by_any_optimiser_of_a_loop() -> N
     model, data = make_model(), make_clients()[2]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     training = LocalTraining(model, FixedHead(), data, lr=0.1, epochs=1, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    for x, y in training.batches():
-        optimizer.zero_grad()
-        output = model(x)
-        training.loss(nn.functional.cross_entropy(output, y), x, y, output).backward()
-        training.correct()
-        optimizer.step()
+    make = partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)
+    without("optimizer")(training, model, make)  # type: ignore[arg-type]
     result = training.finish()
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith("2.")

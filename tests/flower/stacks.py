@@ -79,6 +79,18 @@ def perceptron(*layers: nn.Module) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
 
 
+class Model(nn.Module):
+    """A perceptron around a function of (this model, inputs); or a loss, of (this, output, targets)."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.function, self.calls = perceptron(*layers), function, 0
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """Return the logits, or the loss."""
+        return self.function(self, *given)
+
+
 def data_of(k: int, shuffle: bool = True, size: int = 8) -> DataLoader[Any]:
     """Return a client's loader over a plain data set."""
     g = torch.Generator().manual_seed(k)

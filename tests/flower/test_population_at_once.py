@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 
 from flwr_regs import SCAFFOLD, InProcessGrid, SCAFFOLDClient, StackedGrid
 from flwr_regs.flower.grids.grid_network import GridNetwork
@@ -11,7 +11,7 @@ from flwr_regs.server.exchange.network import Request
 from flwr_regs.testing.problem import app_of, make_clients
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import Tampered, close, run
+from tests.conftest import Watching, close, run
 
 CLIENTS = 6
 APP = app_of(SCAFFOLDClient, make_clients(CLIENTS))
@@ -35,18 +35,12 @@ def test_what_a_grid_knows_is_what_its_clients_say() -> None:
         assert not replies.failures
         return {n: dict(parcel.config) for n, parcel in replies.came.items()}
 
-    kinds: list[str] = []
-
-    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
-        kinds.append(kind)
-        return reply
-
-    asked = Tampered(APP, CLIENTS, note)  # so clients are asked, as where Flower runs them
+    asked = Watching(APP, CLIENTS)  # so clients are asked, as where Flower runs them
     said = identify(asked)
-    assert kinds == [keys.IDENTIFY] * CLIENTS
+    assert asked.kinds == [keys.IDENTIFY] * CLIENTS
     assert identify(InProcessGrid(APP, CLIENTS)) == identify(StackedGrid(APP, CLIENTS)) == said
     (a, cohorts), (b, same) = trained(asked, 3), trained(InProcessGrid(APP, CLIENTS), 3)
-    assert kinds.count(keys.IDENTIFY) == 2 * CLIENTS
+    assert asked.kinds.count(keys.IDENTIFY) == 2 * CLIENTS
     close(a, b, 0.0)
     assert cohorts == same
 

@@ -24,6 +24,7 @@ from tests.flower import stacks
 from tests.flower.stacks import (
     SIZES,
     Cohort,
+    Model,
     OneByOne,
     Stacked,
     compare,
@@ -31,18 +32,6 @@ from tests.flower.stacks import (
     perceptron,
     values_of,
 )
-
-
-class OwnModel(nn.Module):
-    """A perceptron, and what a subclass makes of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = perceptron()
-
-    def forward(self, x: Any) -> torch.Tensor:
-        """Return the logits."""
-        return self.layer(x)
 
 
 class Tied(nn.Module):
@@ -87,34 +76,21 @@ class Words(nn.Module):
         return self.head(self.words(indices))
 
 
-class Twice(OwnModel):
-    """Layers that the model has under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = perceptron(nn.BatchNorm1d(8), nn.Tanh())
-        self.first, self.norm = self.layer[0], self.layer[1]
+def twice() -> Model:
+    """Return a model that has layers under two names."""
+    model = Model(lambda m, x: m.layer(x), nn.BatchNorm1d(8), nn.Tanh())
+    model.first, model.norm = model.layer[0], model.layer[1]
+    return model
 
 
-class Scalar(OwnModel):
-    """A parameter without dimensions, and one without entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.none = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.zeros(0, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        return self.layer(x) * self.scale + self.none.sum()
+def scalar(function: Any = lambda m, x: m.layer(x) * m.scale + m.none.sum()) -> Model:
+    """Return a model with a parameter without dimensions, and one without entries."""
+    model = Model(function)
+    model.scale, model.none = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.zeros(0, 2))
+    return model
 
 
-class Unused(Scalar):
-    """Parameters that the loss does not depend on."""
-
-    forward = OwnModel.forward
-
-
-class Named(OwnModel):
+class Named(Model):
     """A model of two named inputs, which computes its own loss."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, labels: Any = None) -> Any:  # type: ignore[override]
@@ -268,7 +244,7 @@ SAME: dict[str, Cohort] = {
     "steps from another point": Cohort("FedLESAM", {"rho": 0.1, **SOME}, rounds=3),
     "some parameters from another point": Cohort(terms=[Pushed()]),
     "momentum": Cohort("FedFOR", SOME, config={"momentum": 0.9, "weight-decay": 0.01}),
-    "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=Scalar, config={"clip-norm": 0.1}),
+    "clipped numbers": Cohort("FedDyn", {"alpha": 0.2}, model=scalar, config={"clip-norm": 0.1}),
     "Adam": Cohort("FedSAM", {"rho": 0.1, **SOME}, config={"optimizer": "Adam", **TWO_EPOCHS}),
     "Adagrad": Cohort(
         model=lambda: perceptron().double(), loader=in_double, config={"optimizer": "Adagrad"}
@@ -297,10 +273,10 @@ SAME: dict[str, Cohort] = {
     "the client's last model": Cohort("MOON", {"mu": 1.0, **SOME}, rounds=3),
     "the global model's output": Cohort("FedNTD"),
     "tied and frozen": Cohort(model=Tied),
-    "dicts": Cohort(model=Named, loader=in_dicts, settings={"loss_fn": None}),
+    "dicts": Cohort(model=partial(Named, None), loader=in_dicts, settings={"loss_fn": None}),
     "padding": Cohort(model=Words),
     "told to some clients alone": Cohort("EFL", {"lam": 0.5, "sums_every": 2, **SOME}, rounds=4),
-    "a layer with two names": Cohort(model=Twice),
+    "a layer with two names": Cohort(model=twice),
     "ignored targets": Cohort(loader=some_ignored),
     **{
         what: Cohort(terms=[Reading(what)], model=five_classes, loader=few_classes)
@@ -389,22 +365,10 @@ def with_generator(k: int, shuffle: bool = True) -> DataLoader[Any]:
     return DataLoader(data_of(k).dataset, 8, shuffle, generator=torch.Generator().manual_seed(k))
 
 
-class Around(OwnModel):
-    """A model around a function of (its layers, inputs)."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        """Return the logits."""
-        return self.function(self.layer, x)
-
-
-def bounding(layer: Any, x: torch.Tensor) -> Any:
+def bounding(model: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
-        layer[0].weight.clamp_(-0.38, 0.38)
-    return layer(x)
+        model.layer[0].weight.clamp_(-0.38, 0.38)
+    return model.layer(x)
 
 
 def by_one_hot(output: torch.Tensor, targets: Any) -> torch.Tensor:
@@ -453,28 +417,28 @@ REASONS: dict[str, Cohort] = {
         model=lambda: torch.compile(perceptron(), backend="eager")
     ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
-    "vmap": Once(model=partial(Around, lambda layer, x: layer(x) if x.sum() > -1e9 else layer(-x))),
+    "vmap": Once(model=partial(Model, lambda m, x: m.layer(x) if x.sum() > -1e9 else m.layer(-x))),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
     "its batches hold a SimpleNamespace": Once(
-        model=partial(Around, lambda layer, x: layer(x.x)),
+        model=partial(Model, lambda m, x: m.layer(x.x)),
         loader=lambda k, shuffle=False: [(SimpleNamespace(x=x), y) for x, y in data_of(k, False)],
     ),
     "'NoneType' object has no attribute 'float'": Equal(terms=[Odd("output")]),  # not elementwise
     "for *: 'float' and 'NoneType'": Equal(terms=[Odd("client_id")]),  # nor this
     "the loss does not depend on ['scale', 'none']": Once(
-        terms=[fr.Private("none, scale")], model=Unused
+        terms=[fr.Private("none, scale")], model=partial(scalar, lambda m, x: m.layer(x))
     ),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
     "its optimiser holds parameters that are not its": Once(settings={"optimizer": holding}),
     "its model or loss writes to its batches": Once(
-        model=partial(Around, lambda layer, x: layer(x.mul_(0.5))),
+        model=partial(Model, lambda m, x: m.layer(x.mul_(0.5))),
         loader=lambda k, **_: list(data_of(k, False)),
         config=TWO_EPOCHS,
     ),
     "its model or loss writes to its parameters": Once(
-        model=partial(Around, bounding), grid={"check": False}
+        model=partial(Model, bounding), grid={"check": False}
     ),
     "an embedding or one_hot gets an index that is out of range": Once(
         loader=one_wrong_class, settings={"loss_fn": by_one_hot}

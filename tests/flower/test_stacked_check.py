@@ -16,22 +16,19 @@ from torch.utils.data import DataLoader
 import flwr_regs as fr
 from flwr_regs.cohort.stacks import UNCHECKED
 from tests.conftest import Items, Log, close
-from tests.flower.stacks import SIZES, Cohort, Stacked, compare, data_of, perceptron, values_of
+from tests.flower.stacks import (
+    SIZES,
+    Cohort,
+    Model,
+    Stacked,
+    compare,
+    data_of,
+    perceptron,
+    values_of,
+)
 
 CONFIG = {"local-epochs": 2}
 FACTOR = {"loss": 1.0, "round": 1}
-
-
-class Model(nn.Module):
-    """A perceptron around a function of (this model, inputs); or a loss, of (this, output, targets)."""
-
-    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.function, self.calls = perceptron(*layers), function, 0
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Return the logits, or the loss."""
-        return self.function(self, *given)
 
 
 def counting(model: Any, x: Any) -> Any:

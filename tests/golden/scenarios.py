@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from torch import nn
 
 import flwr_regs as fr
 from tests.golden.messages import of_message
+from tests.methods.early_stops import Forgetful
 
 
 def model(frozen: bool = False) -> nn.Sequential:
@@ -119,22 +120,20 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-class RecordingGrid(fr.InProcessGrid):
+class RecordingGrid(Forgetful):
     """Keeps every message, in the order in which it travels."""
+
+    who = (1,)
 
     def __init__(self, app: Any, scenario: Scenario) -> None:
         super().__init__(app, scenario.clients)
         self.seen: list[dict[str, Any]] = []
-        self._scenario, self._rounds = scenario, 0
+        self.before = 2 if scenario.forgetful else 0
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Note the messages; take the second client's state before round 2 if it is forgetful."""
+        """Note the messages."""
         messages = list(messages)
         self.seen += [of_message(m, "to") for m in messages]
-        self._rounds += any(m.metadata.message_type == "train" for m in messages)
-        if self._scenario.forgetful and self._rounds == 2:
-            self._contexts[1001].state = RecordDict()
-            self._rounds += 1
         return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

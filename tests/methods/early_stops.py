@@ -16,16 +16,18 @@ ROUNDS, FORGETS = range(1, 7), 4
 
 
 class Forgetful(InProcessGrid):
-    """Some clients lose their state before a round's first messages."""
+    """Some clients lose their state before a round's first messages, or (None) before all messages."""
 
-    who, before = (2,), FORGETS
+    who: tuple[int, ...] = (2,)
+    before: int | None = FORGETS
     forgot = False
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
         config = messages[0].content.config_records.get(keys.CONFIG, {})
         training = messages[0].metadata.message_type in ("train", keys.PROBE)
-        if training and config.get(keys.ROUND_KEY) == self.before and not self.forgot:
+        now = training and config.get(keys.ROUND_KEY) == self.before and not self.forgot
+        if now or self.before is None:
             for pid in self.who:
                 self._contexts[1000 + pid].state = RecordDict()
             self.forgot = True

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
 
 import flwr_regs as fr
 from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, train
 from flwr_regs.wire import keys
-from tests.conftest import Tampered, make_clients, make_model
+from tests.conftest import Watching, make_clients, make_model
 
 BOUNDS: list[tuple[str, float, str]] = [
     # what a number must be, one just beyond, and whose it is
@@ -63,6 +62,16 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.SCAFFOLD(state="both"), "state must be 'client' or 'server', not 'both'"),
     (lambda: fr.TrimmedMean(0.5), "TrimmedMean: share must be a number from 0 to below"),
     (lambda: fr.NormBound(0.0), "NormBound: max_norm must be a positive number, or"),
+    (lambda: fr.FedAvg(weighting="equal"), "must be 'num-examples' or 'uniform', not 'equal'"),
+    (lambda: fr.FedAvg(seed=7.0), "seed must be a whole number of at least 0, not 7.0"),
+    (
+        lambda: fr.FedAvg(aggregator=fr.Krum),
+        r"aggregator must be .*, such as Mean\(\) or .*, not <cl",
+    ),
+    (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
+    (lambda: fr.FedAvg(fraction_train=1.5), r"fraction_train must lie in \[0, 1\], not 1.5"),
+    (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
+    (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),
     (lambda: client(time_budget=-0.1), "FedAvgClient: time_budget must be .*of at least 0, or"),
 ]
@@ -141,16 +150,10 @@ CONFIGS: list[tuple[Any, Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize("row", range(len(CONFIGS)))
 def test_a_config_is_refused_before_any_client_is_contacted(row: int) -> None:
     make, client, config, why = CONFIGS[row]
-    contacted: list[str] = []
-
-    def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
-        contacted.append(kind)
-        return reply
-
-    grid, strategy = Tampered(app_of(client, make_clients()), 4, note), make(seed=1)
+    grid, strategy = Watching(app_of(client, make_clients()), 4), make(seed=1)
     with pytest.raises(ValueError, match=why):
         train(strategy, client, grid=grid, length={"local-epochs": 1, **config})
-    assert not {"train", keys.PROBE} & {*contacted}
+    assert not {"train", keys.PROBE} & {*grid.kinds}
 
 
 def test_a_users_optimiser_counts_as_sgd_if_its_class_declares_so() -> None:

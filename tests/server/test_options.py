@@ -12,22 +12,6 @@ from flwr_regs.server.refusals import RANGES, pairs
 from tests.conftest import Tampered, start
 from tests.flower.test_strategy import app_of
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
-    "seed": (7.0, "seed must be a whole number of at least 0, not 7.0"),
-    "aggregator": (fr.Krum, r"aggregator must be an aggregator, such as Mean\(\) or .*, not <cl"),
-    "checkpoint_every": (0, "checkpoint_every must be at least 1 round, or a positive timedelta"),
-    "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),
-    "min_evaluate_nodes": (1.5, "min_evaluate_nodes must be a whole number of at least 0, not 1.5"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_setting_out_of_range_is_refused(name: str) -> None:
-    value, sentence = WRONG[name]
-    with pytest.raises(ValueError, match=sentence):
-        fr.FedAvg(**{name: value})
-
 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str) -> None:

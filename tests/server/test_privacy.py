@@ -11,7 +11,6 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
@@ -28,9 +27,17 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.privacy import private_mean
 from flwr_regs.server.round import Reply, Round
-from flwr_regs.wire.arrays import NDArrays
-from flwr_regs.wire.records import from_record
-from tests.conftest import close, drawn, make_clients, make_model, norm_model, run, to_numpy
+from flwr_regs.testing.problem import app_of, start_weights
+from tests.conftest import (
+    Watching,
+    close,
+    make_clients,
+    make_model,
+    norm_model,
+    run,
+    to_numpy,
+    wide,
+)
 from tests.experiments.runs import strategy_of
 from tests.oracles.central_dp import central_dp
 from tests.sampling import sampled
@@ -38,6 +45,7 @@ from tests.sampling import sampled
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
 UNIFORM: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
+CLIENTS = make_clients()
 PLAIN = (SamplingMethod.NO_AMPLIFICATION, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
@@ -46,42 +54,6 @@ def accountant(
 ) -> RdpAccountant:
     sampling, relation = model
     return RdpAccountant(PrivacyConfig(1e-5, population, relation, sampling, limit), ORDERS)
-
-
-class Watching(fr.InProcessGrid):
-    """Keeps the train messages' arrays, and the kinds of all messages."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.sent: list[dict[str, NDArrays]] = []
-        self.kinds: set[str] = set()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.kinds |= {m.metadata.message_type for m in messages}
-        self.sent += [
-            {k: from_record(r) for k, r in m.content.array_records.items()}
-            for m in messages
-            if m.metadata.message_type == "train"
-        ]
-        return super().push_messages(messages)
-
-
-def app_of(
-    client: Any,
-    model: Callable[[], nn.Module] = make_model,
-    mods: Any = (),
-    clients: Any = None,
-    failing: Any = (),
-) -> Any:
-    data = clients or make_clients()
-
-    def client_fn(context: Any) -> Any:
-        pid = int(context.node_config["partition-id"])
-        batches = [] if pid in failing else data[pid]
-        return client(model(), batches, data[pid], device="cpu")
-
-    return fr.client_app(client_fn, mods=mods)
 
 
 def start(
@@ -110,10 +82,10 @@ def test_without_noise_it_is_clip_and_mean(
 ) -> None:
     clip, method = 0.6, strategy.__name__.lower()
     strategy = strategy(**settings, **UNIFORM, seed=3, privacy=fr.CentralDP(clip, 0.0))
-    got = start(strategy, fr.InProcessGrid(app_of(client, failing=failed), 4))
-    first = {n: p.numpy() for n, p in make_model().state_dict().items()}
-    data = to_numpy(make_clients())
-    want, clipped = central_dp(first, data, 3, 0.2, 2, method, clip, frozenset(failed), **settings)
+    clients = [[] if k in failed else batches for k, batches in enumerate(CLIENTS)]
+    got = start(strategy, fr.InProcessGrid(app_of(client, clients), 4))
+    plan = (start_weights(), to_numpy(CLIENTS), 3, 0.2, 2)
+    want, clipped = central_dp(*plan, method, clip, frozenset(failed), **settings)
     close(got, want[-1], 1e-10)
     replies = 4 - len(failed)
     assert 0 < clipped < 3 * replies  # some are clipped and some are not
@@ -152,12 +124,6 @@ def test_sensitivity_of_the_mean() -> None:
 # Central DP: the noise
 
 
-def wide() -> nn.Module:
-    """12,003 parameters, so that a standard deviation is known to 0.7 %."""
-    with drawn():
-        return nn.Sequential(nn.Linear(4, 1500), nn.Tanh(), nn.Linear(1500, 3)).to(torch.float64)
-
-
 def flat(model: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([a.ravel() for a in model.values()])
 
@@ -178,7 +144,7 @@ def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
             strategy(seed=5, fraction_evaluate=0.0, privacy=fr.CentralDP(0.1, z)),
             client,
             rounds=1,
-            model=wide,
+            model=partial(wide, 1500, torch.float64),  # a standard deviation is known to 0.7 %
             train={"local-steps": 1},
         )
         for z in (0.0, 2.0, 2.0)
@@ -199,7 +165,7 @@ def private_run(population: int, model: Any, fraction: float, z: float, **settin
     strategy = fr.FedAvg(
         seed=1, fraction_train=fraction, min_train_nodes=1, privacy=privacy, **UNIFORM, **settings
     )
-    grid = Watching(app_of(fr.FedAvgClient, clients=make_clients(population)), population)
+    grid = Watching(app_of(fr.FedAvgClient, make_clients(population)), population)
     return strategy, grid
 
 
@@ -262,7 +228,7 @@ def test_the_budget_ends_training_before_a_client_hears_of_it(model: Any) -> Non
 
 def test_the_population_must_be_what_the_accountant_was_told() -> None:
     strategy, _ = private_run(5, PLAIN, 1.0, 1.0)
-    grid = Watching(app_of(fr.FedAvgClient), 4)
+    grid = Watching(app_of(fr.FedAvgClient, CLIENTS), 4)
     with pytest.raises(ValueError, match=r"population of 5 clients, but 4.*population_size=4"):
         start(strategy, grid)
     assert grid.sent == []
@@ -316,12 +282,12 @@ def test_numbers_out_of_range_are_refused() -> None:
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
     privacy = fr.CentralDP(1.0, 0.1)
-    grid = Watching(app_of(fr.FedAvgClient, norm_model), 4)
+    grid = Watching(app_of(fr.FedAvgClient, CLIENTS, norm_model), 4)
     with pytest.raises(ValueError, match=r"1\.running_mean.*use GroupNorm, or.*LocalBatchNorm"):
         start(fr.FedAvg("uniform", privacy=privacy), grid, 1, norm_model)
     assert grid.sent == []
     strategy = fr.FedBN(weighting="uniform", seed=1, privacy=privacy)
-    got = start(strategy, fr.InProcessGrid(app_of(fr.FedBNClient, norm_model), 4), 2, norm_model)
+    got = start(strategy, Watching(app_of(fr.FedBNClient, CLIENTS, norm_model), 4), 2, norm_model)
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
@@ -354,8 +320,9 @@ def example(row: str, **settings: Any) -> Any:
     return strategy_of(fr.METHODS[row].example, **{**usual, **settings})
 
 
-def client_of(row: str) -> Any:
-    return client_class(example(row))
+def grid_of(row: str, mods: Any = ()) -> Watching:
+    app: Any = app_of(client_class(example(row)), CLIENTS)
+    return Watching(fr.client_app(app.client_fn, mods), 3)
 
 
 @pytest.mark.parametrize(
@@ -372,10 +339,9 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
         else:
             settings, mods = {"privacy": fr.CentralDP(clip, z)}, [mod] if mod else []
         config = {"clipping_norm": clip} if mods and settings else {}
-        grid = fr.InProcessGrid(app_of(client_of(row), mods=mods), 3)
-        return start(example(row, **settings), grid, 2, config=config)
+        return start(example(row, **settings), grid_of(row, mods), 2, config=config)
 
-    plain = start(example(row), fr.InProcessGrid(app_of(client_of(row)), 3), 2)
+    plain = start(example(row), grid_of(row), 2)
     close(trained(0.0, 1e6), plain, 1e-6)
     clipped, noisy = trained(0.0, 0.5), trained(0.5, 0.5)
     for name, a in noisy.items():
@@ -384,20 +350,20 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
 
 
 def test_a_mod_is_refused_before_a_client_trains_that_sends_more_than_its_update() -> None:
-    grid = fr.InProcessGrid(app_of(client_of("SCAFFOLD"), mods=[LocalDpMod(1, 0.1, 1, 1e-5)]), 3)
+    grid = grid_of("SCAFFOLD", [LocalDpMod(1, 0.1, 1, 1e-5)])
     with pytest.raises(fr.RoundFailed, match=r"LocalDpMod does not go with .* needs more of a"):
         start(example("SCAFFOLD"), grid, 1)
 
 
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
-    grid = Watching(app_of(fr.FedAvgClient), 3)
+    grid = grid_of("FedAvg")
     inner = example("FedAvg")
     strategy = DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, 3)
     with pytest.raises(ValueError, match=r"another strategy is wrapped.*privacy=CentralDP"):
         start(strategy, grid, 1)
     with pytest.raises(ValueError, match=r"'clipping_norm' is for .* nobody would add the noise"):
         start(inner, grid, 1, make_model, {"clipping_norm": 1.0})
-    assert grid.kinds == set()
+    assert grid.kinds == []
     start(inner, grid, 1)  # its own start is not spoilt by that
     assert len(inner.history) == 1
 
@@ -406,7 +372,7 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
 def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) -> None:
     """The direction or momentum sent beside the model follows from the noisy models alone."""
     strategy = example(row, privacy=fr.CentralDP(0.3, 1.0))
-    grid = Watching(app_of(client_of(row)), 3)
+    grid = grid_of(row)
     start(strategy, grid, 3)
     w1, w2, w3 = (grid.sent[3 * t]["arrays"] for t in range(3))
     for t, (before, after) in enumerate([(w1, w2), (w2, w3)], start=1):

@@ -31,26 +31,6 @@ def training(terms: Sequence[Term] = (), **settings: Any) -> Training:
     return Training(options, "FedAvg", {"w": np.zeros(2)}, 5, mean_of)
 
 
-def test_whole_rounds_without_flower_are_the_closed_form() -> None:
-    """FedAvg on quadratics: w ← Σ p_k (c_k + (1 − η a_k)^K (w − c_k))."""
-    train = training()
-    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
-    w, p = 0.0, np.array([1, 2, 3]) / 6
-    for t in range(1, 6):
-        now = run(train.round(t, CONFIG, network), network)
-        left = (1 - 0.1 * np.array(CURVATURE)) ** 3
-        w = float((p * (CENTRE + left * (w - np.array(CENTRE)))).sum())
-        np.testing.assert_allclose(train.model.model["w"], w, rtol=1e-12)
-        assert (now.number, now.failures) == (t, {})
-        assert now.cohort == sorted(now.used) == [0, 1, 2]
-        assert len({*now.bytes_down.values()}) == 1
-    assert [e["round"] for e in train.history] == [1, 2, 3, 4, 5]
-    assert {e["examples_processed"] for e in train.history} == {1}  # of -1, 0 and 1
-    got = run(evaluation(train, 5, train.model.model, {}, network), network)
-    assert got == {"loss": pytest.approx(np.mean([2 * (w - c) ** 2 for c in CENTRE]))}
-    assert set(train.history[-1]["evaluate"]["clients"]) == {0, 1, 2}
-
-
 def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
     train = training(downlink="delta")

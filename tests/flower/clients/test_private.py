@@ -28,9 +28,7 @@ LAYER = {"3.weight", "3.bias"}
 
 
 class Tapped(SerialisingGrid):
-    """Keeps the bytes and the errors of every reply, and may change messages first."""
-
-    change: Callable[[Message], None] = staticmethod(lambda m: None)
+    """Keeps the bytes and the errors of every reply."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -43,6 +41,9 @@ class Tapped(SerialisingGrid):
         ids = list(super().push_messages(messages))
         self.replies += [self._replies[i] for i in ids]
         return ids
+
+    def change(self, message: Message) -> None:
+        """Change a message before it is served, or the place where it is."""
 
     @property
     def sent(self) -> bytes:
@@ -211,21 +212,24 @@ def test_an_older_server_gets_no_pinned_entry() -> None:
         fr.FedPerClient(model(), data, private=[3])  # type: ignore[list-item]
 
 
-class Wiping(SerialisingGrid):
+def at_of(message: Message) -> tuple[Any, int, str]:
+    """The round of a message, its node, and its kind."""
+    config = message.content.config_records.get("config", {})
+    sent = message.metadata
+    return config.get(keys.ROUND_KEY, 0), sent.dst_node_id, sent.message_type
+
+
+class Wiping(Tapped):
     """Restarts nodes, which lose their contexts: client 1 before round 2, all from round 3 on."""
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        for m in messages:
-            config = m.content.config_records.get("config", {})
-            number, node = config.get(keys.ROUND_KEY, 0), m.metadata.dst_node_id
-            if number > 2 or (number, node) == (2, 1001):
-                self._contexts[node].state = RecordDict()
-        return super().push_messages(messages)
+    def change(self, message: Message) -> None:
+        number, node, _ = at_of(message)
+        if number > 2 or (number, node) == (2, 1001):
+            self._contexts[node].state = RecordDict()
 
 
 class Returning(Wiping):
-    """Repeats each round too, as a server that was killed after the clients had trained."""
+    """Serves each round's messages twice, as a server that was killed after the clients had trained."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
@@ -298,8 +302,8 @@ def test_a_disk_that_fails_is_named(
 
     def fault(message: Message) -> None:
         monkeypatch.undo()
-        config = message.content.config_records.get("config", {})
-        if config.get(keys.ROUND_KEY) == 3 and message.metadata.message_type == "train":
+        number, _, kind = at_of(message)
+        if (number, kind) == (3, "train"):
             monkeypatch.setattr(where, step, broken(step))
 
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
@@ -329,15 +333,11 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_a_named_loss(damage: str, tmp_path: Path) -> None:
     class Damaging(Wiping):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages:
-                config = m.content.config_records.get("config", {})
-                ours = (config.get(keys.ROUND_KEY), m.metadata.dst_node_id) == (3, 1001)
-                if ours and m.metadata.message_type == "train":
-                    (newest,) = tmp_path.glob("partition-1/*/round-000002.safetensors")
-                    DAMAGE[damage](newest)
-            return super().push_messages(messages)
+        def change(self, message: Message) -> None:
+            super().change(message)
+            if at_of(message) == (3, 1001, "train"):
+                (newest,) = tmp_path.glob("partition-1/*/round-000002.safetensors")
+                DAMAGE[damage](newest)
 
     strategy = fr.RegStrategy([fr.Private(PINS), fr.SparseTernary(0.5)], seed=1)
     kinds = [fr.Private, fr.SparseTernary]

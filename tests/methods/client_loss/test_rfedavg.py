@@ -1,12 +1,10 @@
 """rFedAvg's own promises: features, the losses, what is lost between the exchanges, privacy."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
@@ -16,6 +14,7 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train
 from tests.conftest import close, make_clients, make_model
+from tests.methods.early_stops import Forgetful
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 CLIENTS = make_clients()
@@ -83,12 +82,10 @@ def trained(
     return strategy, train(strategy, client, rounds=3, grid=kind(app_of(client, CLIENTS), 4))[-1]
 
 
-class Amnesiac(fr.InProcessGrid):
-    """Partition 1 loses its state before every message: also between the two exchanges."""
+class Amnesiac(Forgetful):
+    """Also between the two exchanges."""
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        self._contexts[1001].state = RecordDict()
-        return super().push_messages(messages)
+    who, before = (1,), None
 
 
 def test_what_is_lost_between_the_exchanges() -> None:

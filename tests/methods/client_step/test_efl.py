@@ -52,15 +52,9 @@ class Noting(SerialisingGrid):
         ids = super().push_messages(messages)
         if messages[0].metadata.message_type == "train":
             states = [self._contexts[m.metadata.dst_node_id].state for m in messages]
-            self.kept = [
-                *getattr(self, "kept", []),
-                [
-                    from_record(record)
-                    for state in states
-                    for key, record in state.array_records.items()
-                    if key.endswith(".model")
-                ],
-            ]
+            records = [item for state in states for item in state.array_records.items()]
+            kept = [from_record(record) for key, record in records if key.endswith(".model")]
+            self.kept = [*getattr(self, "kept", []), kept]
         return ids
 
 

@@ -1,28 +1,22 @@
 """FedADC beyond the laws: bytes, K_k, distillation, class-covering cohorts, and overlap."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import budgeted, close, drawn, make_clients, make_model, to_numpy
+from tests.conftest import budgeted, close, make_clients, make_model, to_numpy, wide
 from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 
-HEAVY: dict[str, Any] = {"clients": make_clients(4, torch.float32)}
-
-
-def heavy() -> nn.Module:
-    """A model whose arrays weigh more than their names."""
-    with drawn():
-        return nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 3))
+HEAVY: dict[str, Any] = {"clients": make_clients(4, torch.float32), "model": partial(wide, 400)}
 
 
 # Distillation
@@ -84,7 +78,7 @@ def test_overlap_gives_the_same_weights_and_sends_only_the_step_last(fraction: f
             beta=0.7, **settings, seed=5, fraction_train=fraction, min_train_nodes=1,
             fraction_evaluate=0.0
         )  # fmt: skip
-        ends[len(settings)] = train(strategy, fr.FedADCClient, rounds=6, model=heavy, **HEAVY)[-1]
+        ends[len(settings)] = train(strategy, fr.FedADCClient, rounds=6, **HEAVY)[-1]
         histories[len(settings)] = strategy.history
     close(ends[1], ends[0], 1e-6)
     close(ends[2], ends[1], 1e-6)

@@ -1,18 +1,18 @@
 """How EFL's sums travel: their code, uploads that lie, rounds without new ones, bytes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
-from tests.conftest import close, drawn, make_clients, run
+from tests.conftest import close, make_clients, run, wide
 from tests.methods.early_stops import Forgetful
 
 Slot = dict[str, Any]
@@ -156,12 +156,7 @@ def test_fisher_information_is_computed_only_when_sent(monkeypatch: pytest.Monke
     assert len(calls) == 3 * 4  # rounds 1, 4 and 7
 
 
-class Wide(nn.Sequential):
-    """24,003 parameters."""
-
-    def __init__(self) -> None:
-        with drawn():
-            super().__init__(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 3))
+Wide = partial(wide, 3000)  # of 24,003 parameters
 
 
 class ForgetfulOne(Forgetful):
