@@ -40,7 +40,7 @@ def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     course.close()
     assert (train.model.model["w"] == 0).all()
     run(train.round(1, CONFIG, network), network)
-    assert [e["round"] for e in train.history] == [1]
+    assert [(e["round"], e["examples_processed"]) for e in train.history] == [(1, 1)]  # -1, 0, 1
     (request,) = next(train.round(2, CONFIG, network))
     told = {parcel.config[keys.DOWNLINK_KEY] for parcel in request.parcels.values()}
     assert told == {"delta"}  # though no term reads the step
