@@ -83,13 +83,17 @@ def start(
     strategy: Any,
     grid: Any,
     rounds: int = 2,
-    model: Callable[[], nn.Module] = make_model,
+    model: Callable[[], Any] = make_model,
     config: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """Train on a grid, an epoch a round if no `config` says otherwise; return Flower's result."""
+    """Train on a grid, an epoch a round if no `config` says otherwise; return Flower's result.
+
+    `model` returns the model, or its arrays alone.
+    """
     config = ConfigRecord({"lr": 0.2, "local-epochs": 1} if config is None else {**config})
-    arrays = ArrayRecord(model().state_dict())
+    first = model()
+    arrays = ArrayRecord(first.state_dict() if isinstance(first, nn.Module) else {**first})
     return strategy.start(grid, arrays, rounds, train_config=config, **more)
 
 

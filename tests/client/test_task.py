@@ -13,6 +13,7 @@ from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import Pairs, batch_size, label_counts, to_device
 from flwr_regs.client.train.task import Task
 from tests.conftest import make_clients, make_model
+from tests.flower.clients.test_own_loop import plain_loop
 from tests.methods.test_kinds import Halves, as_dicts
 
 CPU = torch.device("cpu")
@@ -56,13 +57,7 @@ def test_a_loop_of_ones_own_gets_pairs_and_keywords() -> None:
     pairs = make_clients()[0]
     data = as_dicts("left", "right", "label")(pairs)
     training = LocalTraining(model, chain([]), data, lr=0.1, epochs=2, device="cpu")
-    optimizer = training.optimizer(torch.optim.SGD)
-    for inputs, targets in training.batches():
-        optimizer.zero_grad()
-        output = model(**inputs)
-        training.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-        training.correct()
-        optimizer.step()
+    plain_loop(training, lambda inputs: model(**inputs), torch.optim.SGD)  # type: ignore[arg-type]
     got = training.finish()
     want = local_round(other, chain([]), pairs, lr=0.1, epochs=2, device="cpu")
     assert (got.num_examples, got.loss) == (want.num_examples, want.loss)

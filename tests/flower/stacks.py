@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +16,7 @@ from flwr_regs.client.memory import decode
 from flwr_regs.flower.grids.local_network import TRAINING
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of
-from tests.conftest import drawn
+from tests.conftest import drawn, start
 
 SIZES = (20, 23, 37, 20, 10)  # batches of 8: unequal steps, and last ones of 4, 7, 5, 4 and 2
 TOLERANCE = 1e-5
@@ -148,13 +148,8 @@ class Cohort:
         strategy, length = self.strategy(**more), {"local-epochs": 1}
         if "local-steps" in self.config:
             length = {}
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=ArrayRecord(self.model().state_dict()),
-            num_rounds=rounds or self.rounds,
-            train_config=ConfigRecord({"lr": 0.1, **length, **self.config}),
-            resume_from=resume_from,
-        )
+        number, config = rounds or self.rounds, {"lr": 0.1, **length, **self.config}
+        result = start(strategy, grid, number, self.model, config, resume_from=resume_from)
         return strategy, result
 
     def stacked(self, **more: Any) -> Stacked:

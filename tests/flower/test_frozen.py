@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import Context
 from torch import nn
 
 import flwr_regs as fr
+from tests import conftest
 from tests.conftest import close, plain_fedavg
 
 Arrays = dict[str, np.ndarray]
 FROZEN = {"0.weight", "0.bias", "2.weight", "2.bias"}
-CONFIG = ConfigRecord({"lr": 0.1, "local-epochs": 2})
+CONFIG = {"lr": 0.1, "local-epochs": 2}
 OTHER = "other frozen parameters than the others"
 
 
@@ -49,9 +50,7 @@ def grid_of(
 
 
 def start(strategy: Any, grid: Any, arrays: Mapping[str, torch.Tensor], rounds: int = 3) -> Arrays:
-    result = strategy.start(
-        grid=grid, initial_arrays=ArrayRecord({**arrays}), num_rounds=rounds, train_config=CONFIG
-    )
+    result = conftest.start(strategy, grid, rounds, lambda: arrays, CONFIG)
     return {n: a.numpy() for n, a in result.arrays.items()}
 
 

@@ -73,12 +73,8 @@ def test_fedavg_equals_flowers_own_fedavg() -> None:
     """Flower's strategy and aggregation on the same clients, in float32."""
     model, clients = partial(make_model, torch.float32), make_clients(4, torch.float32)
 
-    theirs = FlowerFedAvg(fraction_evaluate=0.0).start(
-        grid=fr.InProcessGrid(plain_app(dtype=torch.float32), 4),
-        initial_arrays=ArrayRecord(model().state_dict()),
-        num_rounds=3,
-        train_config=CONFIG,
-    )
+    grid = fr.InProcessGrid(plain_app(dtype=torch.float32), 4)
+    theirs = start(FlowerFedAvg(fraction_evaluate=0.0), grid, 3, model, CONFIG)
     given: dict[str, Any] = {"rounds": 3, "clients": clients, "model": model}
     strategy = fr.FedAvg(fraction_evaluate=0.0)
     ours = run(strategy, fr.FedAvgClient, train={"local-epochs": 1}, **given)

@@ -23,7 +23,7 @@ from flwr_regs import InProcessGrid, client_app
 from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
-from tests.conftest import ROOT, drawn, until
+from tests.conftest import ROOT, drawn, start, until
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", pytest.param("FedBN", marks=pytest.mark.full), "SCAFFOLD")
@@ -108,13 +108,8 @@ def train(grid: InProcessGrid, method: str, rounds: int = 2, **settings: Any) ->
         grid._contexts[node].run_config = config
     resume_from = settings.pop("resume_from", None)
     settings |= {"lam": 0.1} if method == "RFedAvgPlus" else {}
-    return getattr(fr, method)(seed=3, **settings).start(
-        grid=grid,
-        initial_arrays=ArrayRecord(make_model().state_dict()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        resume_from=resume_from,
-    )
+    strategy, config = getattr(fr, method)(seed=3, **settings), {"lr": 0.1, "local-epochs": 1}
+    return start(strategy, grid, rounds, make_model, config, resume_from=resume_from)
 
 
 def bits(result: Any, grid: InProcessGrid) -> Any:

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 import flwr_regs as fr
+from tests.conftest import start
 from tests.golden.messages import of_message
 from tests.methods.early_stops import Forgetful
 
@@ -153,11 +154,7 @@ def messages(name: str) -> list[dict[str, Any]]:
 
     grid = RecordingGrid(fr.client_app(client_fn), s)
     settings = {"seed": 5, "fraction_evaluate": 0.0 if s.evaluate is None else 1.0, **s.settings}
-    s.strategy(**settings).start(
-        grid=grid,
-        initial_arrays=ArrayRecord(fr.trainable(model(s.frozen))),
-        num_rounds=s.rounds,
-        train_config=ConfigRecord({"lr": 0.1, **s.train}),
-        evaluate_config=ConfigRecord({**(s.evaluate or {})}),
-    )
+    arrays = partial(fr.trainable, model(s.frozen))
+    config, evaluate = {"lr": 0.1, **s.train}, ConfigRecord({**(s.evaluate or {})})
+    start(s.strategy(**settings), grid, s.rounds, arrays, config, evaluate_config=evaluate)
     return grid.seen

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing import Method, problem
-from tests.conftest import Batch, close, drawn
+from tests.conftest import Batch, close, drawn, start
 from tests.laws import CASES
 from tests.sampling import sampled
 
@@ -213,6 +213,9 @@ REFUSED = [  # method, kind, why: all that does not train
 ]
 
 
+CONFIG = {"lr": 0.1, "local-epochs": 2}
+
+
 def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
     data = [kind.data(pid, kind.dtype) for pid in range(2)]
     return problem.app_of(method.make_client, data, kind.model, **kwargs)
@@ -225,12 +228,7 @@ def train(
     extra = {"patterns": kind.private} if method.name == "FedPer" else {}
     extra |= {"wire_dtype": kind.wire} if kind.wire else {}
     strategy = method.build(**{"seed": 2, **extra, **kwargs})
-    result = strategy.start(
-        grid=grid(app_of(kind, method), 2),
-        initial_arrays=kind.arrays(),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
-    )
+    result = start(strategy, grid(app_of(kind, method), 2), rounds, kind.arrays, CONFIG)
     return strategy, {n: a.numpy() for n, a in result.arrays.items()}
 
 
@@ -353,11 +351,7 @@ def test_tied_weights_that_came_apart_are_refused() -> None:
     arrays["b.weight"] = Array(arrays["b.weight"].numpy() + 1)
     strategy = fr.FedAvg()
     with pytest.raises(fr.RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
-        strategy.start(
-            fr.InProcessGrid(app_of(TIED, METHODS[0]), 2),
-            arrays,
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
-        )
+        start(strategy, fr.InProcessGrid(app_of(TIED, METHODS[0]), 2), 3, lambda: arrays, CONFIG)
 
 
 def test_tied_weights_are_private_as_a_whole() -> None:

@@ -41,10 +41,9 @@ def plain_loop(
         elif "loss" not in left_out:
             loss = loop.loss(loss, inputs, targets, output)
         (loss * scale).backward()
-        for p in model.parameters():
-            if scale != 1.0:
-                assert p.grad is not None
-                p.grad /= scale
+        for p in model.parameters() if scale != 1.0 else ():
+            assert p.grad is not None
+            p.grad /= scale
         if "correct" not in left_out:
             loop.correct()
         before_step(optimizer, model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import Context
 
 import flwr_regs as fr
 from benchmarks.faults import accidents
@@ -16,6 +16,7 @@ from benchmarks.faults.accident_app import Plain
 from benchmarks.faults.accidents import OTHERS
 from benchmarks.faults.federation import Federation
 from benchmarks.faults.play import APP, Outcome
+from tests.conftest import start
 from tests.flower.test_rounds import Lossy
 from tests.processes import assert_same
 
@@ -56,12 +57,8 @@ def in_process(
     strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return the history and the final model of a run in one process."""
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord({name: Array(a) for name, a in initial().items()}),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
+    config = {"lr": 0.1, "local-epochs": 1}
+    result = start(strategy, grid, rounds, TASK["build"], config)
     return strategy.history, {name: array.numpy() for name, array in result.arrays.items()}
 
 
