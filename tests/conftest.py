@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flwr import serverapp
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -133,6 +133,19 @@ class Tampered(InProcessGrid):
                 reply = Message(Error(2, reply), reply_to=message)
             self._replies[i] = reply
         return ids
+
+
+def claiming(liar: int, **metrics: Any) -> Callable[..., Message]:
+    """A change of a grid's replies: what one client says of its training, with _ for -."""
+    said = {name.replace("_", "-"): value for name, value in metrics.items()}
+
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if (kind, pid) == ("train", liar):
+            told = reply.content.metric_records["metrics"]
+            reply.content["metrics"] = MetricRecord({**told, **said})
+        return reply
+
+    return change
 
 
 class Watching(Tampered):

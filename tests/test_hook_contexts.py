@@ -106,17 +106,6 @@ class Ridge(fr.Term):
 
 
 @dataclass(frozen=True)
-class Push(fr.Term):
-    """A correction."""
-
-    name: ClassVar[str] = "push"
-    rate: float
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Arrays:
-        return {n: g + self.rate * params[n] for n, g in grads.items()}
-
-
-@dataclass(frozen=True)
 class Look(fr.Term):
     """Looks at gradients here and elsewhere, and changes nothing."""
 
@@ -140,13 +129,13 @@ NO_SINGLE = [[batch for batch in client if len(batch[1]) > 1] for client in DATA
 
 def test_the_gradient_elsewhere_is_that_of_the_whole_loss() -> None:
     """With the losses of all terms, and the corrections to the left of the one that asks."""
-    terms = [Push(0.3), Look(True), Ridge(0.05)]
+    terms = [fr.Proximal(0.3), Look(True), Ridge(0.05)]
     app = numpy_app([type(t) for t in terms])
     train(fr.RegStrategy(terms, **ALL), app, **{"local-epochs": 2})
     assert len(NOTES["there"]) == 2 * sum(map(len, DATA))
     for at, got, x, y in NOTES["there"]:
         g = oracle.gradient(at, x, y)
-        close(got, {n: g[n] + (2 * 0.05 + 0.3) * at[n] for n in at}, 1e-10)
+        close(got, {n: g[n] + 2 * 0.05 * v + 0.3 * (v - START[n]) for n, v in at.items()}, 1e-10)
 
 
 # what a context holds

@@ -23,6 +23,7 @@ from tests.conftest import (
     Tampered,
     accounting,
     budgeted,
+    claiming,
     make_clients,
     make_model,
     norm_model,
@@ -213,16 +214,11 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
 
 
 def test_a_client_of_most_of_the_weight_is_named_once_also_by_a_resumed_run(tmp_path: Path) -> None:
-    def claim(kind: str, pid: int, message: Message, reply: Message) -> Message:
-        if (kind, pid) == ("train", 2):
-            metrics = {**reply.content.metric_records["metrics"], "num-examples": 10**6}
-            reply.content["metrics"] = MetricRecord(metrics)
-        return reply
-
     named = []
     for rounds, resumed in ((2, None), (3, tmp_path)):
         strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0, checkpoint_dir=tmp_path)
-        grid = Tampered(problem.app_of(fr.FedAvgClient, make_clients(5), make_model), 5, claim)
+        app = problem.app_of(fr.FedAvgClient, make_clients(5))
+        grid = Tampered(app, 5, claiming(2, num_examples=10**6))
         start(strategy, grid, rounds, resume_from=resumed)
         named.append([sorted(entry.get("heavy", {})) for entry in strategy.history])
     assert named == [[[2], []], [[2], [], []]]

@@ -82,19 +82,6 @@ def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:
     assert max(others) < lost / 2
 
 
-class Three(fr.InProcessGrid):
-    """Three of its nodes are connected."""
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [*super().get_node_ids()][:3]
-
-
-def test_nodes_that_a_grid_leaves_out_take_no_part() -> None:
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, wait_timeout=0.1)
-    trained(strategy, Three(app_of(fr.FedAvgClient), 6), 1)
-    assert strategy.history[0]["cohort"] == [0, 1, 2]
-
-
 def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(log: Log) -> None:
     settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
     unbroken = fr.FedAvg(**settings)

@@ -81,9 +81,8 @@ def client(**settings: Any) -> fr.FedAvgClient:
     return fr.FedAvgClient(make_model(), make_clients()[0], **settings)
 
 
-@pytest.mark.parametrize("row", range(len(SETTINGS)))
-def test_a_setting_that_is_none_of_those_is_refused(row: int) -> None:
-    build, why = SETTINGS[row]
+@pytest.mark.parametrize(("build", "why"), SETTINGS)
+def test_a_setting_that_is_none_of_those_is_refused(build: Callable[[], Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         build()
 
@@ -122,9 +121,8 @@ BESIDE: list[tuple[list[Term], str]] = [  # in either order
 ]
 
 
-@pytest.mark.parametrize("row", range(len(BESIDE)))
-def test_terms_that_do_not_go_together_are_refused(row: int) -> None:
-    terms, why = BESIDE[row]
+@pytest.mark.parametrize(("terms", "why"), BESIDE)
+def test_terms_that_do_not_go_together_are_refused(terms: list[Term], why: str) -> None:
     for order in (terms, terms[::-1]):
         with pytest.raises(ValueError, match=why):
             fr.RegStrategy(order)

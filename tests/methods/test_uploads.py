@@ -8,9 +8,8 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.term import ServerContext, Term
-from flwr_regs.testing.problem import start_weights, train
-from flwr_regs.wire import keys
-from tests.conftest import close, run
+from flwr_regs.testing.problem import app_of, start_weights, train
+from tests.conftest import Tampered, claiming, close, make_clients, run
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
@@ -76,16 +75,10 @@ TOLD = [(6, 10**9), (11, 10), (5.5, 10), (10.0, 10), (0, 0), (-1, 10), (float("n
 @pytest.mark.parametrize("told", TOLD, ids=str)
 @pytest.mark.parametrize("length", [{"local-epochs": 2}, {"local-steps": 10}], ids=str)
 def test_steps_that_nobody_asked_for_cost_only_their_client(told: Any, length: Any) -> None:
-    class Boasting(fr.FedNovaClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            arrays, n, metrics = super().fit(parameters, config)
-            if config[keys.CLIENT_KEY] == 0:
-                metrics |= dict(zip(("local-steps", "planned-steps"), told, strict=True))
-                n = 4
-            return arrays, n, metrics
-
+    claims = claiming(0, num_examples=4, local_steps=told[0], planned_steps=told[1])
+    grid = Tampered(app_of(fr.FedNovaClient, make_clients()), 4, claims)
     strategy = fr.FedNova(seed=1, fraction_evaluate=0.0)
-    train(strategy, Boasting, rounds=1, length=length)
+    train(strategy, fr.FedNovaClient, rounds=1, length=length, grid=grid)
     assert strategy.history[0]["replies"] == [1, 2, 3]
     assert "where the round asked for" in strategy.history[0]["failures"][0]
 

@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from flwr.app import Array, Message, MetricRecord
+from flwr.app import Array, Message
 
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.server.refusals import RANGES, pairs
-from tests.conftest import Tampered, start
+from tests.conftest import Tampered, claiming, start
 from tests.flower.test_strategy import app_of
 
 
@@ -33,13 +33,10 @@ def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
 
 def test_a_setting_that_is_assigned_between_rounds_counts_from_the_next_on() -> None:
     def change(kind: str, pid: int, message: Message, reply: Message) -> Message:
-        if kind == "train" and pid == 1:
-            metrics = {**reply.content.metric_records["metrics"], "local-steps": 1}
-            reply.content["metrics"] = MetricRecord(metrics)
         if kind == "train" and pid == 2 and message.content["config"]["server-round"] > 1:
             for name, array in reply.content.array_records["arrays"].items():
                 reply.content["arrays"][name] = Array(array.numpy() + 1e6)
-        return reply
+        return claiming(1, local_steps=1)(kind, pid, message, reply)
 
     def assign(entry: Any) -> None:
         strategy.on_divergence, strategy.incomplete = "warn", "drop"

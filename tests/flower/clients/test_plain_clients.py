@@ -31,7 +31,6 @@ SERVERS: dict[str, tuple[Callable[..., Any], type[fr.RegClient]]] = {
     "SlowMo": (partial(fr.SlowMo, 0.5), fr.SlowMoClient),
     "terms": (partial(fr.RegStrategy, [SlowMomentum(0.3)]), fr.FedAvgClient),
 }
-NEEDS_LR = ("SlowMo", "terms")
 
 
 def one_epoch(model: nn.Module, data: Any) -> int:
@@ -98,7 +97,7 @@ def start(
 @pytest.mark.parametrize(("name", "kind"), list(zip(SERVERS, [*APPS] * 5, strict=True)))
 def test_plain_clients_train_as_ours_do_without_a_word_in_the_config(name: str, kind: str) -> None:
     make, client = SERVERS[name]
-    config = {"lr": RATE} if name in NEEDS_LR else None
+    config = {"lr": RATE} if name in ("SlowMo", "terms") else None
     strategy = make(seed=1)
     got, result = start(strategy, APPS[kind](), config)
     want = run(make(seed=1), client, rounds=3, lr=RATE, train={"local-epochs": 1})

@@ -290,10 +290,7 @@ def broken(name: str) -> Callable[..., Any]:
     return fails
 
 
-STEPS = ["open", "replace", "sync_folder", "iterdir"]
-
-
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ["open", "replace", "sync_folder", "iterdir"])
 def test_a_disk_that_fails_is_named(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,10 +46,6 @@ def forge(header=None, body=None, payload=None, **fields):
 
 SMALL = ternary(200, 0.3, np.random.default_rng(0))
 LIKE = {"a": SMALL}
-GOLDEN = (
-    "535443016a0000000000000009000000000000000800000000000000000000000000e03f0400000000000000ba06da08"
-    "dd1057961140e209b59dda4bbf020000"
-)
 
 
 def test_a_lacking_library_is_named_before_a_round(monkeypatch):
@@ -105,16 +101,6 @@ def test_size_is_near_the_entropy_bound(density):
     h = -density * np.log2(density) - (1 - density) * np.log2(1 - density)
     assert len(payload) * 8 / n <= 1.02 * (h + density) + 64 * 8 / n
     assert equal(decode(payload, {"a": a}), {"a": a})
-
-
-def test_the_bytes_of_version_1():
-    """A change here, of the package or of constriction, is a change of the format."""
-    arrays = {
-        "a": np.array([[0, 0.5, -0.5], [0, 0, 0.5]], np.float32),
-        "b": np.resize(np.array([0] * 9 + [0.5, 0, 0, -0.5]), 100),
-    }
-    assert encode(arrays).hex() == GOLDEN
-    assert equal(decode(bytes.fromhex(GOLDEN), arrays), arrays)
 
 
 BAD = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import close, make_clients
+from flwr_regs.testing.problem import app_of, start_weights, train
+from tests.conftest import Tampered, claiming, close, make_clients
 
 
 def test_a_servers_optimiser_gets_the_weighted_sum() -> None:
@@ -25,14 +25,8 @@ def test_a_servers_optimiser_gets_the_weighted_sum() -> None:
 def test_one_clients_claims_do_not_lengthen_the_others_steps(aggregator: Any) -> None:
     """With local epochs a client that claims a million examples may claim as many steps."""
 
-    class Liar(fr.FedNovaClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            sent, n, metrics = super().fit(parameters, config)
-            if config["regs.partition"] == 4:
-                n = 10**6
-                metrics |= {"local-steps": n, "planned-steps": n}
-            return sent, n, metrics
-
     strategy = fr.FedNova(seed=1, fraction_evaluate=0.0, aggregator=aggregator, weighting="uniform")
-    model = train(strategy, Liar, rounds=1, clients=make_clients(5))[0]
+    claims = claiming(4, num_examples=10**6, local_steps=10**6, planned_steps=10**6)
+    grid = Tampered(app_of(fr.FedNovaClient, make_clients(5)), 5, claims)
+    model = train(strategy, fr.FedNovaClient, rounds=1, grid=grid)[0]
     assert max(abs(a - start_weights()[n]).max() for n, a in model.items()) < 2

@@ -21,7 +21,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of
-from tests.conftest import make_clients, make_model, norm_model, start
+from tests.conftest import Tampered, make_clients, make_model, norm_model, start
 
 BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
@@ -30,27 +30,21 @@ How = Callable[[str, int, RecordDict], RecordDict | str | None]
 """(kind of message, round, a reply's content) -> the damaged content, an error's text, or None."""
 
 
-class Recording(fr.InProcessGrid):
+class Recording(Tampered):
     """Runs real clients and keeps their replies; the server gets errors from the bad one."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, app: Any, n: int) -> None:
+        super().__init__(app, n, self._keep)
         self.kept: dict[tuple[int, str, int], RecordDict | str] = {}
         self._seen: Counter[tuple[int, str]] = Counter()
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        kinds = [(m.metadata.dst_node_id, m.metadata.message_type) for m in messages]
-        ids = list(super().push_messages(messages))
-        for (node, kind), i in zip(kinds, ids, strict=True):
-            reply, number = self._replies[i], self._seen[node, kind]
-            self._seen[node, kind] += 1
-            error = reply.has_error()
-            self.kept[node, kind, number] = str(reply.error.reason) if error else reply.content
-            asked = kind.startswith("query.flwr_regs") and kind != "query.flwr_regs_probe"
-            if node == 1000 + BAD and not asked | error:
-                self._replies[i] = Message(Error(2, LOST), reply_to=reply)
-        return ids
+    def _keep(self, kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        node, error = 1000 + pid, reply.has_error()
+        kept = str(reply.error.reason) if error else reply.content
+        self.kept[node, kind, self._seen[node, kind]] = kept
+        self._seen[node, kind] += 1
+        asked = kind.startswith("query.flwr_regs") and kind != "query.flwr_regs_probe"
+        return LOST if pid == BAD and not asked | error else reply
 
 
 class Playback(fr.InProcessGrid):

@@ -4,8 +4,6 @@ import flwr_regs as fr
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.round import Reply, Round
 
-REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
-
 
 def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> Round:
     now = Round(1, cohort=cohort, received=replies)
@@ -37,7 +35,7 @@ def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None
 def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
     who = Participation(fr.FedAvg(drop_inactive=1e-9).options, 10)
     for _ in range(3):
-        ended(who, [0, 1, 2], {2: REPLY})
+        ended(who, [0, 1, 2], {2: Reply({}, {}, {}, 1.0)})  # it reports no steps
     now = Round(4)
     assert who.remaining([0, 1], now) == [1]  # the last one stays
     assert now.events["dropped_for_good"] == [0]
