@@ -58,19 +58,16 @@ def test_compiled_and_plain_clients_and_servers_go_together() -> None:
     assert len(calls) >= 2 * 2 * 14  # every local step of both trainings with compiled clients
 
 
-def test_the_arrays_of_a_compiled_client_have_plain_order_and_names() -> None:
+def test_what_a_compiled_model_gives_has_plain_order_and_names() -> None:
     compiled, _ = counting()
-    client = fr.FedAvgClient(compiled(), make_clients()[0])
+    model, data = compiled(), make_clients()[0]
     want = [v.shape for v in make_model().state_dict().values()]
-    assert [v.shape for v in client.get_parameters({})] == want
-    result = local_round(compiled(), chain([]), make_clients()[0], lr=0.1, epochs=1, device="cpu")
-    assert list(result.state) == list(make_model().state_dict())
-    found = fisher_diagonal(compiled(), make_clients()[0], Task(), "cpu")
-    assert list(found) == list(make_model().state_dict())
-
-
-def test_float32_arrays_have_plain_names() -> None:
-    assert list(fr.float32_arrays(counting()[0]())) == list(make_model().state_dict())
+    assert [v.shape for v in fr.FedAvgClient(model, data).get_parameters({})] == want
+    state = local_round(model, chain([]), data, lr=0.1, epochs=1, device="cpu").state
+    reply = parcel_of(RecordDict({"arrays": ArrayRecord(model.state_dict())})).records["arrays"]
+    found = fisher_diagonal(model, data, Task(), "cpu")
+    for arrays in (state, found, fr.float32_arrays(model), reply):
+        assert list(arrays) == list(make_model().state_dict())
 
 
 def test_a_loop_of_ones_own_with_features_needs_the_model_itself() -> None:
@@ -97,8 +94,3 @@ def test_a_tap_sees_through_modules_that_are_compiled_in_place() -> None:
             assert torch.equal(tap.value, model[:2](x))
     assert [m._compiled_call_impl for m in model.modules()] == impls
     assert impls[0] is not None
-
-
-def test_a_reply_with_compiled_names_is_read_with_plain_ones() -> None:
-    content = RecordDict({"arrays": ArrayRecord(counting()[0]().state_dict())})
-    assert list(parcel_of(content).records["arrays"]) == list(make_model().state_dict())

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import flwr_regs as fr
 from flwr_regs.cohort import processes, stacked_training
 from flwr_regs.cohort.stacks import Stacks
+from flwr_regs.testing import problem
 from tests import conftest
 from tests.conftest import Items, Log, close
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
@@ -62,13 +63,8 @@ def clients_of(train: Any, **more: Any) -> fr.Clients:
 
 
 def app_of(kind: Any, model: Any = perceptron) -> Any:
-    """Return the app of the same clients, made by `client_fn`."""
-
-    def client_fn(context: Any) -> Any:
-        data = loader(int(context.node_config["partition-id"]))
-        return kind(model(), data, data, device="cpu")
-
-    return fr.client_app(client_fn)
+    """Return the app of the same clients."""
+    return problem.app_of(kind, [loader(k) for k in range(5)], model)
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,19 @@ import flwr_regs as fr
 from flwr_regs.term import ServerContext
 
 
-def weights(
-    q: float, losses: list[float], norms: list[float], robust: bool = False, lr: float = 0.1
-) -> np.ndarray:
+def weights(q: float, losses: list[float], norms: list[float], robust: bool = False) -> np.ndarray:
     """The term's ω_k for equal p_k; with a robust aggregator too."""
     share = dict.fromkeys(range(len(losses)), 1 / len(losses))
     replies = {k: SimpleNamespace(norm=n) for k, n in enumerate(norms)}
-    ctx = ServerContext(2, lr, weights=share, replies=replies, robust=robust)
+    ctx = ServerContext(2, 0.1, weights=share, replies=replies, robust=robust)
     uploads = {k: {"loss": np.asarray(f)} for k, f in enumerate(losses)}
     by_client = fr.FairWeights(q).weigh(share, uploads, ctx)
     return np.array([by_client[k] for k in share])
 
 
-def by_formula(q: float, losses: list[float], norms: list[float], lr: float = 0.1) -> np.ndarray:
+def by_formula(q: float, losses: list[float], norms: list[float]) -> np.ndarray:
     """METHODS' formula as it stands; for q < 1 a loss counts as at least 1/100 of the median."""
-    scale = 1 / lr
+    scale = 1 / 0.1
     f = np.maximum(losses, np.median(losses) / 100) if q < 1 else np.array(losses)
     h = [q * a ** (q - 1) * (scale * n) ** 2 + scale * a**q for a, n in zip(f, norms, strict=True)]
     return np.asarray(scale * f**q / sum(h))

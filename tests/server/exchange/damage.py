@@ -95,8 +95,7 @@ def half_model() -> nn.Module:
 def still_model() -> nn.Module:
     """The perceptron with its first layer frozen."""
     model = make_model()
-    for p in model[0].parameters():
-        p.requires_grad_(False)
+    model[0].requires_grad_(False)
     return model
 
 
