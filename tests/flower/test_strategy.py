@@ -28,7 +28,6 @@ CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 
 def app_of(
     client_class: Callable[..., Any] = fr.FedAvgClient,
-    model: Callable[[], nn.Module] = make_model,
     sabotage: Callable[[int, Any], Any] | None = None,
 ) -> ClientApp:
     """An app of unequal clients; `sabotage(partition_id, client)` may replace or change one."""
@@ -36,7 +35,7 @@ def app_of(
     def client_fn(context: Context) -> Any:
         pid = context.node_config["partition-id"]
         data = make_clients(6)[pid]
-        client = client_class(model(), data, data, device="cpu")
+        client = client_class(make_model(), data, data, device="cpu")
         return sabotage(pid, client) if sabotage else client
 
     return fr.client_app(client_fn)

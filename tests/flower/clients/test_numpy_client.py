@@ -4,7 +4,6 @@ import runpy
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message
@@ -12,7 +11,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import ROOT, drawn
+from tests.conftest import ROOT, close, drawn
 
 FILE = ROOT / "docs/examples/numpy-client/client.py"
 EXAMPLE = runpy.run_path(str(FILE))
@@ -58,8 +57,7 @@ def test_it_trains_as_the_packages_clients_do(name: str, length: dict[str, int])
     assert [e["replies"] for e in history] == [[0, 1, 2, 3]] * 4
     assert [e["failures"] for e in history] == [{}] * 4
     for a, b in zip(got, want, strict=True):
-        for n in b:
-            np.testing.assert_allclose(a[n], b[n], rtol=0, atol=1e-6)
+        close(a, b, 1e-6)
     steps = history[-1]["steps"]
     assert steps[1] == steps[0]
 

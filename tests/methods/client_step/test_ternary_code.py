@@ -103,28 +103,21 @@ def test_size_is_near_the_entropy_bound(density):
     assert equal(decode(payload, {"a": a}), {"a": a})
 
 
-BAD = [
-    np.array([0, 1, 2.0]),
-    np.array([0, 1.0, -1.0000001]),
-    np.array([1, 0, np.nan]),
-    np.array([np.nan, 1]),
-    np.array([0, np.inf], np.float16),
-    np.array([-np.inf, 1.0]),
-    np.array([1, 0, -1]),
-    np.zeros(2, np.longdouble),
-    np.concatenate([ternary(codec.CHUNK, 0.01, np.random.default_rng(7)), [1.0]]),
-]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_encode_names_the_array_that_is_not_ternary(bad):
-    with pytest.raises(CodecError, match=r"array 'bad\.weight'"):
-        encode({"good": np.zeros(3), "bad.weight": bad, "good too": np.ones(3)})
-
-
 @pytest.mark.parametrize(
     ("b", "message"),
     [
+        (np.array([0, 1, 2.0]), "array 'b'"),
+        (np.array([0, 1.0, -1.0000001]), "array 'b'"),
+        (np.array([1, 0, np.nan]), "array 'b'"),
+        (np.array([np.nan, 1]), "array 'b'"),
+        (np.array([0, np.inf], np.float16), "array 'b'"),
+        (np.array([-np.inf, 1.0]), "array 'b'"),
+        (np.array([1, 0, -1]), "array 'b'"),
+        (np.zeros(2, np.longdouble), "array 'b'"),
+        (
+            np.concatenate([ternary(codec.CHUNK, 0.01, np.random.default_rng(7)), [1.0]]),
+            "array 'b'",
+        ),
         (np.array([0, 2.0], np.float32), "array 'b' is not ternary with the others"),
         (np.array([0.1], np.float64), "array 'a'"),  # b is wider, so a ought to hold 0.1
         (np.array([np.nextafter(np.float32(1), np.float32(2))]), "array 'b'"),
@@ -132,7 +125,7 @@ def test_encode_names_the_array_that_is_not_ternary(bad):
         (np.array([*[0.0] * codec.CHUNK, -np.inf]), "array 'b' holds NaN or infinity"),
     ],
 )
-def test_encode_names_the_array_of_another_magnitude(b, message):
+def test_encode_names_the_array_that_is_not_ternary_or_of_another_magnitude(b, message):
     with pytest.raises(CodecError, match=message):
         encode({"a": np.array([1, 0], np.float32), "b": b})
 
