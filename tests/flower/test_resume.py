@@ -338,17 +338,13 @@ def test_privacy_that_was_spent_stays_spent(tmp_path: Path, log: Log) -> None:
         if number == 3:
             raise Broken
 
-    start = {
-        "initial_arrays": ArrayRecord(make_model().state_dict()),
-        "num_rounds": ROUNDS,
-        "train_config": ConfigRecord(CONFIG),
-    }
+    how: dict[str, Any] = {"rounds": ROUNDS, "config": CONFIG}
     first = private(checkpoint_dir=tmp_path)
     with pytest.raises(Broken):
-        first.start(case.grid(), evaluate_fn=evaluate, **start)
+        start(first, case.grid(), evaluate_fn=evaluate, **how)
     assert (spent(first), latest(tmp_path).round) == (3, 2)
     again, grid = private(checkpoint_dir=tmp_path), case.grid()
-    again.start(grid, resume_from=tmp_path, **start)
+    start(again, grid, resume_from=tmp_path, **how)
     assert log("1 releases after round-000002 were lost, but count")
     assert spent(again) == 5
     assert again.history[2]["epsilon"] > first.history[1]["epsilon"] * 1.2
@@ -356,7 +352,7 @@ def test_privacy_that_was_spent_stays_spent(tmp_path: Path, log: Log) -> None:
     assert again.training.privacy.cohort_seed != first.training.privacy.cohort_seed
     lived = private(checkpoint_dir=tmp_path)  # an accountant that lived on counts nothing twice
     lived.privacy.accountant.load_state_dict(again.privacy.accountant.state_dict())
-    lived.start(case.grid(), resume_from=tmp_path, **start)
+    start(lived, case.grid(), resume_from=tmp_path, **how)
     assert spent(lived) == 5
 
 
