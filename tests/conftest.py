@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from flwr import serverapp
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from torch import nn
 from torch.utils.data import Dataset
@@ -95,13 +94,6 @@ def start(
     first = model()
     arrays = ArrayRecord(first.state_dict() if isinstance(first, nn.Module) else {**first})
     return strategy.start(grid, arrays, rounds, train_config=config, **more)
-
-
-def accounting() -> Any:
-    """``flwr.serverapp`` with its privacy accountants; skips the test where this Flower has none."""
-    if not hasattr(serverapp, "PrivacyConfig"):
-        pytest.skip("this Flower has no privacy accountant")
-    return serverapp
 
 
 def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 0.2) -> T:

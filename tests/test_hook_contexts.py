@@ -81,12 +81,11 @@ def train(
     strategy: fr.RegStrategy,
     app: ClientApp,
     rounds: int = 1,
-    kind: Any = SerialisingGrid,
     model: Any = make_model,
     **length: Any,
 ) -> list[dict[str, np.ndarray]]:
     """Return the global model after each round; messages and states pass through bytes."""
-    how: dict[str, Any] = {"clients": DATA, "grid": kind(app, len(DATA)), "model": model}
+    how: dict[str, Any] = {"clients": DATA, "grid": SerialisingGrid(app, len(DATA)), "model": model}
     return problem.train(strategy, fr.RegClient, rounds=rounds, lr=LR, length=length, **how)
 
 

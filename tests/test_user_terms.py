@@ -11,7 +11,7 @@ import torch
 from flwr.app import Array, Message
 
 import flwr_regs as fr
-from flwr_regs.abilities import Compresses, Folds, Personalises, Probes, TakesBack, Weighs
+from flwr_regs.abilities import Compresses, Folds, Probes, TakesBack, Weighs
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
@@ -160,7 +160,7 @@ def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: s
 # state
 
 
-class Once(fr.Term, Personalises):
+class Once(fr.Term):
     """Keeps something in its first round alone."""
 
     name: ClassVar[str] = "once"
@@ -168,9 +168,6 @@ class Once(fr.Term, Personalises):
     def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         first = ctx.config["server-round"] == 1
         return delta, {}, {"n": torch.ones(())} if first else {}
-
-    def personal(self, params: Arrays, ctx: fr.ClientContext) -> Arrays:
-        return {n: p + ctx.client.get("n", 0) for n, p in params.items()}
 
 
 class Always(Once):

@@ -1,10 +1,11 @@
 """The examples run as written and learn."""
 
-import importlib.util
 import logging
+import runpy
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,8 @@ from tests.conftest import ROOT
 EXAMPLES = ROOT / "docs" / "examples"
 
 
-def load(name: str) -> ModuleType:
-    path = EXAMPLES / name / "app.py"
-    spec = importlib.util.spec_from_file_location(name.replace("-", "_"), path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(name: str) -> Any:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / name / "app.py")))
 
 
 @pytest.fixture(autouse=True)
