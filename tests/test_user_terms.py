@@ -79,17 +79,13 @@ def test_a_loss_that_is_no_number_costs_its_client_alone(loss: float | None) -> 
     costs_client_3(fr.RegStrategy([LossWeights()], **QUIET), "its train-loss is", spoiled(how, []))
 
 
-def dividing(weights: Any) -> Any:
-    raise ZeroDivisionError("division by zero")
-
-
 @dataclass(frozen=True)
 class Odd(fr.Term, Weighs):
     """Weighs in a wrong way, for client 3 or for every client."""
 
     name: ClassVar[str] = "odd"
     wrong: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "raises": dividing,
+        "raises": lambda weights: 1 / 0,
         "text": lambda weights: dict.fromkeys(weights, "a"),
         "huge": lambda weights: dict.fromkeys(weights, 1e300),
         "stranger": lambda weights: {**weights, 77: 0.1},

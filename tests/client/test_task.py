@@ -1,4 +1,4 @@
-"""Batches as pairs, logits in outputs, and the model's own loss: what is found, and what is refused."""
+"""Batches as pairs, outputs, the model's own loss, coded steps: what is found, and what is refused."""
 
 from typing import Any
 
@@ -10,8 +10,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
+from flwr_regs.client.member import model_of
 from flwr_regs.client.train.batches import Pairs, batch_size, label_counts, to_device
 from flwr_regs.client.train.task import Task
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.parcel import Parcel
 from tests.conftest import close, make_clients, make_model
 from tests.flower.clients.test_own_loop import plain_loop
 from tests.methods.test_kinds import Halves, as_dicts
@@ -76,3 +80,9 @@ def test_the_whole_output_goes_to_the_loss_if_output_fn_says_so() -> None:
     x, y = make_clients()[0][0]
     output = task.output(Both(4, 3, dtype=torch.float64), x, y)
     assert task.loss(output, y) > x.sum()
+
+
+def test_coded_steps_without_a_code_are_refused() -> None:
+    message = Parcel({keys.ARRAYS: {}}, {keys.STEPS_KEY: [b"code"]})
+    with pytest.raises(ProtocolError, match="sends coded steps, but this method has no code for"):
+        model_of(message, make_model(), chain([]))

@@ -163,14 +163,6 @@ def test_a_strategy_that_withholds_more_is_served_and_gets_no_pinned_value() -> 
     close(ends[0], ends[1], 0.0)
 
 
-def forged(key: str, value: Any) -> Callable[[Message], None]:
-    def change(message: Message) -> None:
-        if message.metadata.message_type == "train":
-            message.content.config_records["config"][key] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
@@ -185,7 +177,12 @@ def test_a_message_that_reaches_for_a_nodes_state_is_refused(
     key: str, value: Any, why: str, tmp_path: Path
 ) -> None:
     grid = grid_of(fr.FedPerClient, private=PINS, save_private=tmp_path / "mine")
-    grid.change = forged(key, value)
+
+    def forge(message: Message) -> None:
+        if message.metadata.message_type == "train":
+            message.content.config_records["config"][key] = value
+
+    grid.change = forge
     with pytest.raises(fr.RoundFailed, match=why):
         run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=1, model=model, grid=grid)
     assert not (tmp_path / "mine").exists()
