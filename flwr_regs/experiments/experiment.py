@@ -354,8 +354,6 @@ class Experiment:
         """
         if both := {*self.seeds} & {*(self.tuning_seeds if self.tunes else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
-        if len(self.tune) > len({space.key for space in self.tune}):
-            raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if self.baseline and any(run.settings.held_out_clients for run in self.ends):
