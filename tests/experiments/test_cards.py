@@ -128,9 +128,10 @@ def test_a_name_chooses_its_row_alone_and_a_call_all_of_its_rows() -> None:
 
 def test_a_smoke_test_is_small_and_checks_all_methods() -> None:
     text = CARD.replace("\nMine =", '\nOther = "FedProx(mu=0.1)"\nMine =')
+    text = text.replace('["two"]}', '["two"], tune = ["lr-decay=0.8,0.9"]}')
     Path("card.toml").write_text(text.replace("rounds = 2", "rounds = 9"))
     card = planned("card.toml", "--smoke", "num-clients=4")
-    assert (card.seeds, card.tune, card.smoke, len(card.panels)) == ((1,), (), True, 1)
+    assert (card.seeds, card.tunes, card.smoke, len(card.panels)) == ((1,), False, True, 1)
     first, last = card.tests(*card.panels)
     assert (first.label, last.label) == ("FedAvg", "Decay")
     small = last.settings

@@ -104,7 +104,8 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     tried = tried.given({**SMOKE, **small, **given})
     tried.checked(data=False)
     first_row, *others = tried.rows_of(first).values()
-    return replace(tried, rows=(first_row, *others[-1:]), tune=())
+    rows = tuple(replace(row, tune=()) for row in (first_row, *others[-1:]))
+    return replace(tried, rows=rows, tune=())
 
 
 def with_notes(card: Experiment) -> Experiment:
