@@ -287,7 +287,7 @@ def panel_table(place: Path, results: Results) -> str:
         *(f"to {results.target:.0%}", "worst client", "MB", "diverged", "tuned"),
     ]
     said = [*results.decisions()[1:], *metrics.warnings(results.runs)]
-    if trials := tried.trials(place):
+    if trials := tried.trials(place, chosen)[0]:
         said.append(tried.cost(trials))
         said.append(
             "*Tuned*: the best point, and of how many. *Edge*: it has the smallest or the largest value "

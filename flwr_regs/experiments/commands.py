@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -180,8 +180,8 @@ def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
     """Draw into `out` what tuning tried in a panel's folder, if it tried several points."""
     from flwr_regs.experiments.report import drawing
 
-    if several := tried.trials(folder):
-        chosen = chosen_of(card_files.of_folder(folder)[0], folder)
+    chosen = chosen_of(card_files.of_folder(folder)[0], folder)
+    if several := tried.trials(folder, chosen)[0]:
         for name, picture in tried.pictures(several, chosen, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
@@ -225,8 +225,8 @@ def chosen_of(experiment: Experiment, folder: Path) -> dict[str, Point]:
     return {**made.get("chosen", {})}
 
 
-def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
-    """Return a note on records that are of none of the runs; ValueError for one of other settings."""
+def check_records(runs: Sequence[Run], folder: Path, others: Collection[Path] = ()) -> list[str]:
+    """Return a note on `others`, and records of none of the runs; ValueError for one of other settings."""
     settings = {run.key: run.settings.config for run in runs}
     for key, record in recorded(runs, folder).items():
         wanted = settings[key]
@@ -234,7 +234,7 @@ def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
             path = record_path(folder, *key)
             raise ValueError(f"{path} is of another experiment: it differs in {', '.join(other)}")
     ours = {record_path(folder, *key) for key in settings}
-    foreign = sorted({*(folder / "runs").glob("*")} - ours)
+    foreign = sorted({*others, *(folder / "runs").glob("*")} - ours)
     names = ", ".join(str(path.relative_to(folder)) for path in foreign)
     return [f"no run of {card_files.FILE}: {names}"] if foreign else []
 
@@ -244,8 +244,9 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
     _, made = card_files.of_folder(folder)
-    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder)]
-    if several := tried.trials(folder):
+    several, others = tried.trials(folder, chosen)
+    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder, others)]
+    if several:
         notes.append(tried.cost(several))
     if not (records := recorded(tests, folder)):
         raise ValueError(f"{folder} has no runs yet")

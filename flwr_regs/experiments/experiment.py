@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments import strategies, user_code
-from flwr_regs.experiments.calls import Call, Calls, parse_methods, text_of
+from flwr_regs.experiments.calls import Calls, parse_methods, text_of
 from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.models.architectures import chosen
@@ -234,13 +234,15 @@ class Experiment:
         rows = [row for row in self.rows if panel.has(row)]
         if self.heading != "method":
             return {row.name: row for row in rows}
-        tuned = {space.key for space in self.tune}
 
-        def untuned_part(call: Call) -> Call:
-            kept = {k: v for k, v in call.kwargs.items() if f"{call.target}.{k}" not in tuned}
-            return replace(call, target=call.target.rpartition(":")[2], kwargs=kept)
+        def untuned_text(row: Row) -> str:
+            tuned, parts = {space.key for space in self.spaces_of(row)}, []
+            for call in row.calls:
+                kept = {k: v for k, v in call.kwargs.items() if f"{call.target}.{k}" not in tuned}
+                parts.append(replace(call, target=call.target.rpartition(":")[2], kwargs=kept))
+            return text_of(parts)
 
-        untuned = [text_of(map(untuned_part, row.calls)) for row in rows]
+        untuned = [*map(untuned_text, rows)]
         labelled: dict[str, Row] = {}
         for short, row in zip(untuned, rows, strict=True):
             label = short if untuned.count(short) == 1 else text_of(row.calls)
@@ -354,8 +356,6 @@ class Experiment:
         """
         if both := {*self.seeds} & {*(self.tuning_seeds if self.tunes else ())}:
             raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
-        if len(self.tune) > len({space.key for space in self.tune}):
-            raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if self.baseline and any(run.settings.held_out_clients for run in self.ends):

@@ -85,6 +85,14 @@ class Space:
         return not dot or target in [call.target for call in calls]
 
 
+def read_spaces(texts: Iterable[str], where: str) -> tuple[Space, ...]:
+    """Return the spaces of some texts; ValueError, with `where` they stand, for a key named twice."""
+    spaces = tuple(map(Space.read, texts))
+    if len(spaces) > len({space.key for space in spaces}):
+        raise ValueError(f"{where} names a key twice: {', '.join(s.text for s in spaces)}")
+    return spaces
+
+
 def points(spaces: Sequence[Space], trials: int) -> list[Point]:
     """Return different points that are tried: the whole grid if it is small, else Sobol's sequence."""
     if not spaces:

@@ -14,7 +14,7 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run, refuse_dead
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import Values, named, read
-from flwr_regs.experiments.space import Space
+from flwr_regs.experiments.space import read_spaces
 from flwr_regs.experiments.strategies import with_argument
 from flwr_regs.wire.config import nearest
 
@@ -51,7 +51,7 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
         raise ValueError(f"'seed' is ignored with {given_by}")
     changed: dict[str, Any] = {"seeds": numbers(seeds, "--seeds")}
     if args.command == "bench":
-        changed |= {"tune": tuple(map(Space.read, args.tune)), "trials": args.trials}
+        changed |= {"tune": read_spaces(args.tune, "--tune"), "trials": args.trials}
         if twice := [space.key for space in changed["tune"] if space.key in given]:
             raise ValueError(f"'{twice[0]}' is given twice: by --tune, and as a setting")
         changed["tuning_seeds"] = numbers(args.tuning_seeds, "--tuning-seeds")

@@ -117,11 +117,21 @@ def test_names_with_commas_are_chosen() -> None:
         assert rows == [chosen, [chosen[0], chosen[2]]]
 
 
+def test_a_name_chooses_its_row_alone_and_a_call_all_of_its_rows() -> None:
+    more = 'A = {call = "FedProx(0.1)", settings = {lr = 0.3}}\nB = "FedProx(0.1)"'
+    slow = 'Slow = {call = "FedAvg", settings = {lr = 0.01}}'
+    Path("card.toml").write_text(CARD.replace("\nMine = ", f"\n{slow}\n{more}\nMine = "))
+    chosen = {"FedAvg": 1, "Slow": 1, "FedAvg; Slow": 2, "FedProx(0.1)": 2, "FedAvg, A": 2}
+    for methods, many in chosen.items():
+        assert len(planned("card.toml", "--methods", methods).rows) == many
+
+
 def test_a_smoke_test_is_small_and_checks_all_methods() -> None:
     text = CARD.replace("\nMine =", '\nOther = "FedProx(mu=0.1)"\nMine =')
+    text = text.replace('["two"]}', '["two"], tune = ["lr-decay=0.8,0.9"]}')
     Path("card.toml").write_text(text.replace("rounds = 2", "rounds = 9"))
     card = planned("card.toml", "--smoke", "num-clients=4")
-    assert (card.seeds, card.tune, card.smoke, len(card.panels)) == ((1,), (), True, 1)
+    assert (card.seeds, card.tunes, card.smoke, len(card.panels)) == ((1,), False, True, 1)
     first, last = card.tests(*card.panels)
     assert (first.label, last.label) == ("FedAvg", "Decay")
     small = last.settings
@@ -189,8 +199,6 @@ def test_every_card_is_whole(name: str) -> None:
     assert choices.levels(card) == [card.setting] + ["reduced"] * (name not in ONE_SIZE)
     for level in choices.levels(card):
         refuse_dead(choices.at(card, level).ends, "test-on-clients")
-    for panel in card.panels:
-        assert not {*panel.reports} - {*card.metrics}
 
 
 def test_the_tables_are_copied_right() -> None:

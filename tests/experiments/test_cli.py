@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -262,6 +263,8 @@ def test_what_is_tuned_and_where_own_code_is_are_not_in_the_name_of_a_row() -> N
     rows = ["FedProx", "EFL(density_up=0.1)", "FedADC(beta=0.6)", "FedADC(beta=0.9)"]
     rows += ["Mine", "FedAvg+Two(x=1)", "a.py:Same", "b.py:Same"]
     assert [*bench.rows_of(*bench.panels)] == rows
+    own = replace(bench.rows[5], tune=(Space.read("mine.py:Two.x=1,2"),))
+    assert [*replace(bench, rows=(own,)).rows_of(*bench.panels)] == ["FedAvg+Two"]
 
 
 def test_tuning_tries_different_points_of_the_right_kinds() -> None:

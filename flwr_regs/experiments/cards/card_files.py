@@ -15,14 +15,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.experiments.calls import Calls, check_name, parse_methods, text_of
+from flwr_regs.experiments.calls import REFERENCES, Calls, check_name, parse_methods, text_of
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import file_name
 from flwr_regs.experiments.settings import named
-from flwr_regs.experiments.space import Space
+from flwr_regs.experiments.space import Space, read_spaces
 from flwr_regs.wire.config import nearest
 
 FOLDER = files("flwr_regs.experiments") / "cards"
@@ -92,7 +92,7 @@ def read(text: str, name: str) -> Experiment:
     card = replace(under, name=name, **values)
     if made is None and not card.metrics:
         raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
-    _check(card)
+    _check(card, made is not None)
     return card
 
 
@@ -158,22 +158,42 @@ def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value not in (None, "", (), [], {})}
 
 
-def _check(card: Experiment) -> None:
-    """Raise ValueError for what does not fit together in a card."""
+def _check(card: Experiment, made: bool) -> None:
+    """Raise ValueError for what does not fit together in a card.
+
+    In one that a command has `made`, what was chosen may have left the rest without a use.
+    """
     titles = [panel.name for panel in card.panels]
     if len({*titles}) < len(titles):
         raise ValueError(f"'panels': two have one name: {', '.join(titles)}")
     for name in [name for row in card.rows for name in row.panels]:
         panel_of(card, name)
     for panel in card.panels:
+        allowed = [r.name for r in card.rows if not r.panels or panel.name in r.panels]
+        where = f"panel '{panel.name}', 'methods' (there are {'; '.join(allowed)})"
+        _known(() if made else panel.methods, (*allowed, *REFERENCES), where, "no method")
         if not (rows := card.rows_of(panel)):
             raise ValueError(f"panel '{panel.name}' has no method")
-        known = [row.name for row in rows.values()]
+        known, where = [row.name for row in rows.values()], f"panel '{panel.name}', 'reports'"
+        _known(panel.reports, card.metrics, where, "'metrics' does not list")
         for values in panel.reports.values():
-            _known(values, known, f"panel '{panel.name}', 'reports'", "no method")
+            _known(values, known, where, "no method")
     for space in card.tune:
         if not any(space.applies(row.calls) for row in card.rows):
             raise ValueError(f"'tune': no method of the card has {space.key}")
+    for row in card.rows:
+        for space in row.tune:
+            if not space.applies(row.calls):
+                raise ValueError(f"method '{row.name}', 'tune': it has no {space.key}")
+            if space.key in row.settings:
+                both = f"method '{row.name}': '{space.key}' is in its 'settings' and its 'tune'"
+                raise ValueError(f"{both}: leave one out")
+    stated = [card.settings, card.reduced, *(row.settings for row in card.rows)]
+    stated += [of for panel in card.panels for of in (panel.settings, panel.reduced)]
+    idle = card.baseline and not card.tunes and not made
+    if idle and any("held-out-share" in of for of in stated):
+        why = "nothing is tuned here, and the test is on the test set"
+        raise ValueError(f"setting 'held-out-share' needs 'tune': {why}; remove it")
 
 
 def panel_of(card: Experiment, name: str) -> Panel:
@@ -230,11 +250,13 @@ _seeds = _kind(_are_seeds, "different whole numbers", tuple)
 
 def _metrics(value: Any, where: str) -> tuple[str, ...]:
     _known(_texts(value, where), metrics.METRICS, f"'{where}'", "there is no")
+    if len({*value}) < len(value):
+        raise ValueError(f"'{where}' names one twice: {', '.join(value)}")
     return tuple(value)
 
 
 def _spaces(value: Any, where: str) -> tuple[Space, ...]:
-    return tuple(map(Space.read, _texts(value, where)))
+    return read_spaces(_texts(value, where), f"'{where}'")
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
@@ -271,7 +293,7 @@ def _reports(given: Any, where: str) -> dict[str, Any]:
 
 
 def _panels(given: Any, where: str) -> tuple[Panel, ...]:
-    if not isinstance(given, list):
+    if not isinstance(given, list) or not given:
         raise ValueError(f"'{where}' must be tables [[panels]], not {given!r}")
     return tuple(
         Panel(**_fields(panel, PANEL_KEYS, f"panel '{_table(panel, where).get('name', number)}'"))

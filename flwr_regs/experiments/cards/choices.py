@@ -52,7 +52,8 @@ def with_methods(card: Experiment, text: str) -> Experiment:
     for piece in rejoined([piece for _, piece in pieces(text, ",;")], titles) or [text]:
         methods = {piece: ()} if piece in titles else parse_methods(piece)
         for label, calls in methods.items():
-            own = [row for row in card.rows if label in (row.name, text_of(row.calls))]
+            named = [row for row in card.rows if row.name == label]
+            own = named or [row for row in card.rows if text_of(row.calls) == label]
             meant = own or [Row(label, calls)]
             if any(row in rows for row in meant):
                 raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")
@@ -103,7 +104,8 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     tried = tried.given({**SMOKE, **small, **given})
     tried.checked(data=False)
     first_row, *others = tried.rows_of(first).values()
-    return replace(tried, rows=(first_row, *others[-1:]), tune=())
+    rows = tuple(replace(row, tune=()) for row in (first_row, *others[-1:]))
+    return replace(tried, rows=rows, tune=())
 
 
 def with_notes(card: Experiment) -> Experiment:

@@ -168,8 +168,8 @@ END = _FIELDS[_FIELDS.index("per_client") : _FIELDS.index("torn")]
 
 
 def file_name(label: str) -> str:
-    """Return a label without what file systems refuse; a long or changed one ends in a number."""
-    plain = re.sub(r"[^\w.+=,()-]+", "_", label)
+    """Return a label as the name of a file; a long or changed one ends in a number."""
+    plain = re.sub(r"[^\w.+=,()-]+|^\.+$", "_", label)
     plain = plain.encode()[:100].decode(errors="ignore")  # file systems count bytes
     return plain if plain == label else f"{plain}-{zlib.crc32(label.encode()):08x}"
 

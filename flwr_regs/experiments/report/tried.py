@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,16 @@ if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look, Picture
 
 
-def trials(folder: Path) -> list[RunRecord]:
-    """Return the trials of a panel's folder, in order of their files."""
-    return [records.read(path) for path in sorted((folder / "tuning" / "runs").glob("*.jsonl"))]
+def trials(folder: Path, rows: Collection[str]) -> tuple[list[RunRecord], list[Path]]:
+    """Return the trials of these rows in a panel's folder, in order of their files; and all other files."""
+    tuning, ours, others = folder / "tuning", [], []
+    for path in sorted((tuning / "runs").glob("*.jsonl")):
+        run = records.read(path)
+        if run.row in rows and path == records.record_path(tuning, run.label, run.seed):
+            ours.append(run)
+        else:
+            others.append(path)
+    return ours, others
 
 
 def cost(tried: Sequence[RunRecord]) -> str:

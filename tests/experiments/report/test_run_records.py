@@ -67,10 +67,11 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> None:
-    labels = ["A b", "A_b", "A/b", "..", "字" * 120, "字" * 121, "x" * 300, "FedFOR(alpha=0.5)"]
+    labels = ["A b", "A_b", "A/b", ".", "..", "字" * 120, "字" * 121, "x" * 300, "A(b=0.5)"]
     for label in labels:
         Recorder(tmp_path, run(label, []))
         assert records.record_path(tmp_path, label, 1).is_file()
+        assert (tmp_path / records.file_name(label)).resolve().parent == tmp_path  # a panel's
     assert len([*(tmp_path / "runs").iterdir()]) == len(labels)
 
 
