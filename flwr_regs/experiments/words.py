@@ -20,6 +20,9 @@ from flwr_regs.wire.config import nearest
 
 SEEDS = {"bench": "1,2,3,4,5", "sweep": "1,2,3"}
 """Command -> its seeds, where neither the words nor a card say otherwise."""
+IDLE_SHARE = (
+    "setting 'held-out-share' needs --tune KEY=LOW..HIGH: the test is on the test set; remove it"
+)
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 OPTIONS = (
@@ -67,8 +70,7 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
         option = idle[0].replace("_", "-")
         raise ValueError(f"--{option} needs --tune KEY=LOW..HIGH: nothing is tuned here")
     if args.command == "bench" and "held-out-share" in given and not tunes:
-        why = "the test is on the test set"
-        raise ValueError(f"setting 'held-out-share' needs --tune KEY=LOW..HIGH: {why}; remove it")
+        raise ValueError(IDLE_SHARE)
     if cases:
         rows = [row for label, case in cases.items() for row in _rows(label, case, experiment)]
         experiment = replace(experiment, rows=tuple(rows))
@@ -90,6 +92,10 @@ def _of_card(args: Namespace, name: str, given: dict[str, Any], changed: Values)
     methods = str(given.pop("methods", "")) or args.methods
     card = choices.at(card_files.load(name), args.setting)
     card = replace(card, settings={"code-dir": _here(given)["code-dir"], **card.settings})
+    stated = [card.settings, *(r.settings for r in card.rows), *(p.settings for p in card.panels)]
+    tunes = not card.baseline or card.tunes or changed.get("tune")
+    if not tunes and any("held-out-share" in settings for settings in stated):
+        raise ValueError(f"card '{name}': {IDLE_SHARE}")
     refuse_dead(card.ends, but="test-on-clients")  # below, what is not chosen leaves others idle
     if methods:
         asked = choices.panels_of(card, args.panels) if args.panels else ()
