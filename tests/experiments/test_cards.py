@@ -98,13 +98,6 @@ def test_every_method_is_in_the_grand_table_or_named_with_its_reason() -> None:
         assert own.settings == {**panel.settings, **tested}
 
 
-def test_words_change_how_a_card_tunes() -> None:
-    line = "card.toml --tune FedAvg.seed=1,2 --tuning-seeds 8 --trials 1"
-    card = planned(*line.split())
-    assert [space.key for space in card.tune] == ["FedAvg.seed"]
-    assert (card.tuning_seeds, card.trials) == ((8,), 1)
-
-
 def test_names_with_commas_are_chosen() -> None:
     methods = "FedAvg; rFedAvg+, MNIST; FedProx(mu=0.5, weighting='uniform')"
     panels = ["MNIST, sim 0%", "CIFAR10, sim 100%"]
