@@ -30,7 +30,8 @@ from flwr_regs.server.checkpoint.checkpoint import Folder, latest, rounds_in
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
 from tests.attacks.harness import play
-from tests.experiments.test_commands import CARD, MINE
+from tests.experiments.test_commands import CARD
+from tests.experiments.test_user_code import OWN
 from tests.server.network import NumpyNetwork, quadratic, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
@@ -124,7 +125,7 @@ def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("card.toml").write_text(CARD)
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(OWN)
     line = ["bench", "card.toml", "--panels", "two", "--seeds", "1"]
     if command == "run":
         line = ["run", *WORDS, "checkpoint-every=0.001"]

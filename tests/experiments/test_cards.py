@@ -23,7 +23,8 @@ from flwr_regs.experiments.report.results import Results
 from flwr_regs.methods.registry import METHODS
 from tests.experiments.report.test_results import GOOD
 from tests.experiments.report.test_results import run as record_of
-from tests.experiments.test_commands import CARD, MINE
+from tests.experiments.test_commands import CARD
+from tests.experiments.test_user_code import OWN
 
 CARDS = card_files.names()
 SAMPLE = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
@@ -39,7 +40,7 @@ TABLES = Path(__file__).with_name("tables.txt")
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("flwr_regs.experiments.report.drawing.save", lambda *_, **__: [])
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "card.toml").write_text(CARD)
 
 
