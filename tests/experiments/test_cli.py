@@ -171,13 +171,6 @@ def test_one_run_of_results_is_trained_again_and_compared(here: Path) -> None:
     status, out = printed("bench", "--verify", "page.tar.gz", "--seeds", "1")
     assert status == 0
     assert re.search(r"(FedAvg|Decay), seed 1; one of 2 runs", out)
-    assert run("bench", "--verify", "here", "--seeds", "9") == 2
-    assert run("bench", "--verify", "here", "lr=0.1") == 2
-    packed = Path("page.tar.gz").read_bytes()
-    for half in (packed[: len(packed) // 2], b"no archive"):
-        Path("half.tar.gz").write_bytes(half)
-        assert run("bench", "--verify", "half.tar.gz") == 2
-
     path = record_path(here, "FedAvg", 2)
     path.write_text(re.sub(r', "check": "\w+"', "", path.read_text()))
     true = json.loads(path.read_text().splitlines()[-2])["test"]
