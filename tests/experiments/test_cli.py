@@ -146,19 +146,6 @@ def test_run_says_little_writes_all_and_is_traceable(trained: tuple[Path, str]) 
     assert (saved["seeds"], saved["settings"]["local-epochs"]) == ([1, 2], 1)
 
 
-def test_results_need_their_folder_alone(here: Path, trained: tuple[Path, str]) -> None:
-    """They are drawn again, and made again as a card."""
-    for name in ("clients.png", "table.txt"):
-        (here / name).unlink()
-    assert run("plot", "here") == 0
-    for name in ("clients.png", "table.txt"):
-        assert (here / name).read_bytes() == (trained[0] / name).read_bytes()
-    assert run("bench", "here/experiment.toml", "out=again") == 0
-    (tests, one), (others, other) = kept("here"), kept("again")
-    assert tests == others
-    assert [record.test for record in one] == [record.test for record in other]
-
-
 def test_one_run_of_results_is_trained_again_and_compared(here: Path) -> None:
     """From a folder or an archive of it, to the bit on this machine; elsewhere within a tolerance."""
     assert run("reproduce", "here", "--seeds", "2") == 0  # a user's code is where it was
