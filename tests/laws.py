@@ -71,11 +71,13 @@ def case(
     """A method, named by its class, and by a variant behind a hyphen.
 
     With hyper-parameters that are not neutral, the neutral ones, terms and oracle, which has the same
-    settings by default. `terms` is a list, or the class of the one that has these settings. `neutral` may
-    say why no settings are FedAvg's, `unmoved` why it moves as FedAvg does. It settles at FedAvg's fixed
-    point, unless it is `unsettled`.
+    settings by default. `terms` is a list, or the class of the one that has these settings; a `downlink` is
+    the strategy's alone. `neutral` may say why no settings are FedAvg's, `unmoved` why it moves as FedAvg
+    does. It settles at FedAvg's fixed point, unless it is `unsettled`.
     """
     method = name.partition("-")[0]
+    wire = {n: v for n, v in settings.items() if n == "downlink"}
+    own = {n: v for n, v in settings.items() if n != "downlink"}
     reasons = {
         "neutral": Exempt(neutral) if isinstance(neutral, str) else None,
         "moves": Exempt(unmoved) if unmoved else None,
@@ -84,12 +86,12 @@ def case(
     return Method(
         getattr(fr, method),
         getattr(fr, f"{method}Client"),
-        terms if isinstance(terms, list) else [terms(**settings)],
+        terms if isinstance(terms, list) else [terms(**own)],
         oracle,
         name=name,
         settings=settings,
-        neutral=settings if isinstance(neutral, str) else neutral,
-        oracle_settings=settings if oracle_settings is None else oracle_settings,
+        neutral=settings if isinstance(neutral, str) else wire | neutral,
+        oracle_settings=own if oracle_settings is None else oracle_settings,
         exempt={law: reason for law, reason in reasons.items() if reason},
         **{
             "neutral_is_exact": True,
@@ -141,9 +143,7 @@ NEVER_AT_REST = Exempt(
 def adc(name: str, **settings: Any) -> Method:
     """A FedADC case."""
     full = {"beta_local": 0.7, "beta_global": 0.7, "variant": "nesterov", "alpha": 1.0, **settings}
-    wire = {"downlink": full.pop("downlink", "model")}
-    momentum = fr.EmbeddedMomentum(**full)
-    return case(name, [momentum], fedadc, full | wire, {"beta": 0.0, **wire}, full, **NEARLY)
+    return case(name, fr.EmbeddedMomentum, fedadc, full, {"beta": 0.0}, **NEARLY)
 
 
 def adaptive(name: str) -> Method:
@@ -230,15 +230,9 @@ def nova(name: str, **settings: Any) -> Method:
 
 def blended(name: str, alpha: float, **wire: Any) -> Method:
     """A case of FedCM, which settles where FedAvg with a learning rate of αη does: Δ_t is gone there."""
-    return case(
-        name,
-        [fr.ClientMomentum(alpha)],
-        fedcm,
-        {"alpha": alpha, **wire},
-        {"alpha": 1.0, **wire},
-        {"alpha": alpha},
-        fixed_point=partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps)),
-    )
+    given = {"alpha": alpha, **wire}
+    point = partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps))
+    return case(name, fr.ClientMomentum, fedcm, given, {"alpha": 1.0}, fixed_point=point)
 
 
 def sharper(
@@ -356,12 +350,7 @@ CASES = [
     case("FedFOR-model", fr.FirstOrder, fedfor, {"alpha": 0.6}, {"alpha": 0.0}),
     case("FedFOR-default", fr.FirstOrder, fedfor, {}, {"alpha": 0.0}, {"alpha": None}),
     case(
-        "FedFOR-delta",
-        [fr.FirstOrder(0.6)],
-        fedfor,
-        {"alpha": 0.6, "downlink": "delta"},
-        {"alpha": 0.0, "downlink": "delta"},
-        {"alpha": 0.6},
+        "FedFOR-delta", fr.FirstOrder, fedfor, {"alpha": 0.6, "downlink": "delta"}, {"alpha": 0.0}
     ),
     blended("FedCM", 0.4),
     blended("FedCM-delta", 0.4, downlink="delta"),

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from flwr_regs.server.checkpoint.checkpoint import Folder, latest, rounds_in
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
 from tests.attacks.harness import play
-from tests.experiments.test_commands import CARD, MINE
+from tests.experiments.test_commands import CARD
+from tests.experiments.test_user_code import OWN
 from tests.server.network import NumpyNetwork, quadratic, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
@@ -58,23 +59,26 @@ def killed(work: Callable[[], object], moment: float) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def kill_until_done(work: Callable[[], object], rng: random.Random, seconds: float) -> int:
-    """Kill `work` at random moments, up to five times, then let it end; return the kills."""
-    kills = 0
-    while kills < 5 and killed(work, rng.uniform(0, seconds)):
-        kills += 1
-    work()
-    return kills
+def kill_until_done(
+    work: Callable[[Path], Any], seed: int, seconds: float, times: int
+) -> Iterator[tuple[Path, Any]]:
+    """Yield folders and what `work` returned there at its end: it was killed at random moments before.
+
+    Up to five times in a folder, until it has been killed so many `times`.
+    """
+    rng, kills, number = random.Random(seed), 0, 0
+    while kills < times:
+        number += 1
+        folder, left = Path(f"{number}"), 5
+        while left and killed(partial(work, folder), rng.uniform(0, seconds)):
+            left -= 1
+        kills += 5 - left
+        yield folder, work(folder)
+        shutil.rmtree(folder)
 
 
 def bits(strategy: Any) -> dict[str, bytes]:
     return {n: a.numpy().tobytes() for n, a in strategy.arrays.items()}
-
-
-def took(work: Callable[[], object]) -> float:
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
 
 
 @pytest.fixture(autouse=True)
@@ -87,25 +91,19 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("times", [2, pytest.param(30, marks=BULK)])
 @pytest.mark.parametrize("method", ["EFL(0.01, density_up=0.3)", "SCAFFOLD"])
 def test_a_training_that_is_killed_and_resumed_gives_equal_bits(
-    method: str, times: int, tmp_path: Path
+    method: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, kills, number = random.Random(11), 0, 0
-    whole = play(method, checkpoint_dir=tmp_path / "whole").strategy
-    while kills < times:
-        number += 1
-        folder = tmp_path / f"{number}"
+    monkeypatch.chdir(tmp_path)
 
-        def train(folder: Path = folder) -> Any:
-            begun = folder.exists() and rounds_in(folder)
-            return play(method, resume=folder if begun else None, checkpoint_dir=folder).strategy
+    def train(folder: Path) -> Any:
+        begun = folder.exists() and rounds_in(folder)
+        return play(method, resume=folder if begun else None, checkpoint_dir=folder).strategy
 
-        again: list[Any] = []
-        kills += kill_until_done(lambda: again.append(train()), rng, 0.7)  # noqa: B023
-        strategy = again[-1]
+    whole = train(Path("whole"))
+    for _, strategy in kill_until_done(train, 11, 0.7, times):
         assert bits(strategy) == bits(whole)
         for ours, theirs in zip(strategy.history, whole.history, strict=True):
             assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
-        shutil.rmtree(folder)
 
 
 def models(folder: Path) -> dict[str, bytes]:
@@ -124,26 +122,22 @@ def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("card.toml").write_text(CARD)
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(OWN)
     line = ["bench", "card.toml", "--panels", "two", "--seeds", "1"]
     if command == "run":
         line = ["run", *WORDS, "checkpoint-every=0.001"]
-    rng, kills, number = random.Random(12), 0, 0
-    main([*line, "out=whole"])
-    seconds = took(lambda: main([*line, "out=again"]))  # nothing is imported any more
-    want = models(Path("whole"))
+
+    def work(folder: Path) -> None:
+        begun = (folder / "experiment.toml").exists()
+        main([command, "--resume", str(folder)] if begun else [*line, f"out={folder}"])
+
+    work(Path("whole"))
+    began = time.monotonic()  # nothing is imported any more
+    work(Path("again"))
+    seconds, want = time.monotonic() - began, models(Path("whole"))
     assert want
-    while kills < times:
-        number += 1
-        folder = Path(f"{number}")
-
-        def work(folder: Path = folder) -> None:
-            begun = (folder / "experiment.toml").exists()
-            main([command, "--resume", str(folder)] if begun else [*line, f"out={folder}"])
-
-        kills += kill_until_done(work, rng, 1.5 * seconds)
+    for folder, _ in kill_until_done(work, 12, 1.5 * seconds, times):
         assert models(folder) == want
-        shutil.rmtree(folder)
 
 
 def damaged(path: Path, others: list[Path], rng: random.Random) -> str:

@@ -23,7 +23,8 @@ from flwr_regs.experiments.report.results import Results
 from flwr_regs.methods.registry import METHODS
 from tests.experiments.report.test_results import GOOD
 from tests.experiments.report.test_results import run as record_of
-from tests.experiments.test_commands import CARD, MINE
+from tests.experiments.test_commands import CARD
+from tests.experiments.test_user_code import OWN
 
 CARDS = card_files.names()
 SAMPLE = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
@@ -39,7 +40,7 @@ TABLES = Path(__file__).with_name("tables.txt")
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("flwr_regs.experiments.report.drawing.save", lambda *_, **__: [])
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "card.toml").write_text(CARD)
 
 
@@ -96,13 +97,6 @@ def test_every_method_is_in_the_grand_table_or_named_with_its_reason() -> None:
         assert {call.target for row in both.values() for call in row.calls} == there
         tested = {"test-on-clients": True, "test-examples": 100, "test-split": "matched"}
         assert own.settings == {**panel.settings, **tested}
-
-
-def test_words_change_how_a_card_tunes() -> None:
-    line = "card.toml --tune FedAvg.seed=1,2 --tuning-seeds 8 --trials 1"
-    card = planned(*line.split())
-    assert [space.key for space in card.tune] == ["FedAvg.seed"]
-    assert (card.tuning_seeds, card.trials) == ((8,), 1)
 
 
 def test_names_with_commas_are_chosen() -> None:

@@ -24,14 +24,6 @@ from tests.experiments.test_user_code import OWN
 KEPT = Path(__file__).with_name("commands.txt")
 PROGRESS = r" round +\d+/\d+ "
 CARD = Path(__file__).with_name("card.toml").read_text(encoding="utf-8")
-MINE = f"""{OWN}
-
-class Bad(Term):
-    name = "bad"
-
-    def correct(self, grads, params, ctx):
-        raise KeyError("x")
-"""
 
 
 def outcome(line: str, folder: Path) -> str:
@@ -71,7 +63,7 @@ def outcomes() -> Iterator[str]:
         pytest.MonkeyPatch.context() as patch,
     ):
         Path("card.toml").write_text(CARD)
-        Path("mine.py").write_text(MINE)
+        Path("mine.py").write_text(OWN)
         for part in ("finish", "save"):  # pictures take longer than runs
             patch.setattr(drawing, part, lambda *_, **__: [])
         patch.setattr(progress, "PIPED", math.inf)  # nothing is told of what takes long

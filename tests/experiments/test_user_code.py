@@ -24,49 +24,7 @@ from tests.conftest import ROOT
 from tests.experiments.runs import trained
 
 EXAMPLE = ROOT / "docs" / "examples" / "own-comparison"
-OWN = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from flwr_regs import RegClient, RegStrategy, Term
-
-
-@dataclass(frozen=True)
-class Decay(Term):
-    name: ClassVar[str] = "decay"
-    rate: float = 0.1
-
-    def correct(self, grads, params, ctx):
-        return {n: g + self.rate * params[n] for n, g in grads.items()}
-
-
-class Decayed(RegStrategy):
-    method = "Decayed"
-
-    def __init__(self, rate=0.1, **settings):
-        super().__init__([Decay(rate)], **settings)
-
-
-class Special(Decayed):
-    method = "Special"
-
-
-class SpecialClient(RegClient):
-    method = "Special"
-    terms = (Decay,)
-
-
-TERM = Decay(0.1)
-TERMS = [Decay(0.1)]
-
-
-def make(rate):
-    return [Decay(rate)]
-
-
-def strategy(rate):
-    return Decayed(rate, max_scale=5)
-"""
+OWN = Path(__file__).with_name("own.py").read_text(encoding="utf-8")
 SAME = ["{}:Decay(rate=0.1)", "{}:Decayed", "{}:Special(0.1)", "{}:TERMS", "FedAvg+{}:TERM"]
 SAME += ["{}:make(0.1)", "{}:strategy(0.1)", "{}.deep:Decay()"]
 

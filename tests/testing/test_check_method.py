@@ -13,7 +13,6 @@ from flwr_regs.abilities import Recovers
 from flwr_regs.client import memory
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
-from flwr_regs.testing.problem import settled
 from tests.oracles.client_step.fedfor import fedfor
 from tests.oracles.rounds import minus, plus, rounds_of
 
@@ -78,34 +77,22 @@ class AnchoredClient(RegClient):
     terms = (Anchor,)
 
 
-def test_a_users_own_method_passes() -> None:
-    report = check_method(
-        Anchored,
-        oracle=anchored,
-        settings={"rate": 0.3},
-        neutral={"rate": 0.0},
-        oracle_settings={"rate": 0.3},
-    )
+@pytest.mark.parametrize(
+    ("strategy", "settings", "neutral"),
+    [
+        (Anchored, {"rate": 0.3}, {"rate": 0.0}),
+        pytest.param(Anchored(0.3), None, Anchored(0.0), marks=pytest.mark.full),
+    ],
+    ids=["class", "instance"],
+)
+def test_a_users_own_method_passes(strategy: Any, settings: Any, neutral: Any) -> None:
+    given = {"settings": settings, "neutral": neutral, "oracle_settings": {"rate": 0.3}}
+    report = check_method(strategy, oracle=anchored, **given)
     assert list(report) == list(LAWS)
     assert report.pop("fixed-point") == "skipped: no fixed point is stated"
     assert report.pop("downlinks").startswith("skipped: no term recovers its broadcast")
     assert set(report.values()) == {"passed"}
     assert re.search(r"^oracle +passed$", str(report), re.MULTILINE)
-
-
-@pytest.mark.full  # test_laws.py has its laws
-def test_a_method_of_the_package_passes_as_an_instance() -> None:
-    report = check_method(
-        FedFOR(alpha=0.6, downlink="delta"),
-        FedFORClient,
-        FirstOrder(0.6),
-        fedfor,
-        neutral=FedFOR(alpha=0.0),
-        neutral_is_exact=True,
-        oracle_settings={"alpha": 0.6},
-        fixed_point=settled,
-    )
-    assert set(report.values()) == {"passed"}
 
 
 def test_an_oracle_with_a_flipped_sign_is_found() -> None:

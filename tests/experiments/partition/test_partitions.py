@@ -300,18 +300,3 @@ def test_a_natural_partitioner_goes_by_the_groups() -> None:
     kind = "fds:NaturalIdPartitioner(partition_by='group')"
     parts = partition(FEW, kind, 5, seed=0, groups=groups)
     assert all(len({*groups[rows]}) == 1 for rows in parts)
-    with pytest.raises(ValueError, match=r"makes 5 parts, not one for each of 4 clients"):
-        partition(FEW, kind, 4, seed=0, groups=groups)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("fds:Dirichlet(alpha=1)", r"no Dirichlet; did you mean 'DirichletPartitioner'"),
-        ("fds:DirichletPartitioner(beta=1)", r"argument 'beta'; it takes num_partitions"),
-        ("fds:DirichletPartitioner(alpha=0.5, min_partition_size=300)", "fds:DirichletPartitioner"),
-    ],
-)
-def test_what_is_wrong_with_flowers_partitioner_is_said(kind: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        partition(FEW, kind, 4, seed=0)

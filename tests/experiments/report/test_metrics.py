@@ -10,18 +10,17 @@ from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.metrics import figures
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
+from tests.experiments.report.test_results import run as recorded
 
 
 def made(accuracy: list[float], seed: int = 1, ended: bool = True, **more: Any) -> RunRecord:
     """A run from 10 %: two clients a round, each 100 bytes down and 50 up; 2 seconds, 30 examples."""
-    job = {**DEFAULTS, "rounds": len(accuracy), "target-accuracy": 0.5}
-    run = RunRecord("A", "A", seed, job, 4, {}, ended=ended)
-    run.test = [{"round": t, "accuracy": a} for t, a in enumerate([0.1, *accuracy])]
+    run = recorded("A", accuracy, seed, ended=ended)
+    run.job |= {"rounds": len(accuracy), "target-accuracy": 0.5}
     sent = {"bytes_down": {0: 100, 1: 100}, "bytes_up": {0: 50, 1: 50}, "cohort": [0, 1]}
     spent = {"seconds": {"clients": 1.5, "aggregate": 0.5}, "examples_processed": 30}
-    for t in range(1, len(accuracy) + 1):
-        run.rounds.append({"round": t, "train_metrics": {"train-loss": 1.0 / t}, **sent, **spent})
-        run.rounds[-1] |= more
+    for t, entry in enumerate(run.rounds, start=1):
+        entry |= {"train_metrics": {"train-loss": 1.0 / t}, **sent, **spent, **more}
     run.keep_clients(np.array([0.9, 0.5, 0.7, 0.8]))
     return run
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import itertools
-import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +9,14 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import drawing, partition_plot, plots, statistics, tried
 from flwr_regs.experiments.report.drawing import Look
 from flwr_regs.experiments.report.results import PICTURES, Results
-from flwr_regs.experiments.settings import Settings
 from tests.experiments.report.test_results import run as recorded
 
 NAN = float("nan")
@@ -420,24 +414,3 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     said = capsys.readouterr()
     assert "flwr-regs plot a draws all again" in said.out
     assert "accuracy: no curve has a point from 98 to 99 %" in said.err
-
-
-def test_a_partition_is_exported_with_a_data_card_that_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    kind = 'fds:DirichletPartitioner(alpha=0.5, partition_by="label")'
-    words = [f"partition={kind}", "seed=3"]
-    assert cli.main(["plot", "partition", *words, "examples=1400", "out=.", "--export"]) == 2
-    assert "by their places in the whole data set: leave" in capsys.readouterr().err
-    assert cli.main(["plot", "partition", *words, "out=.", "--export"]) == 0
-    clients = client_data_of(Settings.of({"partition": kind, "seed": 3}))
-    made = tmp_path / f"partition-{clients.hash}"
-    lines = [json.loads(line) for line in (made / "clients.jsonl").read_text().splitlines()]
-    assert lines == [{"client": k, "train": rows.tolist()} for k, rows in enumerate(clients.parts)]
-    card = (made / "README.md").read_text()
-    (command,) = re.findall("`flwr-regs (.*)`", card)
-    assert shlex.split(command) == ["plot", "partition", "methods=FedAvg", *words, "--export"]
-    head = yaml.safe_load(card.split("---")[1])
-    assert kind in head["pretty_name"]
-    assert head["configs"][0]["data_files"] == "clients.jsonl"

@@ -17,7 +17,6 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite, locked, new_folder, write, writing
 from flwr_regs.experiments.report.run_records import Recorder
 from tests.experiments.report.test_results import GOOD, run
-from tests.experiments.runs import runs_of
 
 
 def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Path) -> None:
@@ -47,23 +46,6 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
     assert records.read(path).megabytes == whole.megabytes
     Recorder(tmp_path, records.read(path)).end()  # a run that goes on
     assert records.read(path).rounds == json.loads(json.dumps(whole.rounds))
-
-
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    (one,) = runs_of(methods="FedAvg")
-    Recorder(tmp_path, run("FedAvg", GOOD, 7)).end()
-    path = records.record_path(tmp_path, "FedAvg", 7)
-    assert records.missing([one], tmp_path) == []
-    assert not records.read(path).torn
-    torn = path.read_text().replace('"round"', '"round', 1)
-    junk = path.read_text() + "x\n"  # a whole line
-    gone = "".join(path.read_text().splitlines(True)[::2])
-    for damaged in ("", "{", "[" * 10**5 + "\n", '{"run": {"label": "A"}}\n', torn, junk, gone):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match=r"seed7.jsonl is damaged .*--resume trains the run"):
-            records.recorded([one], tmp_path)
-    path.unlink()
-    assert records.missing([one], tmp_path) == [one]
 
 
 def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> None:

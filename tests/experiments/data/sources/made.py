@@ -125,8 +125,8 @@ class Files:
     def shakespeare(self) -> None:
         self.text("input.txt", PLAY)
 
-    def shakespeare_leaf(self, length: int = WINDOW) -> None:
-        line = (" " * WINDOW + "To be, or not to be.")[-length:]
+    def shakespeare_leaf(self) -> None:
+        line = "To be, or not to be.".rjust(WINDOW)
         for part in ("train", "test"):
             self.leaf(part, {who: ([line] * 2, ["T", "h"]) for who in ("HAMLET", "OPHELIA")})
 
@@ -180,17 +180,16 @@ class Files:
                     self.path(path).write_bytes(self.png(40, 30, *((3,) if i else ())))
                 self.pickled(f"{name}/{domain}_{part}.pkl", (np.array(paths), np.array(labels)))
 
-    def landmarks(self, train: str, test: str, listed: int = 8, field: str = "image_id") -> None:
-        """Eight pictures, of which the tables may list more."""
+    def landmarks(self, train: str, test: str) -> None:
         for i in range(8):
             folder = "images" if i else "train/a/b/c"
             self.path(f"{folder}/abc{i}.jpg").write_bytes(self.png(50, 60, 3))
-        rows = [f"{7 if i < 5 else 3},abc{i},{i % 3}" for i in range(listed)]
+        rows = [f"{7 if i < 5 else 3},abc{i},{i % 3}" for i in range(8)]
         self.text(train, "\n".join(["user_id,image_id,class", *rows]))
-        self.text(test, f"{field},class\nabc1,0\nabc2,2")
+        self.text(test, "image_id,class\nabc1,0\nabc2,2")
 
-    def gld_23k(self, *listed: int, **field: str) -> None:
-        self.landmarks("mini_gld_train_split.csv", "mini_gld_test.csv", *listed, **field)
+    def gld_23k(self) -> None:
+        self.landmarks("mini_gld_train_split.csv", "mini_gld_test.csv")
 
     def image_folder(self, *groups: str) -> None:
         for part, count in (("train", 3), ("test", 1)):
