@@ -35,8 +35,6 @@ def test_the_names_of_other_flower_apps_are_understood() -> None:
     given = {**DEFAULTS, "num-server-rounds": 3, "learning-rate": 0.2, "local-epochs": 1}
     assert Settings.of(given) == Settings.of({"rounds": 3, "lr": 0.2, "local-epochs": 1})
     assert Settings.of({**given, "num-server-rounds": 0}).rounds == DEFAULTS["rounds"]
-    with pytest.raises(ValueError, match=r"learning-rate=0\.2 contradicts lr=0\.1"):
-        Settings.of({"lr": 0.1, "learning-rate": 0.2})
 
 
 def test_words_are_values() -> None:
