@@ -1,7 +1,6 @@
 """A user's own data set: every form of it is the same data; commands.txt has what is wrong."""
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.data.own_data import fields_of
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.user_code import offer
-from tests.conftest import Items
+from tests.conftest import ROOT, Items
+from tests.docs.test_tutorials import blocks
 
 X = np.random.default_rng(0).normal(size=(12, 3, 2))
 Y = np.arange(12) % 3
@@ -88,8 +88,7 @@ def test_own_pictures_may_be_augmented_and_other_inputs_not() -> None:
 
 
 def test_the_pages_own_data_and_model_go_together(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "data.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    (code,) = blocks(ROOT / "docs/data.md", "python")
     (tmp_path / "mine.py").write_text(code)
     loaded = data.load("mine.py:load", "", str(tmp_path))
     assert (len(loaded.train_y), len(loaded.test_y), loaded.groups.max()) == (800, 200, 9)
