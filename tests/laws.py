@@ -205,10 +205,10 @@ def control(name: str, **settings: Any) -> Method:
     return driftless(name, [fr.ControlVariates(**rates), *sgd], scaffold, settings, own)
 
 
-def lesam(name: str, term: Any, oracle: Any, given: dict[str, Any], why: str) -> Method:
-    """A case of FedLESAM with another method."""
-    terms, settings = [fr.GlobalPerturbation(0.1), term], {"rho": 0.1, **given}
-    return case(f"FedLESAM{name}", terms, oracle, settings, why, unsettled=NEVER_AT_REST)
+def lesam(name: str, more: list[Term], oracle: Any, given: dict[str, Any], neutral: Any) -> Method:
+    """A case of FedLESAM, alone or with another method."""
+    terms, settings = [fr.GlobalPerturbation(0.1), *more], {"rho": 0.1, **given}
+    return case(f"FedLESAM{name}", terms, oracle, settings, neutral, unsettled=NEVER_AT_REST)
 
 
 def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
@@ -362,14 +362,7 @@ CASES = [
         {"rho": 0.0},
         fixed_point=partial(sharper, rho=0.05),
     ),
-    case(
-        "FedLESAM",
-        fr.GlobalPerturbation,
-        fedlesam,
-        {"rho": 0.1},
-        {"rho": 0.0},
-        unsettled=NEVER_AT_REST,
-    ),
+    lesam("", [], fedlesam, {}, {"rho": 0.0}),
     case(
         "FedSpeed",
         [fr.LocalPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
@@ -428,8 +421,8 @@ CASES = [
         "No setting of FedGAMMA makes it FedAvg.",
         fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
     ),
-    lesam("S", fr.ControlVariates(), fedlesam_s, {}, "No setting of SCAFFOLD makes it FedAvg."),
-    lesam("D", fr.DynamicRegulariser(0.4), fedlesam_d, {"alpha": 0.4}, DYN),
+    lesam("S", [fr.ControlVariates()], fedlesam_s, {}, "No setting of SCAFFOLD makes it FedAvg."),
+    lesam("D", [fr.DynamicRegulariser(0.4)], fedlesam_d, {"alpha": 0.4}, DYN),
     case(
         "FedACG",
         [fr.Proximal(0.7), fr.LookaheadMomentum(0.6)],

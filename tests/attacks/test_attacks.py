@@ -23,11 +23,9 @@ from tests.attacks.harness import CLIENTS, HUGE, LIAR, Lie, Reply, honest, play
 LEAST = 0.05
 """The accuracy that a lie may cost."""
 TWO = ("FedAvg", "EFL")
-NORMED = ("FedBN", "FedPer")
-EVERY = tuple(name for name in METHODS if name not in NORMED)  # they need another model
+EVERY = tuple(name for name in METHODS if name not in ("FedBN", "FedPer"))  # other models
 UPLOADING = ("EFL", "FedCurv", "SCAFFOLD(option=1)", "MimeLite", "RFedAvg")
 PROBING = ("Mime", "RFedAvgPlus")
-EPOCHS = {"lr": 0.3, "local-epochs": 2}
 MANY = 10**12
 
 
@@ -164,7 +162,7 @@ class Attack:
 FLIPPED = {"flipped": True}
 BOUNDED = {**FLIPPED, "max_weight": 0.2}
 SCALE = {"incomplete": "scale"}
-BY_EPOCHS = {"length": EPOCHS, "weighting": "uniform"}
+BY_EPOCHS = {"length": {"lr": 0.3, "local-epochs": 2}, "weighting": "uniform"}
 FAR = "over 1000 times its cohort's median"
 PAST = "the median of the last 5 rounds"
 NORM = {"batch_norm": True}

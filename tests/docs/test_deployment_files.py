@@ -20,7 +20,6 @@ from tests.docs.test_tutorials import blocks
 
 FILES = ROOT / "docs/examples/deployment"
 PAGE = ROOT / "docs/deployment.md"
-UNITS = sorted(FILES.glob("*.service"))
 COMPOSE: dict[str, Any] = yaml.safe_load((FILES / "compose.yaml").read_text())
 
 
@@ -45,7 +44,7 @@ def started() -> Iterator[Any]:
     for words in commands_of(PAGE):
         if words[0] in PARSERS:
             yield pytest.param(words, id=f"page-{words[0]}")
-    for path in UNITS:
+    for path in sorted(FILES.glob("*.service")):
         (command,) = unit(path)["ExecStart"]
         yield pytest.param(shlex.split(command), id=path.name)
     for name, service in COMPOSE["services"].items():

@@ -11,18 +11,17 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build
 from flwr_regs.methods.registry import COMPOSITIONS
 from tests.conftest import ROOT
+from tests.docs.test_tutorials import blocks
 
-FOLDER = ROOT / "docs" / "methods"
-HOOK = ROOT / "docs" / "hooks" / "compositions.py"
-PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs/methods").glob("*.md"))}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_examples_of_a_page_run(name: str) -> None:
-    blocks = re.findall(r"^```pycon\n(.*?)^```", PAGES[name], re.M | re.S)
-    assert blocks
+    examples = blocks(ROOT / "docs/methods" / name, "pycon")
+    assert examples
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in examples:
         test = doctest.DocTestParser().get_doctest(block, names, name, name, 0)
         report: list[str] = []
         doctest.DocTestRunner().run(test, out=report.append, clear_globs=False)
@@ -32,7 +31,8 @@ def test_the_examples_of_a_page_run(name: str) -> None:
 
 def test_what_a_method_refuses_is_what_the_package_refuses() -> None:
     """``python docs/hooks/compositions.py`` writes it anew."""
-    assert COMPOSITIONS.read_text(encoding="utf-8") == runpy.run_path(str(HOOK))["text"]()
+    made = runpy.run_path(str(ROOT / "docs/hooks/compositions.py"))["text"]()
+    assert COMPOSITIONS.read_text(encoding="utf-8") == made
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.setattr(commands, "_train_panel", lambda *_: (0, None))
     monkeypatch.setattr(commands, "_report_card", lambda *_: None)
     monkeypatch.setattr(card_files, "save", lambda *_: None)  # it loads the data
+    monkeypatch.setattr(commands, "locked", nullcontext)  # so there is no folder
     monkeypatch.setattr(Experiment, "checked", partialmethod(Experiment.checked, data=False))
     monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
     monkeypatch.setattr(costs, "measure", lambda _: "")

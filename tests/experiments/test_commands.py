@@ -22,7 +22,6 @@ from flwr_regs.experiments.run import progress
 from tests.experiments.test_user_code import OWN
 
 KEPT = Path(__file__).with_name("commands.txt")
-PROGRESS = r" round +\d+/\d+ "
 CARD = Path(__file__).with_name("card.toml").read_text(encoding="utf-8")
 
 
@@ -46,7 +45,9 @@ def outcome(line: str, folder: Path) -> str:
     text = re.sub(r"\b[\d.]+ (µs|ms|s|min)\b", "TIME", text)
     lines = [re.sub(r"  +", "  ", t) for t in text.splitlines()]
     if status != 2:
-        lines = [re.sub(r" [\d.]+$", " #", t) for t in lines if not re.search(PROGRESS, t)]
+        lines = [
+            re.sub(r" [\d.]+$", " #", t) for t in lines if not re.search(r" round +\d+/\d+ ", t)
+        ]
     lines = [re.sub(r"^( ?[-─━]+)+$", "─", t).rstrip() for t in lines]
     return "\n".join([f"$ flwr-regs {line}", *lines, f"exit {status}", ""])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -69,8 +69,6 @@ def test_a_changed_byte_is_refused_or_is_another_array_of_the_same_bytes(
 
 def test_a_reply_s_arrays_are_views_and_a_term_gets_its_upload_as_copies() -> None:
     """A view costs nothing; a term may write to its upload, or hand it to torch."""
-    from flwr.app import RecordDict
-
     record = ArrayRecord({"w": Array(np.ones(3))})
     parcel = parcel_of(RecordDict({"arrays": record, "t.upload": record}))
     assert not parcel.records["arrays"]["w"].flags.writeable

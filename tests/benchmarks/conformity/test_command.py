@@ -1,7 +1,6 @@
 """The command, from a driver's file to the exit status; and pfl and FedJAX themselves, if they install."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 from benchmarks.conformity import cli
 from benchmarks.conformity.libraries import LIBRARIES
 from tests.conftest import ROOT
+from tests.docs.test_tutorials import blocks
 
-PAGE = (ROOT / "docs/conformity.md").read_text()
-EXAMPLE = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0]
+EXAMPLE = blocks(ROOT / "docs/conformity.md", "python")[0]
 
 
 @pytest.fixture

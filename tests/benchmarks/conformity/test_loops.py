@@ -17,7 +17,6 @@ from tests.oracles.local_sgd import local_sgd
 from tests.oracles.model import Client, gradient
 
 TASK = small_task()
-ALL = replace(TASK, cohorts=(tuple(range(5)),) * 3)
 
 
 def batches(task: Task) -> list[Client]:
@@ -77,7 +76,7 @@ def test_a_run_is_the_oracles(method: str) -> None:
 
 
 def test_momentum_is_torchs_and_starts_anew_in_each_round() -> None:
-    task = replace(ALL, momentum=0.7)
+    task = replace(TASK, cohorts=(tuple(range(5)),) * 3, momentum=0.7)
     want, _ = local_sgd(
         TASK.parameters, batches(TASK), 3, TASK.lr, TASK.epochs, mu=TASK.mu, momentum=0.7
     )

@@ -19,7 +19,6 @@ from flwr_regs.experiments.report.drawing import Look
 from flwr_regs.experiments.report.results import PICTURES, Results
 from tests.experiments.report.test_results import run as recorded
 
-NAN = float("nan")
 WORDS = ["FedAvg", "FedFOR(alpha=0.5)", "a b", "x" * 40, "$_^{", "FedBN+FedFOR(alpha=0.1, lr=0.05)"]
 
 
@@ -85,7 +84,7 @@ def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
     spent = 1 + np.arange(6) + sampled(4, seed=1)
     pairs = enumerate(zip(values, spent, strict=True))
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
-    curves += [run("A", 8, [10, 20, 15], part="stopped"), run("A", 9, [10, 30, 40, NAN, 50, 60])]
+    curves += [run("A", 8, [10, 20, 15], part="stopped"), run("A", 9, [10, 30, 40, np.nan, 50, 60])]
     curves += [run("B", k, v, megabytes=spent[0]) for k, v in enumerate(sampled(3))]
     figure = drawn(curves, x, y)
     unit = 100 if y == "loss" else 1
@@ -406,9 +405,6 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "rounds=1", "num-clients=2", "examples=60", "out=a"]) == 0
     drawn = Path("a/accuracy.png").read_bytes()
-    assert cli.main(["plot", "a", "--methods", "FedFORR"]) == 2
-    assert "did you mean 'FedFOR'" in capsys.readouterr().err
-    assert Path("a/accuracy.png").read_bytes() == drawn
     assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "98..99"]) == 0
     assert Path("a/accuracy.png").read_bytes() != drawn
     said = capsys.readouterr()

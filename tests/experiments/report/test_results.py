@@ -13,7 +13,6 @@ from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
 NAN = "RoundFailed: round 3 of X diverged: array 'w' holds NaN or infinity"
-NAN_LOSS = float("nan")
 GOOD = [0.5, 0.8, 0.9, 0.86, 0.88, 0.92, 0.94]
 
 
@@ -166,7 +165,7 @@ def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
     assert "the test loss of seed 1 ends at 70.2, and was 1 before training" in said
     (row,) = metrics.rows([lost])
     assert row["collapsed"] == 1
-    for loss in (NAN_LOSS, None, 10.1):
+    for loss in (math.nan, None, 10.1):
         lost.test[-1]["loss"] = loss
         assert metrics.exploded(lost)
     lost.test[0]["loss"], lost.test[-1]["loss"] = 0.02, 0.25  # of a model that had learned before

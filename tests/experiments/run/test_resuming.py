@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from flwr_regs.experiments.cli import main
-from flwr_regs.experiments.data import datasets
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress
@@ -90,28 +89,6 @@ def test_a_checkpoint_without_its_record_is_not_used() -> None:
     assert main(["run", "--resume", str(out)]) == 0
     after = load_file(out / f"{path.stem}.safetensors")
     assert all(np.array_equal(before[n], after[n]) for n in before)
-
-
-LOAD = """
-import numpy as np
-
-def load():
-    x = np.load("x.npy")
-    return x, np.arange(20) % 2, x, np.arange(20) % 2
-"""
-
-
-def test_data_that_have_changed_are_not_mixed_with_the_old(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("mine.py").write_text(LOAD)
-    np.save("x.npy", np.zeros((20, 3)))
-    words = ["methods=FedAvg", "dataset=mine.py:load", "num-clients=2", "rounds=1", "out=here"]
-    assert main(["run", *words]) == main(["run", "--resume", "here"]) == 0
-    np.save("x.npy", np.ones((20, 3)))
-    datasets.load.cache_clear()  # as in another process
-    assert main(["run", "--resume", "here"]) == 2
-    assert "the data of 'mine.py:load' have changed since here was begun" in capsys.readouterr().err
 
 
 SLOW = """

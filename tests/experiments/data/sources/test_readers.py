@@ -220,7 +220,6 @@ RAGGED = damaged(Files.sentiment140, "glove.txt", b" 0.5")
         ("sentiment140(vectors='x')", Files.sentiment140, "no file .*x with a word and its"),
         (GLOVE, RAGGED, "glove.txt: .*; expected a word and its vector"),
         ("digits-five(share=0.3)", Files.digits_five, "20 files such as MNIST/partitions/train_p"),
-        ("digits-five(share=0)", Files.digits_five, "share must be from 0.1 to 1, not 0"),
         ("domainnet(size=8)", relisted(label="cow"), "has the class 'cow'; expected bird"),
         ("domainnet(size=8)", relisted("../a.png"), "names '../a.png', which is outside of this"),
         ("domainnet(size=8)", relisted("/a.png"), "which is outside of this"),
