@@ -86,22 +86,27 @@ class WorkerPool:
 
     def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:
         _remove_left()
-        try:
-            self._given: bytes = pickler.dumps(given)
-        except Exception as error:  # of many kinds
-            if pickler is pickle:
-                remedy += ", or install cloudpickle"
-            raise TypeError(
-                f"workers={number}: {what} cannot be sent to another process, {described(error)}: "
-                f"{remedy}; or use workers=1"
-            ) from error
-        self._make, self.number = make, number
+        self._make, self._given, self._words, self.number = make, given, (what, remedy), number
+        self._sent: bytes | None = self._pickled()
         self.running: dict[Connection, BaseProcess] = {}
         Finalize(self, _end, (self.running,), exitpriority=10)
 
+    def _pickled(self) -> bytes:
+        try:
+            return pickler.dumps(self._given)  # type: ignore[no-any-return, unused-ignore]
+        except Exception as error:  # of many kinds
+            what, remedy = self._words
+            if pickler is pickle:
+                remedy += ", or install cloudpickle"
+            raise TypeError(
+                f"workers={self.number}: {what} cannot be sent to another process, "
+                f"{described(error)}: {remedy}; or use workers=1"
+            ) from error
+
     def close(self) -> None:
-        """End the processes, whatever they are at; the next tasks start new ones."""
+        """End the processes, whatever they are at; the next tasks start new ones, as `given` is then."""
         _end(self.running)
+        self._sent = None
 
     def answers(self, tasks: Sequence[Any], lanes: Sequence[Any]) -> Answers:
         """Yield (a task's place, its answer) as the answers come, or `Ended`; `News` before an answer.
@@ -146,6 +151,9 @@ class WorkerPool:
 
     def _start(self, count: int) -> None:
         """Start processes, and wait until all are ready."""
+        if count < 1:
+            return
+        given = self._sent = self._sent or self._pickled()
         torch: Any = sys.modules.get("torch")
         threads = torch.get_num_threads() if torch else os.cpu_count() or 1
         how = self._make, max(1, threads // self.number), logging.getLogger("flwr").level
@@ -160,7 +168,7 @@ class WorkerPool:
             new.append(connection)
             theirs.close()
             with contextlib.suppress(OSError):  # it is dead: that shows when it should be ready
-                connection.send_bytes(self._given)
+                connection.send_bytes(given)
         for connection in new:
             try:
                 said = connection.recv()

@@ -28,7 +28,7 @@ from flwr_regs.client.personal import means
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
-from flwr_regs.cohort.member_view import Asked, View
+from flwr_regs.cohort.member_view import Asked, Kernels, View
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import Group, Kind, Recipe, Recipes, Settings, member_of
 from flwr_regs.cohort.stacked_training import restored, unwritten
@@ -67,11 +67,17 @@ class Stacks:
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.fallbacks: dict[str, int] = {}
+        self._training: Any = None  # whose builds these are
         self._evaluates: bool | None = None  # whether a stack tests as clients alone; None: unknown
         self._told = {ALONE}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Answer]:
         """Return, by partition id, what came of those clients that train in a stack; the others wait."""
+        training = asked[0].message.config.get(keys.START_KEY) if asked else None
+        if training != self._training:  # users change their models between trainings
+            self._builds.clear()
+            self._models.clear()
+            self._training = training
         recipes, served = Recipes(asked), dict[int, Answer]()
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
@@ -323,6 +329,10 @@ def _scores(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[dict
         pairs = [batch.rebuilt(parts) for batch, parts in zip(batches, leaves, strict=True)]
         return means(model, pairs, task)[0]
 
-    metrics = vmap(one)([batch.leaves for batch in batches])
+    misread: list[Tensor] = []
+    with Kernels(products=False, misread=misread):
+        metrics = vmap(one)([batch.leaves for batch in batches])
+    if misread and torch.stack(misread).any():
+        raise CannotStack("an embedding or one_hot gets an index that is out of range")
     each = zip(*(of_all.tolist() for of_all in metrics.values()), strict=True)
     return [dict(zip(metrics, values, strict=True)) for values in each]

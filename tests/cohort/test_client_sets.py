@@ -510,3 +510,33 @@ def test_clients_evaluate_in_a_stack_as_one_by_one(
         assert entry.keys() == want.keys()
         for pid, of_client in want["clients"].items():
             assert entry["clients"][pid] == pytest.approx(of_client, 1e-5)
+
+
+def test_an_evaluation_in_a_stack_fails_for_the_client_whose_labels_are_out_of_range() -> None:
+    def squares(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        wanted = nn.functional.one_hot(y, output.shape[1])
+        return (output.softmax(1) - wanted).square().mean()
+
+    tests = [
+        DataLoader(TensorDataset(x, y + 7 * (k == 1)), 8) for k in range(3) for x, y in [pair(k)]
+    ]
+    clients = fr.Clients(perceptron, [*map(pair, range(3))], tests, loss_fn=squares, device="cpu")
+    strategy = fr.FedAvg(seed=3)
+    run(strategy, fr.StackedGrid(clients))
+    assert [*strategy.history[0]["evaluate"]["failures"]] == [1]
+
+
+def test_a_round_that_is_tried_again_begins_with_private_entries_as_they_were() -> None:
+    models = []
+    for fails in (0, 1):
+        left = [OSError("the disk is away")] * fails
+
+        def flaky(k: int, left: list[OSError] = left) -> Any:
+            if k == 3 and left:
+                raise left.pop()
+            return pair(k)
+
+        strategy = fr.FedPer("1.*", seed=3, retries=1, min_replies=5, retry_cohort="same")
+        models.append(run(strategy, fr.InProcessGrid(clients_of([flaky] * 5))))
+        assert len(strategy.history[0].get("attempts", [])) == fails
+    close(*models, 0.0)

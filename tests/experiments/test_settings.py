@@ -11,18 +11,11 @@ import tomli_w
 
 from flwr_regs import simulate
 from flwr_regs.experiments import cli
+from flwr_regs.experiments import settings as settings_
 from flwr_regs.experiments.commands import train
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.run import server_app
-from flwr_regs.experiments.settings import (
-    DEFAULTS,
-    FIELD_KEYS,
-    Settings,
-    as_word,
-    field_name,
-    named,
-    read,
-)
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, as_word, field_name, read
 from flwr_regs.experiments.words import experiment_of
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
@@ -46,9 +39,12 @@ def test_the_names_of_other_flower_apps_are_understood() -> None:
     with pytest.raises(ValueError, match=r"learning-rate=0\.2 contradicts lr=0\.1"):
         Settings.of({"lr": 0.1, "learning-rate": 0.2})
     here = str(Path("here").absolute())
-    assert named({"learning-rate": 0.2, "data-dir": "here"}) == {"lr": 0.2, "data-dir": here}
+    assert settings_.named({"learning-rate": 0.2, "data-dir": "here"}) == {
+        "lr": 0.2,
+        "data-dir": here,
+    }
     with pytest.raises(ValueError, match="'learning-rate' and 'lr' are one setting: give one"):
-        named({"lr": DEFAULTS["lr"], "learning-rate": 0.2})
+        settings_.named({"lr": DEFAULTS["lr"], "learning-rate": 0.2})
 
 
 def test_words_are_values() -> None:

@@ -204,7 +204,7 @@ class LocalNetwork:
                 counts = label_counts(client.task.pairs(client.train_data)).tolist()
                 return Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
             node = self._node(pid, parcel.config)
-            self._prepare(client, node.memory)
+            self._prepare(client)
             asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
             return None
 
@@ -259,7 +259,7 @@ class LocalNetwork:
 
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""
-        self._prepare(asked.client, asked.memory)  # others have used its model since
+        self._prepare(asked.client)  # others have used its model since
         if kind not in TRAINING:
             return member.evaluate(asked.client, asked.message, asked.memory).reply
         reply, memory, rebuilt = member.train(asked.client, asked.message, asked.memory)
@@ -301,9 +301,9 @@ class LocalNetwork:
             self.stacks.note(CannotStack(why))
         return None if why else made
 
-    def _prepare(self, client: member.Client, memory: Memory) -> None:
-        """Let a client that remembers nothing begin with the entries that its model was given with."""
-        if not memory and isinstance(self.source, Clients):
+    def _prepare(self, client: member.Client) -> None:
+        """Let a client without private entries of its own find those that its model was given with."""
+        if isinstance(self.source, Clients):
             self.source.begin(client.model, self.who)
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
