@@ -140,7 +140,7 @@ class Term:
     name : str
         The term's name, in messages and slots; by default the class's. It has no dot.
     keeps : {"if-used", "always"}
-        When the client slot of `finish` counts: if the server used the reply, or whenever that arrived.
+        When the client slot of `finish` counts: if the server used the reply, or whenever it arrived.
     keeps_delta : bool
         `update` returns `delta` unchanged; an `update` that changes it stands right of the term that
         `Steps`.

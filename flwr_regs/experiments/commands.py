@@ -86,8 +86,9 @@ def train(args: Namespace) -> int:
         alone.enter_context(locked(folder))
         if not args.resume:
             card_files.save(experiment, folder, provenance(["flwr-regs", *args.words]))
-        for _, place in places(experiment, folder) if len(experiment.panels) > 1 else ():
-            alone.enter_context(locked(place))  # each can be taken up by itself
+        for _, place in places(experiment, folder):
+            if place != folder:  # it can be taken up by itself
+                alone.enter_context(locked(place))
         if experiment.tunes:  # each stage tells its own costs alone
             with suppress(Exception):  # of a run that would fail: it says so better itself
                 _tell_costs(experiment, folder, args.workers, brief=True)

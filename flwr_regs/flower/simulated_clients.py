@@ -26,9 +26,9 @@ class Clients(ClientSets):
     ----------
     model : nn.Module or callable
         The model, or what returns one without arguments. All clients of a process train in one model, one
-        after the other; entries that stay with a client begin as they are here at first: for a model that
-        has changed since, make new `Clients`. After a round on this package's grids, a model that was given
-        has the entries that it had before.
+        after the other. Entries that stay with a client begin as they are when the clients are first used;
+        if the model has changed since, make new `Clients`. After a round on this package's grids, a model
+        that was given has the entries that it had before.
     train_sets, test_sets : sequence, mapping, callable, or a partitioner of flwr-datasets
         Client ``k`` has entry ``k``, from 0 on: a Dataset, a pair of tensors ``(inputs, targets)`` with
         equal first dimensions, a DataLoader or other batches, or a function of k that returns one of these

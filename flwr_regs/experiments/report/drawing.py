@@ -63,7 +63,7 @@ class Look:
         points = Range("a number of points from 4 to 40", lambda v: 4 <= v <= 40)
         points.check("a picture", "font_size", self.font_size)
         inches = Range("inches from 1.5 to 40, such as (3.3, 2.5)", lambda v: 1.5 <= v <= 40)
-        percent = Range("per cent, such as (80, 90)", lambda v: 0 <= v <= 100)
+        percent = Range("per cent, such as (80, 90)")
         for name, part, pair in ("size", inches, self.size), ("accuracy", percent, self.accuracy):
             two = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(part.fits, pair))
             if pair is not None and not (two and (name == "size" or pair[0] < pair[1])):
