@@ -333,8 +333,11 @@ class Kernels(TorchFunctionMode):
             self._misread.append(_out_of_range(args[0], len(args[1])))
             return _embedded(*args, **kwargs)
         if func is nn.functional.one_hot and (classes := (*args, *kwargs.values(), 0)[1]) > 0:
-            self._misread.append(_out_of_range(args[0], classes))
-            args = args[0].clamp(0, classes - 1), *args[1:]  # some versions of torch raise
+            if args[0].dtype == torch.int64:  # of other types torch takes none, and says so
+                self._misread.append(_out_of_range(args[0], classes))
+                # torch's own reads single numbers, which a hook that takes gradients may not
+                every = torch.arange(classes, device=args[0].device)
+                return (args[0].unsqueeze(-1) == every).long()
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
         return func(*args, **kwargs)
@@ -349,12 +352,17 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
     by_class = logits.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
     plain = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": how.get("ignore_index")}
     usual = all(value in (None, plain.get(name)) for name, value in how.items())
+    quick = quick or logits.shape[:1] == (1,)  # of each sample alone: Fisher information
     if not (quick and usual and by_class):
         return nn.functional.cross_entropy(logits, targets, **how)
     counts = targets != how.get("ignore_index", -100)
     chosen = torch.where(counts, targets, 0).unsqueeze(0)
-    # torch's softmax is many times as fast over an axis that is not the last
-    picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
+    # torch's softmax takes many times as long over few entries of the last axis
+    if len(logits) == 1:
+        below = logits.T - logits.detach().amax(1)
+        picked = below.gather(0, chosen).squeeze(0) - below.exp().sum(0).log()
+    else:
+        picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
     mean: Tensor = -(picked * counts).sum() / counts.sum()
     return mean
 

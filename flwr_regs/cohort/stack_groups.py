@@ -189,7 +189,7 @@ class Group:
             trained=trained,
             make=term.client_optimizer(over(params, optimizer_of(config, client.optimizer))),
             broadcast=clients.broadcast_of(term, *came),
-            same={"lr": config["lr"], "config": plain(config), "loss_fn": client.task.loss},
+            same={"lr": config["lr"], "config": plain(config)},
             classifier=client.classifier,
             precision=settings.precision,
         )

@@ -216,7 +216,7 @@ class Stack:
             told["label_counts"] = pad_sequence(counts, batch_first=True)
         numbers = {"num_steps": self._steps, "planned_steps": [m.planned_steps for m in members]}
         same = {name: of[0] for name, of in numbers.items() if len(set(of)) == 1}
-        view.same = {**view.same, "start": view.start, **same}
+        view.same = {**view.same, "start": view.start, "loss_fn": view.loss, **same}
         told |= {n: torch.tensor(of) for n, of in numbers.items() if n not in same}
         unseen = {n: v for n, v in self._values.items() if n not in view.start}
         at_start = {n: t.clone() for n, t in (held | unseen).items()}

@@ -224,6 +224,10 @@ class Odd(fr.Term):
 # the law
 
 
+def by_one_hot(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(output, nn.functional.one_hot(targets, 3).float())
+
+
 def over_all(method: str, **given: Any) -> Cohort:
     """Return a case of a method that asks for all data at the end, some of which are of one size."""
 
@@ -269,7 +273,7 @@ SAME: dict[str, Cohort] = {
         "MimeLite", loader=lambda k, **_: DataLoader(data_of(k).dataset, 8, True, drop_last=True)
     ),
     "numbers of steps": Cohort("FedCM", {"alpha": 0.3}, config=TWO_EPOCHS),
-    "a model of the client's own": Cohort("Ditto", {"lam": 0.2, **SOME}),
+    "own model": Cohort("Ditto", {"lam": 0.2, **SOME}, settings={"loss_fn": by_one_hot}),
     "the client's last model": Cohort("MOON", {"mu": 1.0, **SOME}, rounds=3),
     "the global model's output": Cohort("FedNTD"),
     "tied and frozen": Cohort(model=Tied),
@@ -369,10 +373,6 @@ def bounding(model: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         model.layer[0].weight.clamp_(-0.38, 0.38)
     return model.layer(x)
-
-
-def by_one_hot(output: torch.Tensor, targets: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(output, nn.functional.one_hot(targets, 3).float())
 
 
 def filling(output: torch.Tensor, targets: Any) -> torch.Tensor:
