@@ -332,12 +332,8 @@ class Kernels(TorchFunctionMode):
         if func is nn.functional.embedding:
             self._misread.append(_out_of_range(args[0], len(args[1])))
             return _embedded(*args, **kwargs)
-        if func is nn.functional.one_hot and (classes := (*args, *kwargs.values(), 0)[1]) > 0:
-            if args[0].dtype == torch.int64:  # of other types torch takes none, and says so
-                self._misread.append(_out_of_range(args[0], classes))
-                # torch's own reads single numbers, which a hook that takes gradients may not
-                every = torch.arange(classes, device=args[0].device)
-                return (args[0].unsqueeze(-1) == every).long()
+        if func is nn.functional.one_hot:
+            return _one_hot(self._misread, *args, **kwargs)
         if func in MISREAD:
             raise CannotStack(f"under vmap torch's {func.__name__} may read other members' rows")
         return func(*args, **kwargs)
@@ -374,6 +370,14 @@ def _embedded(indices: Tensor, weight: Tensor, padding_idx: int | None, **how: A
         return output
     is_padding = (indices == padding_idx % weight.shape[0]).unsqueeze(-1)
     return torch.where(is_padding, output.detach(), output)
+
+
+def _one_hot(misread: list[Tensor], indices: Tensor, num_classes: int = -1) -> Tensor:
+    """Return a vector for each class; torch's own cannot look at the numbers within a gradient."""
+    if num_classes < 1 or indices.dtype != torch.int64:
+        return nn.functional.one_hot(indices, num_classes)
+    misread.append(_out_of_range(indices, num_classes))
+    return (indices.unsqueeze(-1) == torch.arange(num_classes, device=indices.device)).long()
 
 
 def _out_of_range(indices: Tensor, rows: int) -> Tensor:

@@ -19,7 +19,7 @@ from flwr.app import Context, RecordDict
 
 from flwr_regs.client import member
 from flwr_regs.client.member import Identity
-from flwr_regs.client.memory import Memory, written
+from flwr_regs.client.memory import Memory, latest, written
 from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.member_view import Asked
@@ -204,7 +204,6 @@ class LocalNetwork:
                 counts = label_counts(client.task.pairs(client.train_data)).tolist()
                 return Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
             node = self._node(pid, parcel.config)
-            self._prepare(client)
             asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
             return None
 
@@ -219,6 +218,8 @@ class LocalNetwork:
             attempt(pid, begun)
             if pid in asked and not stacks and not apart:
                 attempt(pid, alone)
+        if stacks and asked:  # with `Clients`, they share a model
+            self._prepare(next(iter(asked.values())).client)
         if stacks and evaluates:
             came |= stacks.evaluate(list(asked.values()))
         elif stacks:
@@ -310,8 +311,7 @@ class LocalNetwork:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""
         if (kept := self._clients.get(pid)) is not None:
             withholds = isinstance(kept, RegClient) and kept.identity.withholds
-            begins = kind in TRAINING and not config.get(keys.SNAPSHOTS_KEY)
-            if not withholds or (self._node(pid, config).memory and not begins):
+            if not withholds or latest(self._node(pid, config).memory, config).private is not None:
                 return kept
             # without a snapshot, entries that stay with it begin as `client_fn` makes them
         context = self.contexts.of_partition(pid)
