@@ -69,7 +69,7 @@ LAST = 5
 ENOUGH = 3
 """Clients with something else than zeros, so that their median counts."""
 ROUNDING = float(np.finfo(np.float32).eps)
-"""Of a cohort's usual upload; an array of it that is shorter bounds nobody."""
+"""Of a cohort's usual upload, or of a buffer's numbers: what is shorter bounds nobody."""
 STEP, MEAN = "global step", "clients' mean"
 Length = tuple[float, float]
 """Of what was measured, and of the same in units of the learning rate."""
@@ -165,7 +165,11 @@ class DivergenceGuard(Snapshots):
                 if (kind := base[name].dtype.kind) in "fiu":
                     given, what = math.sqrt(square_sum(base[name])), f"change of '{name}'"
                     times = {} if kind == "f" else bounds  # whole numbers may count steps
-                    wrong |= self._beyond(this_round, what, squares[name], times, given)
+                    noise = ROUNDING**2 * base[name].size * (kind == "f")
+                    real = {p: s * (s > noise) for p, s in squares[name].items()}
+                    if real != squares[name]:  # such as a mean behind BatchNorm
+                        given = max(given, math.sqrt(usual))
+                    wrong |= self._beyond(this_round, what, real, times, given)
             self._leave_out(this_round, wrong)
         square = sum(square_sum(means[n]) for n in updates.trained)
         self.limit(this_round, MEAN, square, updates.replies)

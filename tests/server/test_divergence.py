@@ -192,6 +192,7 @@ def test_a_buffer_that_nobody_else_changes_is_compared_with_itself() -> None:
     assert left_out([0, 0, 0, 1e14], name="inv_freq", w=5.0) == [[3]]
     assert left_out([0, 0, 0, 4999], name="inv_freq", w=5.0) == [[]]
     assert left_out([0, 0, 0, 1e14], name="mean", w=0.0) == [[]]
+    assert left_out([1e-9, 2e-8, -1e-9, 5, 4], name="mean", w=0.0) == [[]]  # rounding is as zero
 
 
 def test_a_counter_is_compared_too_and_may_count_more_steps() -> None:
