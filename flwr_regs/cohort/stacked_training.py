@@ -7,6 +7,7 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -445,7 +446,7 @@ class Stack:
         the gradients. Where the step cannot be traced or there is no compiler, a sentence in the log says
         so, and no other step of the training is tried.
         """
-        training, _ = whose
+        training, build = whose
         if training in _STEPS:
             return None
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
@@ -469,6 +470,8 @@ class Stack:
             return *moved, losses, misread.any(), *buffers.values()
 
         try:
+            if build is None:
+                raise TypeError("its model or loss cannot be pickled, so changes would not be seen")
             if key not in _STEPS:
                 while len(_STEPS) >= KEPT:
                     del _STEPS[next(iter(_STEPS))]
@@ -591,7 +594,8 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
     constants = [t.detach().flatten().view(torch.uint8) for t in graph.state_dict().values()]
     key = *code, _forms(given), *(t.cpu().numpy().tobytes() for t in constants)
     if key not in _STEPS:
-        _STEPS[key] = torch._inductor.compile(graph, given, options=OPTIONS)
+        own = copy.deepcopy(graph)  # the user may change the tensors that it holds
+        _STEPS[key] = torch._inductor.compile(own, given, options=OPTIONS)
     return _STEPS[key]
 
 

@@ -264,12 +264,13 @@ class Build(pickle.Pickler):
 
 
 def _step_of(view: View) -> Hashable:
-    """Return what a compiled step depends on beside its arguments, as the model and the loss are now."""
+    """Return what a compiled step depends on beside its arguments, as the model and the loss are now.
+
+    None if that cannot be known.
+    """
     model = view.model.train()
     built = Build((*model.parameters(), *model.buffers())).of([model, *vars(view.task).values()])
-    if not isinstance(built, tuple):  # it cannot be written: its changes are not seen
-        built = model
-    return built, str(view.device), view.precision
+    return (built, str(view.device), view.precision) if isinstance(built, tuple) else None
 
 
 # evaluation
