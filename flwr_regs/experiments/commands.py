@@ -197,9 +197,13 @@ def _draw_ranks(title: str, of: Sequence[Results], folder: Path, look: Look | No
 
 
 def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) -> dict[str, Point]:
-    """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs."""
+    """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs.
+
+    Of methods that were written into experiment.toml since, too.
+    """
     _, made = card_files.of_folder(folder)
-    if experiment.tunes and "chosen" not in made:
+    before = made.get("chosen", {})
+    if experiment.tunes and not experiment.rows_of(panel).keys() <= before.keys():
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
 
@@ -209,8 +213,8 @@ def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) 
             return recorded(trials, folder / "tuning")
 
         outcomes = tuning.tuned(experiment, panel, train)
-        made["chosen"] = {label: outcome.pop("point") for label, outcome in outcomes.items()}
-        made["tuning"] = outcomes
+        chosen = {label: outcome.pop("point") for label, outcome in outcomes.items()}
+        made["chosen"], made["tuning"] = chosen | before, outcomes | made.get("tuning", {})
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 

@@ -113,8 +113,12 @@ def points(spaces: Sequence[Space], trials: int) -> list[Point]:
 
 def is_grid(spaces: Sequence[Space], trials: int) -> bool:
     """Return whether all combinations of values are tried: they are few."""
-    combinations = prod(len(space.choices) for space in spaces)
-    return 0 < combinations <= trials
+    return 0 < grid_size(spaces) <= trials
+
+
+def grid_size(spaces: Sequence[Space]) -> int:
+    """Return how many combinations of values there are; 0 if one space is a range."""
+    return prod(len(space.choices) for space in spaces)
 
 
 def edges(point: Point, tried: Sequence[Point]) -> dict[str, bool]:

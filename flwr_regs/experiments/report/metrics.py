@@ -42,6 +42,8 @@ MEANS: tuple[str, ...] = ("rounds_to_target", "mb_to_target", "mb", "mb_down_tur
 MEANS += ("seconds", "processor_seconds")
 OF_ALL = ("last5", "final")
 """Accuracies to which a run that diverged adds the untrained model's: it is not left out."""
+TO_TARGET = ("rounds-to", "seconds-to", "megabytes-to", "gradients-to")
+"""What a run took to reach the target accuracy, also one that diverged later."""
 SOME = ("epsilon", "delta", "clipped", "own", "personal", "averaged")
 """Figures that a row has only where its runs have them."""
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
@@ -108,8 +110,8 @@ def of_runs(runs: Sequence[RunRecord], first: str = "") -> pd.DataFrame:
     """Return what each run adds to means, by label and seed: its metrics, and the columns of a table.
 
     NaN where it has none, or does not count: a run that diverged counts only in the accuracies of
-    :data:`OF_ALL`, one that stopped in none. With the label of the `first` method, its number is subtracted
-    from the metrics beside it, seed by seed.
+    :data:`OF_ALL` and in :data:`TO_TARGET`, one that stopped in none. With the label of the `first` method,
+    its number is subtracted from the metrics beside it, seed by seed.
     """
     import pandas as pd
 
@@ -129,6 +131,7 @@ def _counted(run: RunRecord) -> dict[str, Any]:
     row: dict[str, Any] = {status: run.status == status for status in ENDS}
     row["failures"] = run.rejected
     if run.ended:
+        row |= {name: of_run[name] for name in TO_TARGET}
         reached, mb = of_run["rounds-to"], of_run["megabytes-to"]
         row |= {"reached": reached is not None, "rounds_to_target": reached, "mb_to_target": mb}
     if run.rounds:
@@ -260,13 +263,13 @@ def collapsed(run: RunRecord) -> bool:
 def exploded(run: RunRecord) -> bool:
     """Return whether a run's test loss ends far above the untrained model's: see :data:`EXPLODED`.
 
-    A loss that is no number is None in a record that was read.
+    A loss that is no number, which is None in a record that was read, has exploded.
     """
-    first, last_test = run.test[0], run.test[-1]
-    if first["round"] or first.get("loss") is None or "loss" not in last_test:
-        return False
-    ends = last_test["loss"]
-    return ends is None or not ends <= EXPLODED * max(first["loss"], 1.0)
+    first, ends = run.test[0], run.test[-1].get("loss", 0.0)
+    if ends is None or not np.isfinite(ends):
+        return True
+    begins = None if first["round"] else first.get("loss")
+    return begins is not None and bool(ends > EXPLODED * max(begins, 1.0))
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
@@ -323,9 +326,10 @@ def _flaws(run: RunRecord) -> dict[str, str]:
         begins = f"{seed} begins at {run.untrained:.1%}, its best is {highest}"
         flaws["idle"] = f"{begins}: try another lr, or more rounds"
     if exploded(run):
-        first, ends = (run.test[at]["loss"] for at in (0, -1))
-        ends = "no number" if ends is None else f"{ends:.3g}"
-        loss = f"the test loss of {seed} ends at {ends}, and was {first:.3g} before training"
+        numbers = [test.get("loss") or np.nan for test in (run.test[0], run.test[-1])]
+        first, ends = (f"{x:.3g}" if np.isfinite(x) else "no number" for x in numbers)
+        when = f"after round {begun}" if (begun := run.test[0]["round"]) else "before training"
+        loss = f"the test loss of {seed} ends at {ends}, and was {first} {when}"
         flaws["exploded"] = f"{loss}: try a smaller lr"
     if collapsed(run):
         ends = f"{seed} ends at {run.accuracy[-1]:.1%}"

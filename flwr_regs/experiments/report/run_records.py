@@ -148,9 +148,10 @@ class RunRecord:
     def keep_clients(self, accuracies: np.ndarray[Any, Any]) -> None:
         """Keep each client's accuracy with the final model; NaN: it has none."""
         known = accuracies[~np.isnan(accuracies)]
-        spread = {"mean": known.mean(), "std": known.std(), "worst": known.min()}
         self.per_client = {"clients": strict(accuracies.tolist())}
-        self.per_client |= {name: float(value) for name, value in spread.items()}
+        if known.size:
+            spread = {"mean": known.mean(), "std": known.std(), "worst": known.min()}
+            self.per_client |= {name: float(value) for name, value in spread.items()}
 
     @property
     def rejected(self) -> int:
@@ -278,9 +279,10 @@ def read(path: Path) -> RunRecord:
 
 
 def diverged(error: str, rounds: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a round failed because numbers left the finite ones."""
-    last: Iterable[str] = rounds[-1].get("failures", {}).values() if rounds else ()
-    return all(map(NOT_FINITE.search, (error, *last)))
+    """Return whether a round failed because numbers left the finite ones, of half of the clients."""
+    last = [*rounds[-1].get("failures", {}).values()] if rounds else []
+    lost = [text for text in last if NOT_FINITE.search(text)]
+    return bool(NOT_FINITE.search(error)) and 2 * len(lost) >= len(last)
 
 
 def strict(value: Any) -> Any:

@@ -96,7 +96,7 @@ class ServerTest:
     def expected_accuracies(self) -> Any:
         """Return each client's expected accuracy on new data of its label distribution: ``(clients,)``.
 
-        It is that of the model whose outputs were kept last.
+        It is that of the model whose outputs were kept last; NaN without a test example of its labels.
         """
         assert self.last is not None
         counts = self.clients.label_counts
@@ -104,4 +104,5 @@ class ServerTest:
         there = torch.bincount(self.y, minlength=counts.shape[1]).cpu().numpy()
         hits = torch.bincount(self.y, right, minlength=counts.shape[1]).cpu().numpy()
         seen = counts / counts.sum(1, keepdims=True) * (there > 0)  # no test data tells nothing
-        return seen @ (hits / np.maximum(there, 1)) / np.maximum(seen.sum(1), 1e-12)
+        share = np.where(seen.any(1), seen.sum(1), np.nan)
+        return seen @ (hits / np.maximum(there, 1)) / share

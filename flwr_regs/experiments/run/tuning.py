@@ -12,7 +12,7 @@ import numpy as np
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.space import Point, edges, points, shown
+from flwr_regs.experiments.space import Point, edges, grid_size, points, shown
 
 Train = Callable[[Sequence[Run]], Mapping[tuple[str, int], RunRecord]]
 """Trains what is missing of some trials, and returns the records of all, by label and seed."""
@@ -23,8 +23,9 @@ MORE = 3
 def tuned(experiment: Experiment, panel: Panel, train: Train) -> dict[str, dict[str, Any]]:
     """Return label -> what tuning chose (``point``), and among what.
 
-    ``trials`` is how many points were tried, ``widened`` the keys whose range was widened, and ``edge``
-    those at the edge of what was tried.
+    ``trials`` is how many points were tried, ``budget`` how many before a range was widened, ``widened``
+    the keys of such ranges, and ``edge`` those at the edge of what was tried. ``grid`` is the size of a
+    grid that has more points than may be tried; else 0.
 
     All methods have equal budgets. Where the best point of the first rung has the lowest or the highest
     value of a range, a third as many points are tried beyond it, once. The best point has the highest mean
@@ -58,6 +59,8 @@ class _Method:
         self.rungs = experiment.rungs_of(panel, label)
         self.tried = experiment.points_of(self.row)
         self.left = [*self.tried]
+        combinations = grid_size(experiment.spaces_of(self.row))
+        self.grid = combinations if combinations > len(self.tried) else 0
         self.widened: list[str] = []
         self.scores: dict[str, tuple[float, ...]] = {}  # point -> whole, last rung, mean
 
@@ -112,6 +115,8 @@ class _Method:
         return {
             "point": best,
             "trials": len(self.tried),
+            "budget": len(self.experiment.points_of(self.row)),
+            "grid": self.grid,
             "widened": self.widened,
             "edge": [*edges(best, self.tried)],
         }
@@ -124,13 +129,14 @@ def notes(
     said, tried = [], set[Any]()
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
-        best = f"{shown(point, ' = ')}; the best of {outcome['trials']} on held-out data"
+        grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
+        best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
-        if point and not outcome.get("widened"):  # which adds to the budget, as for every method
-            tried.add(outcome["trials"])
+        if point:  # a range that is widened adds to the budget, as for every method
+            tried.add(outcome.get("budget"))
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said

@@ -4,8 +4,8 @@ Everything that one client sends and that moves others goes through the strategy
 
 - the **updates**, all trained parameters of a client as one vector;
 - each **buffer** as a vector of its own;
-- what a term's `fold` says it `adds` up over the clients, as one vector a term. The sum becomes n times the
-  aggregate;
+- what a term's `fold` says it `adds` up over the clients, as one vector a term. The sum becomes the
+  aggregate times the number of replies;
 - what a term hands to ``ctx.aggregated``.
 
 If the aggregator selects clients (Krum), it does so once in a round, by the updates. Buffers and uploads

@@ -243,7 +243,7 @@ class Population(Snapshots):
                 both = f"nodes {other} and {node} both serve partition-id {pid}"
                 self.refused[node] = f"{both}; give each --node-config a partition-id of its own"
                 continue
-            if pid in self.nodes:
+            if self.nodes.get(pid, node) != node:
                 LOG.info("partition %d is now served by node %d (restarted)", pid, node)
             placed[pid] = node
             self._known.add(node)

@@ -165,8 +165,9 @@ def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
     assert "the test loss of seed 1 ends at 70.2, and was 1 before training" in said
     (row,) = metrics.rows([lost])
     assert row["collapsed"] == 1
-    for loss in (math.nan, None, 10.1):
-        lost.test[-1]["loss"] = loss
+    for loss, before in ((math.nan, 1.0), (None, None), (10.1, 1.0)):
+        lost.test[-1]["loss"], lost.test[0]["loss"] = loss, before
+        assert metrics.warnings([lost])
         assert metrics.exploded(lost)
     lost.test[0]["loss"], lost.test[-1]["loss"] = 0.02, 0.25  # of a model that had learned before
     assert not metrics.exploded(lost)

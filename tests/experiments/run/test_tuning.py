@@ -60,6 +60,8 @@ def test_an_eighth_a_quarter_and_half_of_the_rounds_for_12_4_and_2_points() -> N
         assert outcomes[label] == {
             "point": {"lr": rates[0]},
             "trials": 12,
+            "budget": 12,
+            "grid": 0,
             "widened": [],
             "edge": [],
         }
@@ -94,7 +96,10 @@ def test_a_range_is_widened_once_where_the_best_is_at_its_edge(
 
 def test_what_is_at_the_edge_of_a_widened_range_is_said() -> None:
     outcomes, _ = tuned(bench("lr=0.02..1"), near(1000.0))
-    (said,) = tuning.notes({"FedAvg": {"lr": 6.6}}, outcomes)
+    outcomes["FedADC"] = {"trials": 2, "budget": 2, "grid": 5, "widened": [], "edge": []}
+    said, other, unequal = tuning.notes({"FedAvg": {"lr": 6.6}, "FedADC": {"lr": 1.0}}, outcomes)
+    assert "the best of 2 of 5 points of a grid on held-out data" in other
+    assert "the budgets are not equal" in unequal
     assert outcomes["FedAvg"]["edge"] == ["lr"]
     assert said.endswith("(lr is at the edge of what was tried, which was widened)")
     assert "the best of 16 on held-out data" in said
