@@ -37,8 +37,7 @@ TABLES = Path(__file__).with_name("tables.txt")
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_regs.experiments.report.drawing.save", lambda *_, **__: [])
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "card.toml").write_text(CARD)

@@ -231,7 +231,6 @@ def test_a_grid_of_flowers_gives_the_same_and_says_that_clients_lack(
 def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the checkout if the server runs there, else at home; ``out`` decides if set."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     assert server_app.results_folder("").parent == tmp_path / "home" / "flwr-regs-results"
     assert server_app.results_folder(str(tmp_path / "mine")) == tmp_path / "mine"
     with pytest.raises(ValueError, match="'out' must be an absolute path"):
