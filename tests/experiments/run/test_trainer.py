@@ -80,9 +80,6 @@ def test_a_bounded_test_takes_some_of_the_examples(tests: list[int]) -> None:
 
 
 def test_settings_reach_the_server_and_the_clients() -> None:
-    how = {"methods": "FedAvg", "rounds": 1, "local_steps": 1}
-    whole, half = (trained(wire_dtype=w, **how)["FedAvg"].rounds[0] for w in ("", "bfloat16"))
-    assert 0.5 < half["bytes_down"][0] / whole["bytes_down"][0] < 0.53
     private = {"dp_clip_norm": 0.5, "dp_noise": 4.0, "dp_delta": 1e-4, "weighting": "uniform"}
     (record,) = trained(methods="FedADC", fraction_train=0.5, **private, **QUICK).values()
     assert record.rounds[-1]["delta"] == 1e-4
