@@ -1,13 +1,19 @@
-"""A user's files that a test has loaded are gone after it, as in a new process. One picture is drawn."""
+"""Each test has a folder of its own; what it loaded of it is gone after it. One picture is drawn."""
 
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flwr_regs.experiments.report import results
 from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

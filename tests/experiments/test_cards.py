@@ -4,9 +4,9 @@ commands.txt has what is refused.
 """
 
 import csv
+import itertools
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.cards import card_files, card_report, choices
 from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import catalogue
-from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
+from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.report.results import Results
 from flwr_regs.methods.registry import METHODS
 from tests.experiments.report.test_results import GOOD
 from tests.experiments.report.test_results import run as record_of
+from tests.experiments.test_cli import run
 from tests.experiments.test_commands import CARD
 from tests.experiments.test_user_code import OWN
 
@@ -37,15 +38,10 @@ TABLES = Path(__file__).with_name("tables.txt")
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_regs.experiments.report.drawing.save", lambda *_, **__: [])
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "card.toml").write_text(CARD)
-
-
-def run(*args: str) -> int:
-    return cli.main([*args])
 
 
 def rows(folder: str) -> list[dict[str, str]]:
@@ -179,14 +175,6 @@ def test_a_mean_over_some_of_the_seeds_is_marked() -> None:
     assert re.search(r"FedAvg +72.00 ± 31.11 +3 \(1 of 2\)\n", text)
 
 
-def runs_of(card: Experiment) -> Iterator[Run]:
-    """Yield a card's runs of one seed: at each level, in each panel, of each method."""
-    for level in choices.levels(card):
-        one = replace(choices.at(card, level), seeds=card.seeds[:1], tune=())
-        for panel in one.fair().panels:
-            yield from one.fair().tests(panel)
-
-
 @pytest.mark.parametrize("name", CARDS)
 def test_every_card_is_whole(name: str) -> None:
     card = load(name)
@@ -219,12 +207,15 @@ def test_the_tables_are_copied_right() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", CARDS)
 def test_every_model_of_every_panel_suits_its_methods(name: str) -> None:
-    checked = set()
-    for one in runs_of(load(name)):
-        key = (one.settings.model_arguments, one.method, str(one.settings.train_config))
-        if key not in checked:
-            one.check()
-        checked.add(key)
+    """At each level, in each panel."""
+    card, checked = load(name), set()
+    for level in choices.levels(card):
+        fair = replace(choices.at(card, level), seeds=card.seeds[:1], tune=()).fair()
+        for one in itertools.chain(*map(fair.tests, fair.panels)):
+            key = (one.settings.model_arguments, one.method, str(one.settings.train_config))
+            if key not in checked:
+                one.check()
+            checked.add(key)
 
 
 @pytest.mark.timeout(900)  # some have large models

@@ -34,12 +34,6 @@ QUICK = ["rounds=2", "local-epochs=1", "num-clients=4"]
 OURS = "methods=FedAvg, FedFOR+mine.py:Decay"
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own."""
-    monkeypatch.chdir(tmp_path)
-
-
 def run(*args: str) -> int:
     return cli.main([*args])
 

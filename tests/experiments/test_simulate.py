@@ -22,9 +22,8 @@ METHODS = "FedAvg, FedFOR(alpha=0.1)"
 
 
 def test_it_is_quiet_and_gives_the_numbers_of_the_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     result = simulate(METHODS, seeds=(1, 2), **QUICK)
     assert capfd.readouterr() == ("", "")
@@ -167,10 +166,7 @@ def test_a_forward_that_writes_to_its_inputs_leaves_the_data_as_they_are() -> No
     assert datasets.load("digits").test_x.min() == 0
 
 
-def test_pictures_of_ones_own_that_have_changed_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_pictures_of_ones_own_that_have_changed_are_read_again(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "data_dir": "here",
         "dataset": "image-folder(size=8)",

@@ -44,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 def test_a_file_is_one_module_however_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     (folder / "link.py").symlink_to(folder / "mine.py")

@@ -389,7 +389,7 @@ def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
 
 
 def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     results = Results([recorded(label, [0.5, 0.6]) for label in ("A", "B(x=1, y=2)", "C")])
     (alone,) = artists(results.plot(methods=["C"]), "mean C")
@@ -402,7 +402,6 @@ def test_some_rows_and_a_part_of_the_axis_are_drawn_and_what_is_none_is_refused(
     assert not picture.flaws
     with pytest.raises(ValueError, match=r"no row 'B'.*it has A, B"):
         results.plot(methods=["B"])
-    monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "rounds=1", "num-clients=2", "examples=60", "out=a"]) == 0
     drawn = Path("a/accuracy.png").read_bytes()
     assert cli.main(["plot", "a", "--methods", "FedAvg", "--accuracy", "98..99"]) == 0

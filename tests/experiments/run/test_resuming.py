@@ -30,11 +30,6 @@ MARK = "FLWR_REGS_TEST_MARK"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @contextlib.contextmanager
 def started(*line: str) -> Iterator[subprocess.Popen[bytes]]:
     """A command in a process group of its own, as at a terminal; all that it starts ends with it."""

@@ -80,9 +80,6 @@ def test_a_bounded_test_takes_some_of_the_examples(tests: list[int]) -> None:
 
 
 def test_settings_reach_the_server_and_the_clients() -> None:
-    how = {"methods": "FedAvg", "rounds": 1, "local_steps": 1}
-    whole, half = (trained(wire_dtype=w, **how)["FedAvg"].rounds[0] for w in ("", "bfloat16"))
-    assert 0.5 < half["bytes_down"][0] / whole["bytes_down"][0] < 0.53
     private = {"dp_clip_norm": 0.5, "dp_noise": 4.0, "dp_delta": 1e-4, "weighting": "uniform"}
     (record,) = trained(methods="FedADC", fraction_train=0.5, **private, **QUICK).values()
     assert record.rounds[-1]["delta"] == 1e-4
@@ -231,7 +228,6 @@ def test_a_grid_of_flowers_gives_the_same_and_says_that_clients_lack(
 def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the checkout if the server runs there, else at home; ``out`` decides if set."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     assert server_app.results_folder("").parent == tmp_path / "home" / "flwr-regs-results"
     assert server_app.results_folder(str(tmp_path / "mine")) == tmp_path / "mine"
     with pytest.raises(ValueError, match="'out' must be an absolute path"):

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 
 import flwr_regs as fr
-from tests.conftest import Log
+from tests.conftest import Log, make_model
+from tests.flower.clients.test_plain_clients import plain_app
 from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback, npy
 from tests.server.exchange.test_fuzz import recorded
 
@@ -151,7 +151,7 @@ REPLIES: dict[str, tuple[Change, str]] = {
         )
     },
     "round -1": (with_config("server-round", -1), "belongs to round -1, not to "),
-    "another round": (with_config("server-round", 7), "belongs to round 7, not to "),
+    "another round": (with_config("server-round", 7), "('server-round')"),
     "no round": (with_config("server-round"), "belongs to round None, not to "),
     "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
     "a name twice": (twice("_orig_mod."), "'0.weight' cannot be read: it came twice"),
@@ -173,35 +173,9 @@ def test_accident_in_a_reply(what: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "unpickled" not in capsys.readouterr().out
 
 
-def test_accident_the_first_reply_again() -> None:
-    """Of any kind: what was said in round 1 does not count in round 2."""
-    first: dict[str, RecordDict] = {}
-
-    def how(kind: str, number: int, content: RecordDict) -> RecordDict:
-        return first.setdefault(kind, content)
-
-    for method, probed in (("FedFOR", False), ("RFedAvgPlus", True)):
-        first.clear()
-        strategy = CASES[method].start(Playback(recorded(method)[0], how))
-        assert strategy.history[1]["replies"] == OTHERS
-        assert (BAD in strategy.history[0]["replies"]) != probed  # its recorded probe is all it has
-        failures = strategy.history[1]["failures"], strategy.history[1]["evaluate"]["failures"]
-        for why, what in zip(failures, ("probe" if probed else "reply", "evaluation"), strict=True):
-            said = f"the {what} of client {BAD} belongs to round 1, not to 2 ('server-round')"
-            assert why == {BAD: said}
-
-
-class Plain(NumPyClient):
-    """A client of Flower's, as it is."""
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [a + 1 for a in parameters], 1, {}
-
-
 def test_a_message_that_is_given_to_another_round_is_none_of_its_replies() -> None:
     """Also where the client names no round, as Flower's own do not."""
-    app = fr.client_app(lambda context: Plain())
-    grid, arrays = fr.InProcessGrid(app, 2), ArrayRecord({"w": Array(np.zeros(2))})
+    grid, arrays = fr.InProcessGrid(plain_app(), 2), ArrayRecord(make_model().state_dict())
     strategy, config = fr.FedAvg(min_available_nodes=2, min_replies=1), ConfigRecord()
     strategy.prepare(2)
     first: list[Message] = []
@@ -269,6 +243,10 @@ EVALUATIONS: dict[str, tuple[Change, str]] = {
     "nothing": (lambda _: RecordDict(), "holds no MetricRecord"),
     "silent": (lambda _: None, "no reply"),
     "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "more than 1000"),
+    "another round": (
+        with_config("server-round", 7),
+        "the evaluation of client 3 belongs to round 7",
+    ),
 }
 
 
@@ -288,6 +266,10 @@ PROBES: dict[str, tuple[Change, str]] = {
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
     "none": (lambda _: RecordDict(), "arrays [], expected ['delta']"),
+    "another round": (
+        with_config("server-round", 7),
+        "the probe of client 3 belongs to round 7, not",
+    ),
 }
 
 
