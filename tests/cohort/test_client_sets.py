@@ -544,3 +544,17 @@ def test_a_round_that_is_tried_again_begins_with_private_entries_as_they_were() 
         models.append(run(strategy, fr.InProcessGrid(clients_of([flaky] * 5))))
         assert len(strategy.history[0].get("attempts", [])) == fails
     close(*models, 0.0)
+
+
+def test_after_a_round_without_a_usable_reply_an_apps_client_tests_what_it_had() -> None:
+    def client_fn(context: Any) -> Any:
+        k, model = context.node_config["partition-id"], perceptron()
+        model[0].bias.requires_grad_(k % 2 == 0)  # half against half: no reply is used
+        return fr.FedPerClient(model, loader(k), DataLoader(TensorDataset(*pair(k)), 8))
+
+    told = []
+    for grid in (fr.InProcessGrid, partial(fr.StackedGrid, memory=1)):
+        run(strategy := fr.FedPer("1.*", seed=3), grid(fr.client_app(client_fn), 4), rounds=1)
+        assert not strategy.history[0]["replies"]
+        told.append(strategy.history[0]["evaluate"]["clients"])
+    assert told[0] == told[1]

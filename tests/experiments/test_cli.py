@@ -227,6 +227,11 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on(
     Path("here/runs/FedAvg-seed2.jsonl").unlink()
     assert run("bench", "--resume", "here", "code-dir=.") == status
     assert card_files.of_folder(Path("here"))[1]["command"] == made["command"]
+    card.write_text(text.replace("[methods]", '[methods]\nNew = "FedProx(mu=0.1)"'))
+    run("bench", "--resume", "here")
+    chosen = card_files.of_folder(Path("here"))[1]["chosen"]
+    assert chosen.pop("FedProx(mu=0.1)")
+    assert chosen == made["chosen"]
 
 
 def test_what_is_tuned_and_where_own_code_is_are_not_in_the_name_of_a_row() -> None:

@@ -101,3 +101,11 @@ def test_a_folder_that_is_in_use_or_on_a_full_disk_gets_a_sentence(
         assert said.endswith(
             f"(No space left on device: make room); all written before is kept{ends}"
         )
+
+
+def test_a_run_diverged_if_half_of_its_clients_left_the_numbers() -> None:
+    failures = {0: "array 'w' holds NaN", 1: "Expected more than 1 value per channel"}
+    assert records.diverged("0 usable replies: NaN", [{"failures": failures}])
+    assert not records.diverged(
+        "0 usable replies: NaN", [{"failures": failures | {2: "no memory"}}]
+    )

@@ -100,6 +100,14 @@ def test_personalisation_and_covering_cohorts_run_from_settings() -> None:
     assert np.mean([c["personal-accuracy"] for c in told]) > np.mean([c["accuracy"] for c in told])
 
 
+def test_a_client_without_a_test_example_of_its_labels_has_no_accuracy() -> None:
+    test: Any = ServerTest.__new__(ServerTest)
+    test.y = test._targets = torch.tensor([0, 1])
+    test.last = torch.eye(3)[:1].expand(2, 3)  # class 0, each time
+    test.clients = SimpleNamespace(label_counts=np.array([[1, 3, 4], [0, 0, 8]]))
+    np.testing.assert_allclose(test.expected_accuracies(), [0.25, np.nan])
+
+
 @pytest.mark.parametrize("methods", ["FedBN+FedADC", "FedPer('12.*')", "FedBN+Ditto"])
 def test_clients_test_what_is_private_or_in_their_own_domain(methods: str) -> None:
     given = {"dataset": "digits-domains", "partition": "iid", "examples_per_client": 100}
