@@ -10,8 +10,8 @@ from typing import Any
 from flwr.clientapp import ClientApp
 
 from flwr_regs.chain import named
+from flwr_regs.client.client_sets import ClientSets
 from flwr_regs.client.member import Identity
-from flwr_regs.cohort.client_sets import ClientSets
 from flwr_regs.flower.app import MessageContext, client_app
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.compat import Mod

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.cohort import processes, stacked_training
+from flwr_regs.cohort import stacked_training
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.testing import problem
+from flwr_regs.wire import worker_pool
 from tests import conftest
 from tests.conftest import Items, Log, close
 from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
@@ -187,9 +188,9 @@ def test_clients_of_a_stack_whose_process_is_killed_train_one_by_one() -> None:
 def test_arrays_pass_between_processes_and_leave_no_file(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     sent = {"a": np.arange(3), "none": np.zeros(0), "b": np.ones(2)}
-    processes._send(here, [str(tmp_path / "full"), str(tmp_path)], sent)  # the first has no room
+    worker_pool._send(here, [str(tmp_path / "full"), str(tmp_path)], sent)  # the first has no room
     assert len([*tmp_path.iterdir()]) == 1
-    assert processes._read(there)["b"].tolist() == [1.0, 1.0]
+    assert worker_pool._read(there)["b"].tolist() == [1.0, 1.0]
     assert not any(tmp_path.iterdir())
 
 

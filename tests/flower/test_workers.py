@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, client_app
-from flwr_regs.cohort import processes
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
+from flwr_regs.wire import worker_pool
 from tests.conftest import ROOT, drawn, start, until
 
 CLIENTS = 4
@@ -75,7 +75,7 @@ def client_fn(context: Context) -> NumPyClient:
         raise OSError("no disk here")
     if pid == 2 and "dies" in config and Path(str(config["dies"])).exists():
         Path(str(config["dies"])).unlink()
-        processes.Connection.send = half_sent
+        worker_pool.Connection.send = half_sent
     kind = getattr(fr, str(config["method"]) + "Client")
     if config.get("mixed"):  # two clients for a stack, and two that train by themselves
         calls = context.state.config_records.get("calls", {"n": 0})["n"]
@@ -149,7 +149,7 @@ def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "wait", interrupted)
+        patch.setattr(worker_pool, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             messages_to(pair[1], [3])
     assert len(old) == 2
@@ -226,7 +226,7 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = client_app(lambda context: Counting(context))
-    monkeypatch.setattr(processes, "pickler", pickle)
+    monkeypatch.setattr(worker_pool, "pickler", pickle)
     with pytest.raises(TypeError, match=r"workers=2: this app cannot be sent .* in a module"):
         InProcessGrid(app, 3, workers=2)
     with pytest.raises(ValueError, match="workers must be a whole number of at least 1, not"):
@@ -234,17 +234,17 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
 
 
 def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
-    ends = processes.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
+    ends = worker_pool.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
     with pytest.raises(RuntimeError, match="if __name__ == '__main__'"):
         [*ends.answers([0], lanes=[0])]
 
 
 SCRIPT = """
 from pathlib import Path
-from flwr_regs.cohort import processes
+from flwr_regs.wire import worker_pool
 from tests.flower.test_workers import a_grid, messages_to, pool
 if __name__ == "__main__":
-    processes.SHARED = Path(__file__).parent
+    worker_pool.SHARED = Path(__file__).parent
     grid = a_grid(2)
     messages_to(grid, [0, 1])
     print(*(p.pid for p in pool(grid)), flush=True)
@@ -266,8 +266,8 @@ def test_no_worker_outlives_the_grids_process_and_the_next_grid_removes_what_it_
     assert len(pids) == 2
     until("the workers are gone", lambda: not any(map(alive, pids)), 30)
     (left,) = tmp_path.glob("flwr-regs-*")
-    monkeypatch.setattr(processes, "SHARED", tmp_path)
-    release = processes.claim(left / ".lock")
+    monkeypatch.setattr(worker_pool, "SHARED", tmp_path)
+    release = worker_pool.claim(left / ".lock")
     a_grid(2)
     assert left.is_dir()  # in use
     release()

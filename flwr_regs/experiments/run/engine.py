@@ -21,7 +21,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_regs import InProcessGrid, StackedGrid, client_app
-from flwr_regs.cohort.processes import Ended, News, WorkerPool, tell
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
@@ -36,6 +35,7 @@ from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.references import References
 from flwr_regs.experiments.run.trainer import Trainer, begun
 from flwr_regs.experiments.user_code import staying
+from flwr_regs.wire.worker_pool import Ended, News, WorkerPool, tell
 
 
 def execute(

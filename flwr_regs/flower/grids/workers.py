@@ -16,9 +16,9 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flwr_regs.cohort.processes import Ended, WorkerPool
 from flwr_regs.flower.compat import identify
 from flwr_regs.flower.node import copied, failure
+from flwr_regs.wire.worker_pool import Ended, WorkerPool
 
 SETTINGS = ("default_dtype", "float32_matmul_precision", "deterministic_debug_mode")
 
