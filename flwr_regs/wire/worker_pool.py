@@ -218,8 +218,19 @@ def _end(running: dict[Connection, BaseProcess]) -> None:
         process.join()
 
 
-def _serve(connection: Connection, make: Callable[[Any], Any], threads: int, level: int) -> None:
+def _serve(*given: Any) -> None:
     """Answer tasks in a process of its own, until the asking process is gone."""
+    try:
+        _answer_tasks(*given)
+    except OSError:  # a pipe that is broken, or a folder that is away
+        asking = multiprocessing.parent_process()
+        if asking is None or asking.is_alive():
+            raise
+
+
+def _answer_tasks(
+    connection: Connection, make: Callable[[Any], Any], threads: int, level: int
+) -> None:
     import torch  # not where the server is
 
     # Ctrl-C goes to the process that asks, too, which ends this one
