@@ -409,7 +409,7 @@ def _verify(args: Namespace) -> int:
             for panel, place in places(kept, folder)
             if panel in panels and (place / "runs").is_dir()
             for run in again.tests(panel, chosen_of(kept, place))
-            if kept.rows_of(panel)[run.label] in wanted
+            if kept.rows_of(panel)[run.label] in wanted or run.label == args.methods
             for record in recorded([run], place).values()
             if record.ended
         ]
