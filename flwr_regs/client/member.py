@@ -184,7 +184,7 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     """
     if client.eval_data is None:
         raise ValueError(
-            f"{client.identity.who} was built without eval_data; pass it, or set fraction_evaluate=0"
+            f"this {client.identity.who} has no test data: pass eval_data, or set fraction_evaluate=0"
         )
     over_data = measures(client)
     term, slots, config = evaluated(message, held, over_data.model, client.identity)
