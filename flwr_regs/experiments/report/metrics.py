@@ -29,7 +29,7 @@ EXPLODED = 10.0
 A loss below 1 differs by as much where a model has learned.
 """
 ENDS = {
-    "diverged": "diverged (they count in the means as untrained, {untrained:.1%})",
+    "diverged": "diverged (they count in the means as {as_what})",
     "failed": "failed",
     "unfinished": "unfinished, and left out of the means",
 }
@@ -285,7 +285,9 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
         flaws = [(run, _flaws(run)) for run in of_label]
         for kind, what in FLAWS.items():
             if bad := [(run, of_run[kind]) for run, of_run in flaws if kind in of_run]:
-                what = what.format(untrained=np.mean([run.untrained for run, _ in bad]))
+                first = f"untrained, {np.mean([run.untrained for run, _ in bad]):.1%}"
+                known = any(run.test[:1] and not run.test[0]["round"] for run, _ in bad)
+                what = what.format(as_what=first if known else "0%: nobody tested them untrained")
                 sentences.append(f"{label}: {len(bad)} of {seeds} {what}; {bad[0][1]}")
         logged = [text for run in of_label for text in run.warnings]
         logged += [e["divergence"] for run in whole for e in run.rounds if "divergence" in e]
