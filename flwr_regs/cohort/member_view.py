@@ -359,7 +359,9 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
         picked = below.gather(0, chosen).squeeze(0) - below.exp().sum(0).log()
     else:
         picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
-    mean: Tensor = -(picked * counts).sum() / counts.sum()
+    n = counts.sum()
+    # of no example torch's is NaN, and its gradient 0
+    mean: Tensor = -(picked * counts).sum() / n.clamp(min=1) + torch.where(n == 0, torch.nan, 0.0)
     return mean
 
 
@@ -372,12 +374,12 @@ def _embedded(indices: Tensor, weight: Tensor, padding_idx: int | None, **how: A
     return torch.where(is_padding, output.detach(), output)
 
 
-def _one_hot(misread: list[Tensor], indices: Tensor, num_classes: int = -1) -> Tensor:
+def _one_hot(misread: list[Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
     """Return a vector for each class; torch's own cannot look at the numbers within a gradient."""
-    if num_classes < 1 or indices.dtype != torch.int64:
-        return nn.functional.one_hot(indices, num_classes)
-    misread.append(_out_of_range(indices, num_classes))
-    return (indices.unsqueeze(-1) == torch.arange(num_classes, device=indices.device)).long()
+    if num_classes < 1 or input.dtype != torch.int64:
+        return nn.functional.one_hot(input, num_classes)
+    misread.append(_out_of_range(input, num_classes))
+    return (input.unsqueeze(-1) == torch.arange(num_classes, device=input.device)).long()
 
 
 def _out_of_range(indices: Tensor, rows: int) -> Tensor:

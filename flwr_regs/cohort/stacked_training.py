@@ -7,7 +7,6 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -594,8 +593,11 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
     constants = [t.detach().flatten().view(torch.uint8) for t in graph.state_dict().values()]
     key = *code, _forms(given), *(t.cpu().numpy().tobytes() for t in constants)
     if key not in _STEPS:
-        own = copy.deepcopy(graph)  # the user may change the tensors that it holds
-        _STEPS[key] = torch._inductor.compile(own, given, options=OPTIONS)
+        for module in graph.modules():  # the user may change the tensors that it holds
+            held = {**module._buffers, **module._parameters}
+            module._parameters.clear()
+            module._buffers |= {n: t.detach().clone() for n, t in held.items() if t is not None}
+        _STEPS[key] = torch._inductor.compile(graph, given, options=OPTIONS)
     return _STEPS[key]
 
 

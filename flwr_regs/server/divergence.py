@@ -11,6 +11,8 @@ Before the model moves, the guard looks for a client whose reply does not belong
 - zeros do not count for the median. Where fewer than three clients send others, the median of the last
   five rounds is in its place; without such rounds, in a cohort of two the smaller value, and for a buffer
   its own length;
+- a buffer's change counts as zero if rounding makes such a one of numbers near 1. For a buffer that is
+  itself no longer than that, the length of the usual update is in place of its own;
 - a variance of BatchNorm is negative;
 - the mean ``Σ ω_k Δ_k``, or the step that the terms make of it (a momentum, an adaptive rate, a user's
   `update`), is over 1,000 times as long as the median of the last five, and over 10 times as long as the
@@ -165,10 +167,12 @@ class DivergenceGuard(Snapshots):
                 if (kind := base[name].dtype.kind) in "fiu":
                     given, what = math.sqrt(square_sum(base[name])), f"change of '{name}'"
                     times = {} if kind == "f" else bounds  # whole numbers may count steps
-                    noise = ROUNDING**2 * base[name].size * (kind == "f")
+                    eps = np.finfo(base[name].dtype).eps if kind == "f" else 0.0
+                    noise = min(eps, ROUNDING) ** 2 * base[name].size
                     real = {p: s * (s > noise) for p, s in squares[name].items()}
-                    if real != squares[name]:  # such as a mean behind BatchNorm
-                        given = max(given, math.sqrt(usual))
+                    # such as a mean behind BatchNorm
+                    if real != squares[name] and given**2 <= noise:
+                        given = math.sqrt(usual)
                     wrong |= self._beyond(this_round, what, real, times, given)
             self._leave_out(this_round, wrong)
         square = sum(square_sum(means[n]) for n in updates.trained)

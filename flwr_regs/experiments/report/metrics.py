@@ -328,8 +328,10 @@ def _flaws(run: RunRecord) -> dict[str, str]:
         begins = f"{seed} begins at {run.untrained:.1%}, its best is {highest}"
         flaws["idle"] = f"{begins}: try another lr, or more rounds"
     if exploded(run):
-        numbers = [test.get("loss") or np.nan for test in (run.test[0], run.test[-1])]
-        first, ends = (f"{x:.3g}" if np.isfinite(x) else "no number" for x in numbers)
+        first, ends = (
+            "no number" if (x := test.get("loss")) is None or not np.isfinite(x) else f"{x:.3g}"
+            for test in (run.test[0], run.test[-1])
+        )
         when = f"after round {begun}" if (begun := run.test[0]["round"]) else "before training"
         loss = f"the test loss of {seed} ends at {ends}, and was {first} {when}"
         flaws["exploded"] = f"{loss}: try a smaller lr"

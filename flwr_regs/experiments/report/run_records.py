@@ -279,7 +279,7 @@ def read(path: Path) -> RunRecord:
 
 
 def diverged(error: str, rounds: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a round failed because numbers left the finite ones, of half of the clients."""
+    """Return whether a round failed because numbers left the finite ones: half of its failures say so."""
     last = [*rounds[-1].get("failures", {}).values()] if rounds else []
     lost = [text for text in last if NOT_FINITE.search(text)]
     return bool(NOT_FINITE.search(error)) and 2 * len(lost) >= len(last)

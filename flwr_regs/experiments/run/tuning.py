@@ -136,7 +136,7 @@ def notes(
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point:  # a range that is widened adds to the budget, as for every method
-            tried.add(outcome.get("budget"))
+            tried.add(outcome.get("budget", outcome["trials"]))
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said
