@@ -281,7 +281,7 @@ SAME: dict[str, Cohort] = {
     "padding": Cohort(model=Words),
     "told to some clients alone": Cohort("EFL", {"lam": 0.5, "sums_every": 2, **SOME}, rounds=4),
     "a layer with two names": Cohort(model=twice),
-    "ignored targets": Cohort(loader=some_ignored),
+    "ignored targets": Cohort("EFL", {"lam": 0.5}, loader=some_ignored),
     **{
         what: Cohort(terms=[Reading(what)], model=five_classes, loader=few_classes)
         for what in ("counts at the start", "counts at the end", "loss at the end")

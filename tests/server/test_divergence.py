@@ -105,10 +105,8 @@ def test_the_likely_parameters_are_the_strengths_and_the_learning_rates(
     assert suspects(strategy.term, {"momentum": 0.9}, 0.1) == [*names, "momentum (0.9)"]
 
 
-def left_out(
-    *rounds: list[float], steps: Any = None, name: str = "w", w: float = 0.0, v: float = 0.0
-) -> Any:
-    """The clients that each round leaves out, whose changes of an array are so long; of another, `v`."""
+def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float = 0.0) -> Any:
+    """The clients that each round leaves out, whose changes of an array are so long; beside a mean, 1."""
     guard, out = DivergenceGuard(Options.of(chain([])), "FedAvg"), []
     base, fixed = {name: np.array([w]), "v": np.zeros(1)}, {name} - {"w"}
     for number, lengths in enumerate(rounds, start=1):
@@ -117,7 +115,10 @@ def left_out(
 
         def updates(pids: Any, lengths: Any = lengths, steps_of: Any = steps_of) -> Updates:
             most = max(steps_of.values())
-            moves = {k: {name: np.array([lengths[k]]), "v": np.array([v])} for k in pids}
+            moves = {
+                k: {name: np.array([lengths[k]]), "v": np.array([float(name == "mean")])}
+                for k in pids
+            }
             replies = {k: Reply({}, {}, {}, 1.0, moves[k], (steps_of[k], most)) for k in pids}
             p = dict.fromkeys(replies, 1 / len(replies))
             return Updates(base, replies, p, p, fixed)
@@ -195,9 +196,9 @@ def test_a_buffer_that_nobody_else_changes_is_compared_with_itself() -> None:
     assert left_out([0, 0, 0, 4999], name="inv_freq", w=5.0) == [[]]
     assert left_out([0, 0, 0, 1e14], name="mean", w=0.0) == [[]]
     rounding = [1e-16, 2e-17, -1e-16]
-    for last, found in ((999, []), (1001, [3])):
-        assert left_out([*rounding, last], name="mean", v=1.0) == [found]
-    assert left_out([*rounding, 1], name="mean", w=1e-4, v=1.0) == [[3]]
+    ends = [left_out([*rounding, last], name="mean") for last in (999, 1001)]
+    assert ends == [[[]], [[3]]]
+    assert left_out([*rounding, 1], name="mean", w=1e-4) == [[3]]
 
 
 def test_a_counter_is_compared_too_and_may_count_more_steps() -> None:
