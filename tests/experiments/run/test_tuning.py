@@ -57,14 +57,8 @@ def test_an_eighth_a_quarter_and_half_of_the_rounds_for_12_4_and_2_points() -> N
     for label in ("FedAvg", "FedProx(0.1)"):
         last = [run.settings.lr for run in calls[2] if run.label.startswith(label)]
         assert last == rates[:2]
-        assert outcomes[label] == {
-            "point": {"lr": rates[0]},
-            "trials": 12,
-            "budget": 12,
-            "grid": 0,
-            "widened": [],
-            "edge": [],
-        }
+        among = {"trials": 12, "budget": 12, "grid": 0, "widened": [], "edge": []}
+        assert outcomes[label] == {"point": {"lr": rates[0]}, **among}
 
 
 def test_what_leads_early_and_falls_behind_is_not_chosen() -> None:
