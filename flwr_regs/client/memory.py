@@ -151,7 +151,11 @@ def end(
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
     if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
-        copies = {t: {n: np.array(to_numpy(a)) for n, a in s.items()} for t, s in snapshot.items()}
+        # in C order, as they are read again from bytes: torch's sums depend on it
+        copies = {
+            t: {n: np.array(to_numpy(a), order="C") for n, a in s.items()}
+            for t, s in snapshot.items()
+        }
         kept[label(number, probe)] = Unwritten(copies, method, label(number, probe))
     return kept
 
