@@ -56,6 +56,11 @@ def numbered(message: Message) -> Message:
     return message
 
 
+def in_simulation(grid: Any) -> bool:
+    """Return whether a grid is that of Flower's simulation (a private class, 1.22 to 1.42)."""
+    return any(kind.__name__ == "InMemoryGrid" for kind in type(grid).__mro__)
+
+
 def privacy_accounting() -> Any:
     """Return ``flwr.serverapp``, where Flower has its privacy accountants from 1.35 on.
 

@@ -16,7 +16,7 @@ from flwr.app import Error, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from flwr_regs.flower.compat import FLOWER, ErrorCode
+from flwr_regs.flower.compat import FLOWER, ErrorCode, in_simulation
 from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
@@ -30,6 +30,8 @@ PATIENCE, LEAST = 1.0, 0.01
 """Seconds that slow replies may hold up the others: all of them together, and each of them at least."""
 AT_ONCE = 16
 """Pulls that begin together: most of their time is the network's."""
+DEAD = ("ray.exceptions.ActorDiedError", "ray.exceptions.OutOfMemoryError")
+"""What Flower's simulation says of a client whose Ray actor is dead; it keeps that actor for others."""
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -64,10 +66,16 @@ class GridNetwork:
     grid : Grid
     timeout : float or None
         Seconds to wait for replies, unless a call sets a smaller limit. None: without end.
+
+    Raises
+    ------
+    RuntimeError
+        In a simulation, when one of Ray's actors has died.
     """
 
     def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
         self._grid, self._timeout = grid, timeout
+        self._simulated = in_simulation(grid)
         self._waiting: dict[str, tuple[Message, Request, float]] = {}  # message id -> sent when
         self._pulls: dict[str, Pull] = {}  # that have not ended
         self.at_once: bool = getattr(grid, "replies_at_once", False)
@@ -187,12 +195,23 @@ class GridNetwork:
                     why = f"its reply cannot be read: {described(pull.error)}"
                     came[key] = [_failure(message, why)]
                 elif pull.replies:
+                    if self._simulated:
+                        _refuse_dead_actors(pull.replies)
                     came[key] = [_own(message, reply) for reply in pull.replies]
         return came
 
 
 def _failure(message: Message, why: str) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
+
+
+def _refuse_dead_actors(replies: Iterable[Message]) -> None:
+    errors = [reply.error.reason or "" for reply in replies if reply.has_error()]
+    if any(name in error.partition(">")[0] for error in errors for name in DEAD):
+        raise RuntimeError(
+            "one of Ray's actors died, perhaps for want of memory, and clients of this simulation would "
+            "go on failing: begin a new simulation; one with fewer clients at a time needs less memory"
+        )
 
 
 def _own(message: Message, reply: Message) -> Message:

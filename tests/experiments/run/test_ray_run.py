@@ -52,12 +52,14 @@ def test_every_method_trains_to_the_weights_of_one_process(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def private_and_own(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One command with private entries and a user's own methods, the last of which fails."""
+    """One command with private entries and own methods; the last ends its process."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_method.py").write_text(OWN)
     failing = OWN.replace("def correct", "def update(self, *_):\n        1 / 0\n\n    def correct")
     (folder / "failing.py").write_text(failing)
-    return in_ray(folder, **DOMAINS, methods="; ".join([*PRIVATELY, *OWNS]))
+    dies = OWN.replace("return {", "__import__('os')._exit(9)\n        return {")
+    (folder / "dies.py").write_text(dies.replace('"decay"', '"dies"'))
+    return in_ray(folder, **DOMAINS, methods="; ".join([*PRIVATELY, *OWNS, "FedAvg+dies:TERM"]))
 
 
 def test_private_entries_survive_in_ray(private_and_own: Ran, tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ def test_a_users_own_method_runs_in_ray_and_its_failure_is_one_sentence(
     assert "flwr-regs: TERM, seed 7, failed" in done.stderr
     assert "ZeroDivisionError" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    assert "one of Ray's actors died" in records["FedAvg+TERM"].error
     assert "ZeroDivisionError" in (folder / "flower.log").read_text()
     assert {record.job["code-dir"] for record in records.values()} == {str(folder.parents[1])}
     whole = [r for r in records.values() if r.ended and r.label not in PRIVATELY]
