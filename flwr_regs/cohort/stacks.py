@@ -42,6 +42,11 @@ UNCHECKED = "no stack of two clients like it has been checked"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 """Layers that in a stack are grouped convolutions, which a CPU runs slowly."""
 DIFFERS = "between a stack and a client alone"
+SHARED = operator.attrgetter(
+    *("model", "task", "optimizer", "identity"),
+    *("device", "classifier", "time_budget", "save_private"),
+)
+"""What of a client its kind depends on; `Clients` have it in common."""
 
 
 class Stacks:
@@ -81,10 +86,15 @@ class Stacks:
         recipes, served = Recipes(asked), dict[int, Answer]()
         groups: dict[Hashable, Group] = {}
         number: Counter[Kind] = Counter()
+        last: Sequence[Any] = ()
         for one in asked:
             try:
                 recipe = recipes.of(one)
-                kind = self._kind_of(one.client, recipe)
+                alike = recipe, *SHARED(one.client)
+                if not last or any(map(operator.is_not, alike, last)):
+                    kind, last = self._kind_of(one.client, recipe), alike
+                if kind.refused:
+                    raise CannotStack(kind.refused)
                 member = member_of(one, recipe)
                 key = id(recipe), kind, member.plan.kind, member.plan.forms[0], member.form
                 if (group := groups.get(key)) is None:
@@ -155,13 +165,10 @@ class Stacks:
     # who goes with whom
 
     def _kind_of(self, client: Client, recipe: Recipe) -> Kind:
-        """Return what is known of clients like this one; raise CannotStack if they train one by one."""
+        """Return what is known of clients like this one; raise CannotStack if they cannot stack."""
         if (build := self._builds.get(client)) is None:
             build = self._builds[client] = self._build(client, recipe)
-        kind = self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind())
-        if kind.refused:
-            raise CannotStack(kind.refused)
-        return kind
+        return self._kinds.setdefault((build, recipe.who.method, recipe.probes), Kind())
 
     def _build(self, client: Client, recipe: Recipe) -> tuple[Any, ...]:
         """Return what clients share that go together: terms, model, loss, optimiser, device.
