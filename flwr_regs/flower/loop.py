@@ -150,12 +150,21 @@ class Loop:
         if isinstance(wanted, str):
             known = dict(values(training.history, wanted))
             value, factor = known.get(number), sign(wanted, None)
+            if (
+                best is not None and best.round not in known
+            ):  # a better source has the metric by now
+                best = None
         else:
             value, factor = wanted and _called("keep_best", wanted, entry, number), 1
-        if not isinstance(value, int | float) or math.isnan(value):
+        try:
+            value = math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            log(WARNING, "keep_best: in round %d it returned %.80r, not a number", number, value)
+            return
+        if math.isnan(value):
             return
         if best is None or factor * value > factor * best.value:
-            self.result.best = Best(number, float(value), arrays)
+            self.result.best = Best(number, value, arrays)
 
     def _ends(self, entry: dict[str, Any]) -> bool:
         """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""

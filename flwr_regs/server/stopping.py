@@ -88,7 +88,8 @@ class Patience(Spelled):
         """Return why training ends; "" if it goes on."""
         factor, best, at = sign(self.metric, self.mode), -math.inf, None
         for number, value in values(history, self.metric):
-            if at is None or factor * value > best + self.min_delta:  # NaN never improves
+            # NaN never improves
+            if at is None or best < factor * value >= best + self.min_delta:
                 at, best = number, (-math.inf if math.isnan(value) else factor * value)
         if at is None or history[-1]["round"] - at < self.rounds:
             return ""

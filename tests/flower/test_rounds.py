@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord
 
@@ -161,11 +162,12 @@ def test_at_the_deadline_a_round_goes_on_with_who_replied() -> None:
         (fr.Target(0.25, "loss"), 3),
         (fr.Patience(2), 6),
         (fr.Patience(2, "accuracy", min_delta=0.5), 3),
+        (fr.Patience(5, "accuracy", min_delta=0.5), 7),  # 0.6 after 0.1 is enough
         ([fr.Patience(9), fr.Target(0.2)], 2),
         (lambda history: len(history) == 4, 4),
         (lambda history: 1 / 0, 7),
     ],
-    ids=["target", "loss", "patience", "min-delta", "several", "own", "error"],
+    ids=["target", "loss", "patience", "min-delta", "just", "several", "own", "error"],
 )
 def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     losses = [0.0, 0.5, 0.3, 0.2, 0.1, float("nan"), 0.4, 0.3]
@@ -271,7 +273,9 @@ ACCURACIES = [0.1, 0.5, 0.8, float("nan"), 0.8, 0.2]
     [
         ("accuracy", 2, 0.8),  # the first of equal ones; NaN and the initial model are never best
         ("error", 1, 0.5),  # less is better
-        (lambda entry: -entry["round"] if entry["round"] > 3 else None, 4, -4.0),
+        ("loss", 3, 1e6),  # the server's, once it has any: clients measured less before
+        (lambda entry: np.float32(-entry["round"]) if entry["round"] > 3 else None, 4, -4.0),
+        (lambda entry: "much", None, None),  # logged
         (lambda entry: entry["nothing"], None, None),  # it raises: logged, and nothing is best
         ("list", None, None),
     ],
@@ -284,8 +288,8 @@ def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
 
     def evaluate(at: int, arrays: ArrayRecord) -> MetricRecord:
         models[at] = arrays.to_torch_state_dict()
-        errors = [9, 0.5, 0.5, 1, 1, 1]
-        return MetricRecord({"accuracy": ACCURACIES[at], "error": errors[at], "list": [0.1, 0.2]})
+        errors = {"error": [9, 0.5, 0.5, 1, 1, 1][at], **({"loss": 1e6} if at > 2 else {})}
+        return MetricRecord({"accuracy": ACCURACIES[at], "list": [0.1, 0.2], **errors})
 
     settings = {"seed": 7, "keep_best": keep_best, "checkpoint_dir": tmp_path}
     grid = fr.InProcessGrid(app_of(fr.FedAvgClient), 3)
