@@ -25,7 +25,14 @@ from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
-from flwr_regs.client.train.task import LossFn, OutputFn, Task, gradients, uncompiled
+from flwr_regs.client.train.task import (
+    LossFn,
+    OutputFn,
+    Task,
+    gradients,
+    returns_loss,
+    uncompiled,
+)
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
@@ -212,7 +219,8 @@ class LocalTraining:
         self._adds_loss = bool(term.overriding("loss"))
         self._perturbs = bool(term.overriding("point"))
         self._step_ctx: ClientContext | None = None  # from the loss of a step to its `correct`
-        self._went_back = False
+        self._went_back, self._passes = False, 0  # backward passes since the last `correct`
+        self._first: tuple[Tensor, Any, Any] | None = None  # an own loop's first loss, and of what
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
@@ -289,7 +297,11 @@ class LocalTraining:
             )
         if self._perturbs and self._before is None:
             raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
-        return self._objective(base, inputs, targets, self._task.logits(output))
+        logits = self._task.logits(output)
+        loss = self._objective(base, inputs, targets, logits)
+        if self._first is None:
+            self._first = base.detach(), logits, targets
+        return loss
 
     def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one.
@@ -341,8 +353,12 @@ class LocalTraining:
             raise RuntimeError("the loss depends on no trained parameter: nothing can be learnt")
         self._step_ctx, self._went_back = ctx, not watched
         if watched:
-            loss.register_hook(lambda _: setattr(self, "_went_back", True))
+            loss.register_hook(self._note_backward)
         return loss
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._went_back = True
+        self._passes += 1
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
@@ -411,13 +427,18 @@ class LocalTraining:
                     for p in self._params.values()
                 )
         self._optimizer.corrected()
-        self._step_ctx = None
+        self._step_ctx, self._passes = None, 0
         self._taken += 1
 
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         if (ctx := self._step_ctx) is None or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
+        if self._passes > 1:
+            raise RuntimeError(
+                "the method takes gradients at other parameters, of one batch a step: it does not go with "
+                "gradient accumulation"
+            )
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
             output = self._measures.call(ctx.inputs, ctx.targets, leaves)
@@ -427,6 +448,21 @@ class LocalTraining:
 
     def _train(self, *args: Any, **how: Any) -> Arrays:
         return self._measures.train(self._ctx, self._replay.again, *args, **how)
+
+    def _compare_losses(self) -> None:
+        """Raise ValueError if terms have used a loss that is not the loop's."""
+        if self._first is None or not self._measures.has_used_loss:
+            return
+        base, output, targets = self._first
+        if self._task.loss_fn is None and not returns_loss(output):
+            return  # the loop has called the model without the targets
+        with torch.no_grad():
+            own = self._task.loss(output, targets)
+        if not torch.allclose(own.double(), base.double(), 1e-2, 1e-6, equal_nan=True):
+            raise ValueError(
+                f"the loop's first loss is {base:.4g}, but loss_fn's is {own:.4g}, and the method takes "
+                "losses or gradients itself: give ClientRound, as loss_fn=, the loss that the loop has"
+            )
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
@@ -452,6 +488,7 @@ class LocalTraining:
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        self._compare_losses()
         if self._alone is not None:
             upload, kept = upload.get(self._alone, {}), kept[self._alone]
         if sent is not delta:  # else the model already is w_t + delta, unrounded

@@ -43,6 +43,11 @@ class Measures:
     model's present values in a measurement over the data. `output_at` and `features_at`, which are for
     teachers, see the values at the round's start; so does all that is measured at the very arrays of
     ``w_t``, which :meth:`context` is given as `start`.
+
+    Attributes
+    ----------
+    has_used_loss : bool
+        Whether a term has called the task's loss.
     """
 
     model: nn.Module
@@ -55,6 +60,7 @@ class Measures:
         self.data = self.task.pairs(self.data)
         self._start: Arrays = {}
         self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
+        self.has_used_loss = False
 
     def context(self, start: Arrays, lr: float, *, read: bool = True, **more: Any) -> ClientContext:
         """Return a client's context with the functions over its data; `more` are other fields.
@@ -67,7 +73,7 @@ class Measures:
             rest = {**others, **dict(self.model.named_buffers())}
             self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
         over_data = {name: getattr(self, name) for name in OVER_DATA}
-        ctx = ClientContext(start=start, lr=lr, loss_fn=self.task.loss, **over_data, **more)
+        ctx = ClientContext(start=start, lr=lr, loss_fn=self.loss, **over_data, **more)
         if "train" in more:
             return ctx
         return replace(ctx, train=partial(self.train, ctx, Replay(self.data, self.device).again))
@@ -197,8 +203,14 @@ class Measures:
 
     def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
         """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
+        self.has_used_loss = True
         whole = self._whole(params)
         return fisher_diagonal(self.model, self.data, self.task, self.device, whole, max_samples)
 
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """Return the task's loss."""
+        self.has_used_loss = True
+        return self.task.loss(output, targets)
+
     def _loss(self, params: Arrays, inputs: Any, targets: Any) -> Tensor:
-        return self.task.loss(self.call(inputs, targets, params), targets)
+        return self.loss(self.call(inputs, targets, params), targets)

@@ -36,6 +36,8 @@ def plain_loop(
         optimizer.zero_grad()
         output = model(inputs)
         loss = cross_entropy(output, targets)
+        if "one batch a step" in left_out:
+            loop.loss(loss, inputs, targets, output).backward(retain_graph=True)
         if "its result" in left_out:
             loop.loss(2 * loss, inputs, targets, output)
         elif "loss" not in left_out:
@@ -220,6 +222,16 @@ def too_long(*given: Any) -> None:
 def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
     with pytest.raises(fr.RoundFailed, match=match):
         run(fr.FedADC(0.5), fr.FedADCClient, grid=fr.InProcessGrid(own_app(method, loop), 4))
+
+
+def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
+    for loop, loss_fn, match in (
+        (without("one batch a step"), cross_entropy, "does not go with gradient accumulation"),
+        (plain_loop, lambda *given: 2 * cross_entropy(*given), "give ClientRound, as loss_fn=,"),
+    ):
+        grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
+        with pytest.raises(fr.RoundFailed, match=match):
+            run(fr.FedSAM(0.1), fr.FedSAMClient, grid=grid)
 
 
 @pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
