@@ -125,6 +125,7 @@ class BufferedTraining(Training):
         self._done: dict[int, Parcel | str] = {}  # simulated: what comes once the time has come
         self._arrived: list[tuple[int, Parcel]] = []
         self._network: Network | None = None  # the first: it knows what is on its way
+        self._fill: Callable[[Round], None]  # of the round
 
     def snapshot(self) -> dict[str, Any]:
         at_work = {
@@ -153,12 +154,20 @@ class BufferedTraining(Training):
     ) -> Course[None]:
         yield []
         network = self._network = self._network or network
-        elsewhere, number = _open_ended(network), this_round.number
         exchange, members = self._opened(this_round, config, network)
+        this_round.events |= {"began": [], "arrived": [], "staleness": []}
+        self._fill = partial(self._filled, exchange, members, network)
+        self._fill(this_round)
+        self._close(this_round)
+
+    def _filled(
+        self, exchange: Exchange, members: list[int], network: Network, this_round: Round
+    ) -> None:
+        """Let clients train until the buffer is full, or none is left."""
+        elsewhere, number = _open_ended(network), this_round.number
         reader = Reader(self.method, self.options, self.model)
-        this_round.came = came = dict[int, Parcel]()
+        this_round.came = came = {**this_round.came}
         events = this_round.events
-        events |= {"began": [], "arrived": [], "staleness": []}
         while not self._full(this_round):
             if not self._arrived:
                 # first all hand in that end now, also in a resumed run
@@ -199,10 +208,8 @@ class BufferedTraining(Training):
         if (layer := output_layer(came)) is not None:
             events["output_layer"] = layer
         this_round.lap("clients")
-        self._short = not self._full(this_round)
         reader.compare(this_round, dict(sorted(this_round.received.items())))
         self.participation.select(this_round)
-        self._close(this_round)
 
     def _full(self, this_round: Round) -> bool:
         return sum(reply.turns for reply in this_round.used.values()) >= self._plan.buffer
@@ -297,14 +304,18 @@ class BufferedTraining(Training):
     def _remember(self, this_round: Round) -> None:
         """Do nothing: it is noted when a reply comes, under the round of its message."""
 
-    def _advance(self, this_round: Round) -> None:
-        if self._short:
+    def _check_enough(self, this_round: Round) -> None:
+        if not self._full(this_round):  # a reply was left out since: another one takes its place
+            this_round.received = {**this_round.used}
+            self._fill(this_round)
+            this_round.lose(this_round.came)
+        if not self._full(this_round):
             used = sum(reply.turns for reply in this_round.used.values())
             raise TooFewReplies(
                 f"round {this_round.number} of FedBuff: {used} usable replies for a buffer of "
                 f"{self._plan.buffer}, and no client is left: {name_failures(this_round.failures)}"
             )
-        super()._advance(this_round)
+        super()._check_enough(this_round)
 
 
 def _open_ended(network: Network) -> GridNetwork | None:

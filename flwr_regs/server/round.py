@@ -182,9 +182,9 @@ class Round:
     _clock: float = field(default_factory=time.monotonic)
 
     def lap(self, phase: str) -> None:
-        """Note the seconds since the last lap, or the round's start, as those of `phase`."""
+        """Add the seconds since the last lap, or the round's start, to those of `phase`."""
         began, self._clock = self._clock, time.monotonic()
-        self.seconds[phase] = self._clock - began
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock - began
 
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""

@@ -319,7 +319,7 @@ class Training:
         plain = self.guard if self.options.privacy is None else self.privacy
         where = f"round {this_round.number} of {self.method}"
         while True:
-            this_round.check_enough(self.options.min_replies, self.method)
+            self._check_enough(this_round)
             means = Means(self.options.aggregator, partial(plain.mean, this_round))
             context, used = self._context(this_round, means), this_round.used
             try:
@@ -347,6 +347,10 @@ class Training:
             this_round.used = {p: r for p, r in used.items() if p not in why}
             if why:
                 LOG.warning("\t> %s", name_failures(why))
+
+    def _check_enough(self, this_round: Round) -> None:
+        """Raise TooFewReplies unless enough replies are used."""
+        this_round.check_enough(self.options.min_replies, self.method)
 
     def _step(
         self, used: Replied, ctx: ServerContext, means: Means

@@ -243,6 +243,18 @@ def test_who_fails_is_named_and_fills_no_place_of_the_buffer(grid: Any, why: str
     assert not any(strategy.training.remembered.used.get(p) for p in (0, 2))
 
 
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_another_reply_takes_the_place_of_one_that_is_left_out_of_the_step(buffer: int) -> None:
+    turns = iter(range(99))
+    huge = failing(0, how=lambda r: ([a + 1e6 * (next(turns) > 9) for a in r[0]], *r[1:]))
+    strategy = FedBuff(buffer, seconds=uneven, seed=1)
+    train(strategy, grid_of(huge), rounds=20)
+    for entry in strategy.history:
+        assert len([p for p in entry["arrived"] if p not in entry["failures"]]) == buffer
+        assert all("update" in why for why in entry["failures"].values())
+    assert {p for entry in strategy.history for p in entry["failures"]} == {0}
+
+
 def test_a_second_training_without_a_step_takes_nothing_from_the_first() -> None:
     turns = iter([2, 0])
     idle = failing(0, how=lambda r: (*r[:2], {**r[2], "local-steps": next(turns)}))
