@@ -201,6 +201,9 @@ class LocalTraining:
         # for `train`, and for `gradient_at`
         trains = whole_gradients or any(t.acts("finish") for t in term.terms)
         self._replay = data.Replay(pairs, self.device, batches=trains, forwards=whole_gradients)
+        if whole_gradients and self._called is model:  # hooks would break a compiled one's graph
+            hook = model.register_forward_pre_hook(self._replay.note_forward)
+            taps.callback(hook.remove)
         me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = self._measures.context(
             {name: v.clone() for name, v in self._values.items()},
@@ -396,7 +399,7 @@ class LocalTraining:
                 p.grad = torch.zeros_like(p)
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
-            if self._evolves:
+            if self._evolves and remedies.are_finite([*grads.values()]):  # else AMP skips the step
                 slots = self._term.evolve(grads, self._values, ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             given = [*grads.values(), *self._values.values()]
@@ -449,6 +452,11 @@ class LocalTraining:
     def _train(self, *args: Any, **how: Any) -> Arrays:
         return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
+    def _steps_taken(self) -> int:
+        """Return how often `correct` was called, but for steps that the optimiser did not take after it."""
+        stepped = len(self._optimizer.steps)
+        return min(stepped, self._taken) if stepped else self._taken
+
     def _compare_losses(self) -> None:
         """Raise ValueError if terms have used a loss that is not the loop's."""
         if self._first is None or not self._measures.has_used_loss:
@@ -471,7 +479,7 @@ class LocalTraining:
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
         self._go_back()
-        taken = self._taken if steps is None else steps
+        taken = self._steps_taken() if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         self.model.to(self.device)  # a trainer may have moved it

@@ -64,6 +64,8 @@ class ClientOptimizer:
     ----------
     missing : str, optional
         Why a loop may not make an optimiser itself; None if it may, and once it is made here.
+    steps : list
+        An element for each step of the optimiser that was made here. AMP's scaler leaves steps out.
     """
 
     def __init__(self, term: Chain, trained: dict[str, nn.Parameter], ctx: ClientContext) -> None:
@@ -73,6 +75,7 @@ class ClientOptimizer:
         self._corrected: list[tuple[Tensor, Tensor, int]] = []
         self._watches = False  # whether a term counts on steps of plain SGD
         self.missing: str | None = None
+        self.steps: list[None] = []
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
         elif self._carrying:
@@ -86,6 +89,9 @@ class ClientOptimizer:
         given = over(list(self._trained.values()), optimizer_of(self._ctx.config, make))
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
+        if isinstance(made, Optimizer):  # a user's own may be another
+            steps = self.steps
+            made.register_step_post_hook(lambda *_: steps.append(None))
         if self._carrying:
             others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:

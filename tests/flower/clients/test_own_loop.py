@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import flwr_regs as fr
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
-from tests.conftest import ROOT, close, make_clients, make_model, run
+from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
 from tests.laws import CASES
 
 Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
@@ -232,6 +233,50 @@ def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
         grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
         with pytest.raises(fr.RoundFailed, match=match):
             run(fr.FedSAM(0.1), fr.FedSAMClient, grid=grid)
+
+
+@pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
+def test_a_step_that_amps_scaler_leaves_out_is_none(method: Any) -> None:
+    def scaled(loop: fr.ClientRound, model: nn.Module, make: Any, overflows: bool = True) -> None:
+        optimizer, scaler = loop.optimizer(make), torch.amp.GradScaler("cpu", init_scale=torch.inf)
+        for step, (inputs, targets) in enumerate(loop.batches()):
+            if step == 0 and not overflows:
+                continue
+            optimizer.zero_grad()
+            output = model(inputs)
+            loss = loop.loss(cross_entropy(output, targets), inputs, targets, output)
+            if overflows:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                loop.correct()
+                scaler.step(optimizer)
+                scaler.update(1024.0)
+            else:
+                loss.backward()
+                loop.correct()
+                optimizer.step()
+
+    client = getattr(fr, f"{method.__name__}Client")
+    apps = [own_app(client, loop) for loop in (scaled, partial(scaled, overflows=False))]
+    got, want = (run(method(seed=3), client, grid=fr.InProcessGrid(app, 4)) for app in apps)
+    close(got, want, 1e-12)
+
+
+def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batches() -> None:
+    def loaded(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        with loop.seeded():
+            optimizer = loop.optimizer(make)
+            for inputs, targets in islice(cycle([*loop._data]), loop.num_steps):
+                optimizer.zero_grad()
+                output = model(inputs)
+                loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+                loop.correct()
+                optimizer.step()
+
+    model = partial(norm_model, drop=0.5)
+    grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loaded, model), 4)
+    got = run(fr.FedSAM(0.1, seed=3), fr.FedSAMClient, grid=grid, model=model)
+    close(got, run(fr.FedSAM(0.1, seed=3), fr.FedSAMClient, model=model), 0.0)
 
 
 @pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
