@@ -155,13 +155,8 @@ class Loop:
             ):  # a better source has the metric by now
                 best = None
         else:
-            value, factor = wanted and _called("keep_best", wanted, entry, number), 1
-        try:
-            value = math.nan if value is None else float(value)
-        except (TypeError, ValueError):
-            log(WARNING, "keep_best: in round %d it returned %.80r, not a number", number, value)
-            return
-        if math.isnan(value):
+            value, factor = wanted and _called("keep_best", wanted, entry, number, _number), 1
+        if value is None or math.isnan(value):
             return
         if best is None or factor * value > factor * best.value:
             self.result.best = Best(number, value, arrays)
@@ -188,7 +183,8 @@ class Loop:
         """
         reasons, training = list[str](), self.strategy.training
         for condition in as_many(training.options.stop_when):
-            if why := _called("stop_when", condition, training.history, entry["round"]):
+            history = training.history
+            if why := _called("stop_when", condition, history, entry["round"], _true_or_none):
                 text = why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 reasons.append(text)
         if entry["round"] < self.num_rounds:
@@ -213,10 +209,27 @@ def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
     return "   ".join([*parts, f"{sum(entry['seconds'].values()):.2g} s"])
 
 
-def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:
-    """Call a user's function; one that raises is logged, since a log that fails must not end a training."""
+def _number(said: Any) -> float | None:
+    return None if said is None else float(said)
+
+
+def _true_or_none(said: Any) -> Any:
+    return said or None  # raises for an array
+
+
+def _called(
+    setting: str,
+    function: Callable[[Any], Any],
+    argument: Any,
+    number: int,
+    read: Callable[[Any], Any] = lambda said: said,
+) -> Any:
+    """Return what `read` makes of what a user's function says.
+
+    If either raises, that is logged: a log that fails must not end a training.
+    """
     try:
-        return function(argument)
+        return read(function(argument))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         log(WARNING, "%s: %r failed in round %d: %s", setting, function, number, text)

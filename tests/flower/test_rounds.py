@@ -166,8 +166,9 @@ def test_at_the_deadline_a_round_goes_on_with_who_replied() -> None:
         ([fr.Patience(9), fr.Target(0.2)], 2),
         (lambda history: len(history) == 4, 4),
         (lambda history: 1 / 0, 7),
+        (lambda history: np.ones(2), 7),
     ],
-    ids=["target", "loss", "patience", "min-delta", "just", "several", "own", "error"],
+    ids=["target", "loss", "patience", "min-delta", "just", "several", "own", "error", "array"],
 )
 def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     losses = [0.0, 0.5, 0.3, 0.2, 0.1, float("nan"), 0.4, 0.3]
