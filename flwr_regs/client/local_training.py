@@ -46,6 +46,7 @@ SOFTMAX = (
     "the model's outputs are probabilities: torch's cross-entropy takes a softmax itself, so leave the "
     "model's own out"
 )
+ACCUMULATES = "the method takes gradients itself, of one batch a step, and does not go with gradient accumulation"
 ROSE = 10.0
 """How many times its first step's loss a round's mean loss is too much."""
 
@@ -223,6 +224,7 @@ class LocalTraining:
         self._perturbs = bool(term.overriding("point"))
         self._step_ctx: ClientContext | None = None  # from the loss of a step to its `correct`
         self._went_back, self._passes = False, 0  # backward passes since the last `correct`
+        self._accumulates = False  # gradients of several batches, for a step
         self._first: tuple[Tensor, Any, Any] | None = None  # an own loop's first loss, and of what
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
@@ -430,6 +432,7 @@ class LocalTraining:
                     for p in self._params.values()
                 )
         self._optimizer.corrected()
+        self._accumulates |= self._passes > 1
         self._step_ctx, self._passes = None, 0
         self._taken += 1
 
@@ -438,10 +441,7 @@ class LocalTraining:
         if (ctx := self._step_ctx) is None or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         if self._passes > 1:
-            raise RuntimeError(
-                "the method takes gradients at other parameters, of one batch a step: it does not go with "
-                "gradient accumulation"
-            )
+            raise RuntimeError(ACCUMULATES)
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
             output = self._measures.call(ctx.inputs, ctx.targets, leaves)
@@ -450,6 +450,8 @@ class LocalTraining:
         return gradients(loss, leaves)
 
     def _train(self, *args: Any, **how: Any) -> Arrays:
+        if self._accumulates:
+            raise RuntimeError(ACCUMULATES)
         return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
     def _steps_taken(self) -> int:

@@ -38,6 +38,9 @@ from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
+UNREAD = (
+    "its model, loss or optimiser cannot be pickled, so whether others are like it is not known"
+)
 UNCHECKED = "no stack of two clients like it has been checked"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 """Layers that in a stack are grouped convolutions, which a CPU runs slowly."""
@@ -109,7 +112,8 @@ class Stacks:
         # large groups first: where a kind is checked, its stacks of one client train too
         for group in sorted(groups.values(), key=lambda g: -len(g.members)):
             if number[group.kind] == 1:
-                self.note(CannotStack(ALONE))
+                unread = object in map(type, self._builds[group.members[0].asked.client])
+                self.note(CannotStack(UNREAD if unread else ALONE))
             else:
                 served |= self._train(group)
         return served

@@ -427,7 +427,7 @@ GOOD, (X1, Y1) = pair(0), pair(1)
 BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     # what is wrong: what Clients get, the share that evaluates, what is said
     "no test set": ({}, 1.0, "no test sets to evaluate on: give Clients test_sets=, or set frac"),
-    "too few clients": ({"train_sets": [GOOD]}, 0.0, "min_available_nodes is 2, but Clients has 1"),
+    "too few clients": ({"train_sets": [GOOD]}, 0.0, "min_available_nodes is 2, but the grid's cl"),
     "another shape": ({"model": nn.Sequential(nn.Linear(6, 3))}, 0.0, r"\(8, 6\), but \(3, 6"),
     "another layer": ({"model": nn.Identity}, 0.0, "'0.weight', but the clients' model has no"),
     "labels": ({"train_sets": [GOOD, (X1, Y1 + 3)]}, 0.0, "train_sets: client 1: a label is"),

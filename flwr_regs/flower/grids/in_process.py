@@ -120,15 +120,15 @@ class InProcessGrid(Grid):
         return self._run
 
     def check(self, evaluates: bool, initial_arrays: NDArrays, fewest: int = 0) -> None:
-        """Raise ValueError for `Clients` that would fail in round 1, or are too few to begin it.
+        """Raise ValueError for clients that are too few to begin, or `Clients` that would fail in round 1.
 
         A strategy's `start` calls it.
         """
+        if (number := len(self._contexts.nodes)) < fewest:
+            raise ValueError(
+                f"min_available_nodes is {fewest}, but the grid's clients are {number}: lower it"
+            )
         if isinstance(self._source, Clients):
-            if (number := len(self._source)) < fewest:
-                raise ValueError(
-                    f"min_available_nodes is {fewest}, but Clients has {number}: lower it"
-                )
             self._source.check(evaluates, {n: a.shape for n, a in initial_arrays.items()})
 
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:

@@ -37,7 +37,8 @@ __all__ = ["FedNTD", "FedNTDClient", "NotTrueDistillation"]
 class NotTrueDistillation(Term):
     """FedNTD's distillation over the classes other than the true one.
 
-    Needs integer labels and a model whose output is class logits ``(batch, classes)``.
+    Needs integer labels, none of them ignored (-100), and a model whose output is class logits
+    ``(batch, classes)``.
 
     Parameters
     ----------
