@@ -46,7 +46,9 @@ SOFTMAX = (
     "the model's outputs are probabilities: torch's cross-entropy takes a softmax itself, so leave the "
     "model's own out"
 )
-ACCUMULATES = "the method takes gradients itself, of one batch a step, and does not go with gradient accumulation"
+ACCUMULATES = (
+    "the method takes gradients of a batch itself, which gradient accumulation does not show it"
+)
 ROSE = 10.0
 """How many times its first step's loss a round's mean loss is too much."""
 

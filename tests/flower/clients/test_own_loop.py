@@ -227,7 +227,7 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
 
 def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
     for loop, loss_fn, match in (
-        (without("one batch a step"), cross_entropy, "does not go with gradient accum"),
+        (without("one batch a step"), cross_entropy, "gradient accumulation does not show it"),
         (plain_loop, lambda *given: 2 * cross_entropy(*given), "give ClientRound, as loss_fn=,"),
     ):
         grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
