@@ -416,6 +416,9 @@ REASONS: dict[str, Cohort] = {
     "FedAvgClient has a compiled model": Once(
         model=lambda: torch.compile(perceptron(), backend="eager")
     ),
+    "its model, loss or optimiser cannot be pickled": Once(
+        model=lambda: nn.Sequential(*map(nn.utils.parametrizations.weight_norm, perceptron()))
+    ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=partial(Model, lambda m, x: m.layer(x) if x.sum() > -1e9 else m.layer(-x))),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
