@@ -32,6 +32,8 @@ from flwr_regs.wire.precision import narrow
 Records = Mapping[str, Mapping[str, np.ndarray]]
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
+ON_CPU, ELSEWHERE = 2**26, 2**30
+"""Bytes of a stack, by default. On a CPU, arrays that leave its caches make a step slower."""
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
 
@@ -59,8 +61,8 @@ class Settings:
 
     Attributes
     ----------
-    memory : int
-        Bytes that a stack may take, roughly; more clients train in several.
+    memory : int, optional
+        Bytes that a stack may take, roughly; more clients train in several. Default: by the device.
     precision : torch.dtype, optional
         Of the forward pass, by torch's autocast.
     check : "first", int or False
@@ -69,7 +71,7 @@ class Settings:
         Whether steps run under ``torch.compile``.
     """
 
-    memory: int = 2**30
+    memory: int | None = None
     precision: torch.dtype | None = None
     check: Literal["first", False] | int = "first"
     compile: bool = False
@@ -176,7 +178,9 @@ class Group:
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
         entries = {n: v.detach().clone() for n, v in places if n not in private}
         self._one: int = COPIES * sum(entries[n].nbytes for n in trained if n in entries)
-        self.room = settings.memory - self._one
+        device = data.resolve_device(client.device)
+        default = ON_CPU if device.type == "cpu" else ELSEWHERE
+        self.room = (settings.memory or default) - self._one
         came = recipe.common, recipe.step, self.layout.trained, config
         named = dict(model.named_parameters())
         params = [named[n] for n in trained]
@@ -184,7 +188,7 @@ class Group:
             model=model,
             term=term,
             task=client.task,
-            device=data.resolve_device(client.device),
+            device=device,
             entries=entries,
             trained=trained,
             make=term.client_optimizer(over(params, optimizer_of(config, client.optimizer))),

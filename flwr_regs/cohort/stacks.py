@@ -41,6 +41,9 @@ ALONE = "no other client of the cohort is like it"
 UNREAD = (
     "its model, loss or optimiser cannot be pickled, so whether others are like it is not known"
 )
+LARGE = (
+    "two like it take more memory than a stack may: 64 MiB on a CPU, unless memory= says otherwise"
+)
 UNCHECKED = "no stack of two clients like it has been checked"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 """Layers that in a stack are grouped convolutions, which a CPU runs slowly."""
@@ -225,7 +228,7 @@ class Stacks:
         if any(of == training and this_round < due for of, due in known):
             return
         if one:
-            raise CannotStack(UNCHECKED)
+            raise CannotStack(LARGE if group.room < 0 else UNCHECKED)
         if where := difference(group):
             kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
             raise CannotStack(kind.refused)

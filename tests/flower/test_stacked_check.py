@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flwr_regs as fr
-from flwr_regs.cohort.stacks import UNCHECKED
+from flwr_regs.cohort.stacks import LARGE
 from tests.conftest import Items, Log, close
 from tests.flower.stacks import (
     SIZES,
@@ -169,7 +169,7 @@ def test_what_breaks_the_contract_trains_one_by_one_with_a_warning(case: str, lo
 def test_a_stack_of_one_client_waits_until_its_kind_is_checked() -> None:
     """It would end in silence, where no two clients can be compared."""
     grid = compare(Cohort(config=CONFIG, loader=Buffered, grid={"memory": 1}))
-    assert list(grid.fallbacks) == [UNCHECKED]
+    assert list(grid.fallbacks) == [LARGE]
     first_alone = Cohort(loader=lambda k, **_: data_of(k, size=8 if k else 4))
     assert not compare(first_alone).fallbacks
 
