@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any, cast
-from weakref import proxy
+from weakref import finalize, proxy
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +184,7 @@ class LocalTraining:
         self._trained = trained_parameters(model, term, every)
         trained_ids = {id(p) for p in self._trained.values()}
         self._held = [p for _, p in every if p.requires_grad and id(p) not in trained_ids]
+        self._frozen = [p for _, p in every if not p.requires_grad]
         self._params = {name: p for name, p in self._trained.items() if name not in private}
         if not self._params:
             raise ValueError(
@@ -195,6 +197,7 @@ class LocalTraining:
         needs = {need for t in term.terms for need in t.needs}
         self._teaches = "start_output" in needs
         self._taps = taps = ExitStack()
+        finalize(self, taps.close)  # also after an error in the loop
         features = "features" in needs
         self._tap = taps.enter_context(FeatureTap(model, classifier)) if features else None
         self._layers = {n: taps.enter_context(OutputTap(model, n)) for n in layers_of(term.terms)}
@@ -205,8 +208,13 @@ class LocalTraining:
         trains = whole_gradients or any(t.acts("finish") for t in term.terms)
         self._replay = data.Replay(pairs, self.device, batches=trains, forwards=whole_gradients)
         if whole_gradients and self._called is model:  # hooks would break a compiled one's graph
-            hook = model.register_forward_pre_hook(self._replay.note_forward)
-            taps.callback(hook.remove)
+            replay = self._replay
+
+            def note(module: nn.Module, _: Any) -> None:
+                if module is model and model.training:  # no copy, and no teacher
+                    replay.note_forward()
+
+            taps.callback(model.register_forward_pre_hook(note).remove)
         me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = self._measures.context(
             {name: v.clone() for name, v in self._values.items()},
@@ -226,8 +234,9 @@ class LocalTraining:
         self._perturbs = bool(term.overriding("point"))
         self._step_ctx: ClientContext | None = None  # from the loss of a step to its `correct`
         self._went_back, self._passes = False, 0  # backward passes since the last `correct`
+        self._finished = False
         self._accumulates = False  # gradients of several batches, for a step
-        self._first: tuple[Tensor, Any, Any] | None = None  # an own loop's first loss, and of what
+        self._step_loss: tuple[Tensor, Any, Any] | None = None  # an own loop's, and of what
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
@@ -304,11 +313,13 @@ class LocalTraining:
             )
         if self._perturbs and self._before is None:
             raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
+        if base.numel() != 1:
+            raise ValueError(
+                f"loss() takes the batch's mean loss, a number, not {tuple(base.shape)}"
+            )
         logits = self._task.logits(output)
-        loss = self._objective(base, inputs, targets, logits)
-        if self._first is None:
-            self._first = base.detach(), logits, targets
-        return loss
+        self._step_loss = base.detach(), logits, targets
+        return self._objective(base, inputs, targets, logits)
 
     def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one.
@@ -393,13 +404,19 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
             raise RuntimeError(f"{why}: create it with loop.optimizer(...)")
+        if self._optimizer.only_adds:
+            raise RuntimeError(
+                "correct() comes once for each step: after the last of several batches"
+            )
         self._go_back()
         if all(p.grad is None for p in self._params.values()):
             raise RuntimeError(
                 "the loss depends on no parameter of this round's model: train that one, not a copy of it"
             )
-        for p in self._params.values():
+        for n, p in self._params.items():
             if p.grad is None:
+                if not p.requires_grad:
+                    raise RuntimeError(f"the loop has frozen '{n}': do so before the round")
                 p.grad = torch.zeros_like(p)
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
@@ -433,6 +450,7 @@ class LocalTraining:
                     not torch.equal(p, p - self._ctx.lr * cast(Tensor, p.grad))
                     for p in self._params.values()
                 )
+        self._compare_losses()
         self._optimizer.corrected()
         self._accumulates |= self._passes > 1
         self._step_ctx, self._passes = None, 0
@@ -462,18 +480,20 @@ class LocalTraining:
         return min(stepped, self._taken) if stepped else self._taken
 
     def _compare_losses(self) -> None:
-        """Raise ValueError if terms have used a loss that is not the loop's."""
-        if self._first is None or not self._measures.has_used_loss:
+        """Raise ValueError if terms have used a loss that is not the loop's in this step."""
+        if self._step_loss is None or not self._measures.has_used_loss:
             return
-        base, output, targets = self._first
+        base, output, targets = self._step_loss
         if self._task.loss_fn is None and not returns_loss(output):
             return  # the loop has called the model without the targets
         with torch.no_grad():
             own = self._task.loss(output, targets)
-        if not torch.allclose(own.double(), base.double(), 1e-2, 1e-6, equal_nan=True):
+        # in half precision, as under autocast, a loss has three digits
+        near = 1e-2 if isinstance(output, Tensor) and output.dtype.itemsize < 4 else 1e-4
+        if not torch.allclose(own.double(), base.double(), near, near**2, equal_nan=True):
             raise ValueError(
-                f"the loop's first loss is {base:.4g}, but loss_fn's is {own:.4g}, and the method takes "
-                "losses or gradients itself: give ClientRound, as loss_fn=, the loss that the loop has"
+                f"a step's loss in the loop is {base.item():.6g}, but loss_fn's is {own.item():.6g}, and "
+                "the method takes losses or gradients itself: give ClientRound, as loss_fn=, the loop's"
             )
 
     def close(self) -> None:
@@ -482,10 +502,17 @@ class LocalTraining:
 
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
+        if self._finished:
+            raise RuntimeError("the round has ended: finish() or reply() was called before")
         self._go_back()
-        taken = self._steps_taken() if steps is None else steps
-        if taken > self.num_steps:
+        taken = self._steps_taken() if steps is None else index(steps)
+        if not 0 <= taken <= self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "the loop has set requires_grad=True where it was False: do so before"
+            )
+        self._finished = True
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())

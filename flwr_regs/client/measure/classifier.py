@@ -75,14 +75,16 @@ class Tap:
         self._model = model
         self._input: Any = None
         self._output: Any = None
-        self._handle = layer.register_forward_hook(self._keep)
+
+        def keep(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if module is layer:  # a copy of the model has this hook, too
+                self._input, self._output = inputs[0], output
+
+        self._handle = layer.register_forward_hook(keep)
         # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
         self._compiled = {m: m._compiled_call_impl for m in model.modules()}
         for module in self._compiled:
             module._compiled_call_impl = None
-
-    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._input, self._output = inputs[0], output
 
     def close(self) -> None:
         """Remove the hook, and let compiled modules run compiled again; a second time does nothing.

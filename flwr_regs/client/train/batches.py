@@ -373,13 +373,12 @@ class Replay:
                 self._before.append(self._before[-1] if same else states)
             batch = next(drawn)
             if self.forwards:  # a compiled model has no hook
-                self._at_forward = self._states(), self._cuda_state()
+                self.note_forward()
             yield batch
 
-    def note_forward(self, model: torch.nn.Module, _: Any) -> None:
-        """Note the generators before a forward pass: a hook of the model."""
-        if model.training:  # teachers do not draw
-            self._at_forward = self._states(), self._cuda_state()
+    def note_forward(self) -> None:
+        """Note the generators before a forward pass."""
+        self._at_forward = self._states(), self._cuda_state()
 
     def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
         """Yield `steps` batches, those of :meth:`draw` first; the generators end where they were."""

@@ -73,9 +73,11 @@ class ClientOptimizer:
         self._carrying = term.able(Carries)
         self._made: Optimizer | None = None
         self._corrected: list[tuple[Tensor, Tensor, int]] = []
+        self._at_step = 0  # the optimiser's, when these were corrected
         self._watches = False  # whether a term counts on steps of plain SGD
         self.missing: str | None = None
         self.steps: list[None] = []
+        self._counts = False
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
         elif self._carrying:
@@ -90,13 +92,16 @@ class ClientOptimizer:
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if isinstance(made, Optimizer):  # a user's own may be another
-            steps = self.steps
+            steps, self._counts = self.steps, True
             made.register_step_post_hook(lambda *_: steps.append(None))
         if self._carrying:
             others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:
                 why = "the method makes the client's optimiser anew for each round"
                 raise ValueError(f"{others}: {why}: leave out keep_optimizer")
+            if self._made is not None:
+                names = [t.name for t in self._carrying]
+                raise ValueError(f"{names} keep or send the state of one optimiser: make only one")
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
@@ -107,11 +112,20 @@ class ClientOptimizer:
         return made
 
     def corrected(self) -> None:
-        """Note the gradients as the method has corrected them, if a term counts on them."""
-        if not self._watches:
-            return
+        """Note the gradients as the method has corrected them: one, or all if a term counts on them."""
         grads = [(p, p.grad) for p in self._trained.values() if p.grad is not None]
+        grads = grads if self._watches else grads[:1]
         self._corrected = [(p, grad, grad._version) for p, grad in grads]
+        self._at_step = len(self.steps)
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether since `corrected` a gradient was added to, and nothing else was done."""
+        if not self._corrected or not self._counts:
+            return False
+        p, grad, version = self._corrected[0]
+        added = p.grad is grad and grad._version == version + 1
+        return added and len(self.steps) == self._at_step
 
     def _check_step(self, refused: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient."""

@@ -76,7 +76,7 @@ class Reader:
             # averaging models that train different parameters would hide a mistake
             leave_out(dict.fromkeys(list(replies), UNDECIDED))
         buffers, odd = agreed({p: r.buffers for p, r in replies.items()}, model.buffers)
-        why = "client {} trains other parameters than the others; they differ in {}"
+        why = "client {} trains other parameters than the others, or than before; they differ in {}"
         leave_out({p: why.format(p, sorted(replies[p].buffers ^ buffers)) for p in odd})
         known = None if model.tied is None else frozenset(model.tied.items())
         tied, odd = agreed({p: frozenset(r.tied.items()) for p, r in replies.items()}, known)

@@ -204,9 +204,42 @@ def too_long(*given: Any) -> None:
         plain_loop(*given)
 
 
+def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+    """A loop with something beside the plain one, or, without a step of its optimiser, in place of it."""
+    if what == "freezes":
+        model.get_submodule("0").requires_grad_(False)
+    if what in ("freezes", "replies"):
+        plain_loop(loop, model, make)
+        loop.reply()
+        return
+    loop.optimizer(make)
+    for inputs, targets in loop.batches():
+        output = model(inputs)
+        reduction = "none" if what == "losses" else "mean"
+        loss = cross_entropy(output, targets, reduction=reduction)
+        loop.loss(loss, inputs, targets, output).backward()
+        loop.correct()
+
+
 @pytest.mark.parametrize(
     ("method", "loop", "match"),
     [
+        (
+            fr.FedADCClient,
+            partial(odd_loop, "freezes"),
+            "the loop has frozen '0.weight': do so bef",
+        ),
+        (
+            fr.FedADCClient,
+            partial(odd_loop, "replies"),
+            r"finish\(\) or reply\(\) was called before",
+        ),
+        (
+            fr.FedADCClient,
+            partial(odd_loop, "losses"),
+            "takes the batch's mean loss, a number, not",
+        ),
+        (fr.FedADCClient, partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
         (fr.FedADCClient, without("loss"), "it saw no loss since"),
         (fr.FedADCClient, without("correct"), "has moved, but correct.. was never called"),
         (fr.FedADCClient, without("loss", "correct"), "has moved, but correct.. was never called"),
@@ -228,7 +261,11 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
 def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
     for loop, loss_fn, match in (
         (without("one batch a step"), cross_entropy, "gradient accumulation does not show it"),
-        (plain_loop, lambda *given: 2 * cross_entropy(*given), "give ClientRound, as loss_fn=,"),
+        (
+            plain_loop,
+            lambda *given: 2 * cross_entropy(*given),
+            "give ClientRound, as loss_fn=, the",
+        ),
     ):
         grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
         with pytest.raises(fr.RoundFailed, match=match):
