@@ -17,7 +17,7 @@ def made(accuracy: list[float], seed: int = 1, **more: Any) -> RunRecord:
     """A run from 10 %: two clients a round, each 100 bytes down and 50 up; 2 seconds, 30 examples."""
     run = recorded("A", accuracy, seed)
     run.job |= {"rounds": len(accuracy), "target-accuracy": 0.5}
-    sent = {"bytes_down": {0: 100, 1: 100}, "bytes_up": {0: 50, 1: 50}, "cohort": [0, 1]}
+    sent = {"bytes_down": {0: 100, 1: 100}, "bytes_up": {0: 50, 1: 50}}
     spent = {"seconds": {"clients": 1.5, "aggregate": 0.5}, "examples_processed": 30}
     for t, entry in enumerate(run.rounds, start=1):
         entry |= {"train_metrics": {"train-loss": 1.0 / t}, **sent, **spent, **more}
