@@ -211,8 +211,7 @@ ATTACKS: dict[str, Attack] = {
     "a loss of 1e-12": Attack(
         uploads(1e-12), ("QFedAvg(q=0.5)", "QFedAvg(q=0.2)"), 0, settings={"rounds": 20}
     ),
-    "a training loss of 1e15": Attack(claims(train_loss=1e15), TWO, 0, 0.0),
-    "many examples processed": Attack(claims(examples_processed=10**15), ("FedAvg",), 0, 0.0),
+    "a huge training loss": Attack(claims(train_loss=1e15, examples_processed=10**15), TWO, 0, 0.0),
     # what it sends
     "one huge update in round 1": Attack(longer(HUGE, 1), EVERY, 1, event=FAR),
     "one huge update in round 2": Attack(longer(HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR),
@@ -260,8 +259,6 @@ ATTACKS: dict[str, Attack] = {
     ),
     "other frozen parameters": Attack(entry(keys.FROZEN_DIGEST_KEY, "x"), ("FedAvg",), 6),
     # how much of it
-    "arrays that grow": Attack(instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype)), TWO, 6),
-    "an array more, that grows": Attack(beside("arrays"), ("FedAvg", "SCAFFOLD"), 6),
     "uploads that grow": Attack(
         instead(lambda a, t: np.ones((4**t, *a.shape), a.dtype), ".upload"),
         ("EFL", "MimeLite", "SCAFFOLD(option=1)", "FedCurv", "RFedAvg", "Mime", "FedAdamW"),
@@ -338,18 +335,16 @@ ATTACKS: dict[str, Attack] = {
     ),
     "the reply of round 1 again, in a stack": Attack(again("train"), TWO, 5, settings=STACK),
 }
-IN_A_STACK = ("one huge update in round 2", "a huge upload", "a huge probe")
-IN_A_STACK += ("1 step of 9, bounded", "a negative variance")
-BY_A_MINORITY = ("one huge update in round 2", "a huge upload", "a huge probe")
-BY_A_MINORITY += ("other buffers than the others'", "a negative variance")
+RETOLD = ("one huge update in round 2", "a huge upload", "a huge probe", "a negative variance")
 TOLD_ELSEWHERE = [
     ("a negative variance", "under a robust aggregator", {"aggregator": fr.NormBound()}),
-    *((name, "in a stack", STACK) for name in IN_A_STACK),
+    *((name, "in a stack", STACK) for name in (*RETOLD, "1 step of 9, bounded")),
 ]
 ATTACKS |= {
     f"{name} {where}": replace(ATTACKS[name], settings=ATTACKS[name].settings | more)
     for name, where, more in TOLD_ELSEWHERE
 }
+BY_A_MINORITY = (*RETOLD, "other buffers than the others'")
 ATTACKS |= {f"{n} by a minority": replace(ATTACKS[n], liars=MINORITY) for n in BY_A_MINORITY}
 VARIED = re.compile(r"(?<!update)(?<!in round 2) (in a stack|in a cohort of two|by a minority)")
 """Rows that are another row told elsewhere, or by several: one of each is always played."""

@@ -34,12 +34,15 @@ def loader(k: int) -> Any:
 KINDS: dict[str, Any] = {
     "pairs of arrays": [[a.numpy() for a in pair(k)] for k in range(5)],
     "data sets": [Items(*pair(k)) for k in range(5)],
+    "mappings": [Items(*pair(k), lambda x, y: {"x": x, "kind": y}) for k in range(5)],
     "loaders": {k: loader(k) for k in range(5)},
     "functions": [pair] * 5,
+    "a function for all": pair,
     "a partitioner": SimpleNamespace(  # as those of flwr-datasets
         num_partitions=len(SIZES), load_partition=lambda pid: Items(*pair(pid))
     ),
 }
+MORE = {"mappings": {"target_key": "kind"}, "a function for all": {"num_clients": 5}}
 
 
 def trained(grid: Any, method: str = "SCAFFOLD", **settings: Any) -> dict[str, np.ndarray]:
@@ -78,10 +81,13 @@ def expected() -> dict[str, np.ndarray]:
 def test_data_sets_of_any_kind_train_as_the_clients_that_hold_them(
     kind: str, expected: dict[str, np.ndarray]
 ) -> None:
-    stacked = fr.StackedGrid(clients_of(KINDS[kind]))
+    """On each grid, and in Flower's app."""
+    clients = clients_of(KINDS[kind], **MORE.get(kind, {}))
+    stacked = fr.StackedGrid(clients)
     close(trained(stacked), expected, 1e-5)
     assert not stacked.fallbacks
-    close(trained(fr.InProcessGrid(clients_of(KINDS[kind]))), expected, 0.0)
+    close(trained(fr.InProcessGrid(clients)), expected, 0.0)
+    close(trained(fr.InProcessGrid(clients.app(fr.SCAFFOLDClient), 5)), expected, 0.0)
 
 
 @pytest.mark.parametrize("messages", [False, True])
@@ -98,24 +104,15 @@ def test_a_model_that_is_given_is_the_same_afterwards(grid: Any, messages: bool)
     assert [m.training for m in model.modules()] == [True, True, False, True]
 
 
-def test_mappings_functions_for_all_and_flowers_app_give_the_same(
-    expected: dict[str, np.ndarray],
-) -> None:
-    sets = [Items(*pair(k), lambda x, y: {"x": x, "kind": y}) for k in range(5)]
-    close(trained(fr.StackedGrid(clients_of(sets, target_key="kind"))), expected, 1e-5)
-    lazy = clients_of(pair, num_clients=5)
-    close(trained(fr.InProcessGrid(lazy.app(fr.SCAFFOLDClient), 5)), expected, 1e-5)
-
-
 def test_step_budgets_are_kept_on_every_way() -> None:
     """Client 2 takes one step in round 2."""
     budgets = {(2, 2): 1}
-    clients = clients_of(KINDS["functions"], step_budgets=lambda *at: budgets.get(at))
+    clients = clients_of([pair] * 5, step_budgets=lambda *at: budgets.get(at))
     ways = [(clients.app(fr.FedProxClient), 5), (clients,)]
     grids = [kind(*way) for kind in (fr.InProcessGrid, fr.StackedGrid) for way in ways]
     models = [trained(grid, "FedProx", mu=0.1) for grid in grids]
     assert all(np.allclose(m["0.weight"], models[0]["0.weight"], atol=1e-5) for m in models)
-    plain = trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedProx", mu=0.1)
+    plain = trained(fr.StackedGrid(clients_of([pair] * 5)), "FedProx", mu=0.1)
     assert not np.allclose(models[0]["0.weight"], plain["0.weight"])
     clients.step_budgets = {2: 1}
     assert [clients.step_budget(k, 1) for k in (1, 2)] == [None, 1]
@@ -206,19 +203,19 @@ class Sum(nn.Module):
 
 
 @pytest.mark.parametrize("of", [fr.FedAvg, partial(fr.FedSAM, rho=0.1)], ids=["FedAvg", "FedSAM"])
-@pytest.mark.parametrize("how", [{"clip-norm": 0.01}, {"momentum": 0.9}], ids=["clip", "nesterov"])
-def test_parameters_with_one_gradient_are_stepped_as_alone(of: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("clip", [{"clip-norm": 0.01}, {}], ids=["clip", "nesterov"])
+def test_parameters_with_one_gradient_are_stepped_as_alone(of: Any, clip: dict[str, Any]) -> None:
     """Clipping and optimisers write to gradients."""
-    made = partial(torch.optim.SGD, nesterov="momentum" in how, momentum=how.get("momentum", 0.0))
-    clip = {key: of for key, of in how.items() if key == "clip-norm"}
-    options: dict[str, Any] = {"batch_size": 8, "device": "cpu", "optimizer": made}
-    clients = fr.Clients(Sum, [*map(pair, range(3))], **options)
-    strategy = partial(of, seed=3, fraction_evaluate=0.0)
-    stacked = fr.StackedGrid(clients, check=False)
-    got = run(strategy(), stacked, model=Sum, train={"local-steps": 4, **clip})
+    made = partial(torch.optim.SGD, nesterov=not clip, momentum=0.0 if clip else 0.9)
+    sets = [pair(k) for k in range(3)]
+    clients = fr.Clients(Sum, sets, batch_size=8, device="cpu", optimizer=made)
+    stacked, alone = fr.StackedGrid(clients, check=False), fr.InProcessGrid(clients)
+    ends = (
+        run(of(seed=3, fraction_evaluate=0.0), grid, model=Sum, train={"local-steps": 4, **clip})
+        for grid in (stacked, alone)
+    )
+    close(*ends, 1e-6)
     assert not stacked.fallbacks
-    alone = run(strategy(), fr.InProcessGrid(clients), model=Sum, train={"local-steps": 4, **clip})
-    close(got, alone, 1e-6)
 
 
 def test_what_stays_with_an_apps_client_begins_as_it_makes_it() -> None:
@@ -359,7 +356,7 @@ def test_what_a_step_reads_beside_tensors_counts_when_it_is_compiled(
 
 
 def test_label_counts_are_shared_as_data_but_by_an_apps_client_only_if_it_says_so() -> None:
-    trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedAvg", cohorts="class-covering")
+    trained(fr.StackedGrid(clients_of([pair] * 5)), "FedAvg", cohorts="class-covering")
     with pytest.raises(RuntimeError, match="does not share its label counts"):
         trained(fr.StackedGrid(app_of(fr.FedAvgClient), 5), "FedAvg", cohorts="class-covering")
 
@@ -373,7 +370,7 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
             self.sent = list(super().configure_train(*args))
             return self.sent
 
-    grid, strategy = fr.StackedGrid(clients_of(KINDS["functions"])), Mine(seed=3)
+    grid, strategy = fr.StackedGrid(clients_of([pair] * 5)), Mine(seed=3)
     run(strategy, grid, rounds=1)
     assert len(strategy.sent) == 5
     assert sum(grid.fallbacks.values()) == 5
@@ -408,9 +405,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_refused_by_name(case: str) -> None:
     train, more, message = WRONG[case]
-    settings = {"model": perceptron, **more}
     with pytest.raises((ValueError, TypeError), match=message):
-        fr.Clients(train_sets=train, **settings)
+        fr.Clients(**{"model": perceptron, "train_sets": train, **more})
 
 
 def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:

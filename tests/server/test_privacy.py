@@ -124,10 +124,6 @@ def test_sensitivity_of_the_mean() -> None:
 # Central DP: the noise
 
 
-def flat(model: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([a.ravel() for a in model.values()])
-
-
 @pytest.mark.parametrize(
     ("strategy", "client", "factor"),
     [
@@ -139,7 +135,7 @@ def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
     strategy: Any, client: Any, factor: float
 ) -> None:
     """In two runs of one seed, over a run without noise."""
-    runs = [
+    plain, *noisy = (
         run(
             strategy(seed=5, fraction_evaluate=0.0, privacy=fr.CentralDP(0.1, z)),
             client,
@@ -148,9 +144,9 @@ def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
             train={"local-steps": 1},
         )
         for z in (0.0, 2.0, 2.0)
-    ]
+    )
     std = factor * 2.0 * 0.1 / 4  # z C / m, and then the server's step
-    a, b = (flat(noisy) - flat(runs[0]) for noisy in runs[1:])
+    a, b = (np.concatenate([(w[n] - plain[n]).ravel() for n in plain]) for w in noisy)
     for noise in (a, b):
         assert abs(noise.std() / std - 1) < 5 / math.sqrt(2 * noise.size)
         assert abs(noise.mean()) < 5 * std / math.sqrt(noise.size)
@@ -167,15 +163,6 @@ def private_run(population: int, model: Any, fraction: float, z: float, **settin
     )
     grid = Watching(app_of(fr.FedAvgClient, make_clients(population)), population)
     return strategy, grid
-
-
-def test_epsilon_is_that_of_dp_accounting_for_fixed_cohorts() -> None:
-    strategy, grid = private_run(8, AMPLIFIED, 0.5, 3.0)
-    start(strategy, grid)
-    expected = theirs(8, AMPLIFIED, 4, 3.0)
-    assert [e["epsilon"] for e in strategy.history] == pytest.approx(expected, rel=1e-12)
-    assert {e["delta"] for e in strategy.history} == {1e-5}
-    assert strategy.privacy.accountant.num_releases == 3
 
 
 def theirs(population: int, model: Any, cohort: int, z: float, rounds: int = 3) -> list[float]:
@@ -213,11 +200,16 @@ def test_epsilon_over_a_grid_is_that_of_dp_accounting(
 
 
 @pytest.mark.parametrize("model", [PLAIN, AMPLIFIED])
-def test_the_budget_ends_training_before_a_client_hears_of_it(model: Any) -> None:
-    free, grid = private_run(4, model, 1.0, 3.0)
-    start(free, grid, 3)
-    limit = (free.history[1]["epsilon"] + free.history[2]["epsilon"]) / 2
-    strategy, grid = private_run(4, model, 1.0, 3.0, limit=limit)
+def test_epsilon_is_of_the_cohorts_and_ends_training_before_a_client_hears_of_it(
+    model: Any,
+) -> None:
+    free, grid = private_run(8, model, 0.5, 3.0)
+    start(free, grid)
+    spent = [e["epsilon"] for e in free.history]
+    assert spent == pytest.approx(theirs(8, model, 4, 3.0), rel=1e-12)
+    assert {e["delta"] for e in free.history} == {1e-5}
+    assert free.privacy.accountant.num_releases == 3
+    strategy, grid = private_run(8, model, 0.5, 3.0, limit=sum(spent[1:]) / 2)
     with pytest.raises(PrivacyBudgetExhausted, match=r"round 3 would pass max_epsilon=.*2 rounds"):
         start(strategy, grid, 5)
     assert strategy.privacy.accountant.num_releases == 2

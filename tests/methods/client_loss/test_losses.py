@@ -182,18 +182,22 @@ def test_a_layers_output_is_there_at_other_parameters_too() -> None:
 ZERO = torch.zeros(())
 
 
-def batch(output: Tensor, targets: Any, **more: Any) -> ClientContext:
+def batch(output: Any, targets: Any, **more: Any) -> ClientContext:
     more = {"loss_fn": F.cross_entropy, **more}
     return ClientContext(start={}, lr=0.1, num_steps=1, output=output, targets=targets, **more)
+
+
+def contrast(tau: float, z: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    """MOON's loss of features, and those of the global model and of the client's last one."""
+    where = {"client": {"v": far}, "features_at": lambda p, layer: far if p else near}
+    return fr.ModelContrast(1.0, tau).loss(ZERO, {}, batch(z, None, features=z, **where))
 
 
 def test_a_zero_vector_has_no_direction() -> None:
     """A dead ReLU layer makes one; the loss and its gradient stay finite, tiny features count."""
     z = torch.tensor([[0.0, 0.0], [1e-30, 0.0], [3.0, 4.0]], requires_grad=True)
     other = torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    elsewhere = {"client": {"v": z}, "features_at": lambda p, layer: other if p else -other}
-    ctx = batch(z, None, features=z, **elsewhere)
-    loss = fr.ModelContrast(1.0, 1.0).loss(ZERO, {}, ctx)
+    loss = contrast(1.0, z, -other, other)
     (grad,) = torch.autograd.grad(loss, z)
     # cosines (0, 0), (-1, 1), (0, 0): log 2, log(1 + e^2), log 2
     expected = (2 * np.log(2) + np.log1p(np.exp(2.0))) / 3
@@ -204,12 +208,7 @@ def test_a_zero_vector_has_no_direction() -> None:
 
 def test_features_in_half_precision_are_compared_in_single() -> None:
     parts = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-    def loss(z: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        where = {"client": {"v": far}, "features_at": lambda p, layer: far if p else near}
-        return fr.ModelContrast(1.0, 0.1).loss(ZERO, {}, batch(z, None, features=z, **where))
-
-    assert torch.equal(loss(*parts), loss(*parts.float()))
+    assert torch.equal(contrast(0.1, *parts), contrast(0.1, *parts.float()))
 
 
 COUNTS = torch.tensor([16, 0, 81, 0])
@@ -222,7 +221,7 @@ def test_an_absent_class_leaves_the_softmax(dtype: torch.dtype, smoothing: float
     z = torch.tensor([[1.0, 60.0, 2.0, 0.5], [-3.0, 0.0, 1.0, -80.0]]).to(dtype).requires_grad_()
     y = torch.tensor([2, 0])
     loss_fn = partial(F.cross_entropy, label_smoothing=smoothing)
-    ctx = batch(z, y, label_counts=COUNTS, loss_fn=lambda a, b: loss_fn(a, b))
+    ctx = batch(z, y, label_counts=COUNTS, loss_fn=loss_fn)
     loss = fr.LogitCalibration(2.0).loss(ZERO, {}, ctx) + loss_fn(z, y)
     (grad,) = torch.autograd.grad(loss, z)
     assert torch.isfinite(loss)
@@ -312,8 +311,8 @@ def test_one_example_or_one_feature_has_no_correlations(examples: int, width: in
 
 def test_features_that_do_not_vary_give_no_nan() -> None:
     """A dead unit: its centred values are 0, and only the 1e-8 keeps them from 0/0."""
-    ctx = ClientContext(start={}, lr=0.1, num_steps=1, features=torch.zeros(4, 3).requires_grad_())
-    loss = fr.Decorrelation(1.0).loss(torch.zeros(()), {}, ctx)
+    ctx = batch(None, None, features=torch.zeros(4, 3).requires_grad_())
+    loss = fr.Decorrelation(1.0).loss(ZERO, {}, ctx)
     (g,) = torch.autograd.grad(loss, ctx.features)
     assert loss == 0
     assert not g.any()

@@ -72,11 +72,7 @@ def vectors(x: np.ndarray) -> Vectors:
     """The rows of a matrix, in three parts."""
     parts = {"a": x[:, :3], "b": x[:, 3:3], "c": x[:, 3:]}
     sizes = {name: part.shape[1] for name, part in parts.items()}
-
-    def read(name: str, at: slice) -> np.ndarray:
-        return parts[name][:, at].copy()
-
-    return Vectors(range(len(x)), sizes, read)
+    return Vectors(range(len(x)), sizes, lambda name, at: parts[name][:, at].copy())
 
 
 def result(aggregator: Any, x: np.ndarray) -> np.ndarray:
@@ -227,16 +223,14 @@ def test_a_round_is_the_aggregate_of_scaled_updates_and_of_each_buffer(
 
 def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(log: Log) -> None:
     train = training(max_weight=0.3)
-    moved(train, network(5), rounds=2)
-    assert [e["bounded"] for e in train.history] == [[4], [4]]
     gap = reply_arrays(4)["b"].astype(np.float64)
     others = sum((k + 1) / 10 * 0.7 * reply_arrays(k)["b"].astype(np.float64) for k in range(4))
-    one = training(max_weight=0.3)
-    np.testing.assert_allclose(moved(one, network(5))["b"], 0.3 * gap + others, atol=1e-6)
+    np.testing.assert_allclose(moved(train, network(5))["b"], 0.3 * gap + others, atol=1e-6)
+    assert train.history[0]["bounded"] == [4]
     few = training(max_weight=0.1)
     moved(few, network(5), rounds=2)
     assert log("max_weight") == ["max_weight=0.1 is impossible for 5 replies: each weighs 1/5"]
-    assert few.history[0]["bounded"] == [3, 4]
+    assert [e["bounded"] for e in few.history] == [[3, 4]] * 2
 
 
 # Own aggregators
@@ -275,14 +269,20 @@ def test_a_broken_aggregator_fails_the_round_by_its_name(back: Any, sentence: st
 # Uploads
 
 
-class Uploads(Term, Checks):
-    """Its upload is one array."""
+class Quiet(Term):
+    """Uploads one array without a check, and says nothing of aggregators."""
 
-    name: ClassVar[str] = "uploads"
-    keeps_delta: ClassVar[bool] = True
+    name: ClassVar[str] = "quiet"
 
     def finish(self, delta: Any, ctx: Any) -> Any:
         return delta, {"u": delta["w"]}, {}
+
+
+class Uploads(Quiet, Checks):
+    """Its upload is checked."""
+
+    name: ClassVar[str] = "uploads"
+    keeps_delta: ClassVar[bool] = True
 
     def check(self, upload: Slot, params: Any, server: Slot) -> None:
         assert set(upload) == {"u"}
@@ -343,15 +343,6 @@ def test_uploads_go_through_the_aggregator(term: Any, aggregator: Any) -> None:
         assert np.abs(slot["u"] - slots[0]["u"]).max() < 3 * times
 
 
-class Quiet(Term):
-    """Uploads without a check, and says nothing of aggregators."""
-
-    name: ClassVar[str] = "quiet"
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {"u": delta["w"]}, {}
-
-
 def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Krum.* not reach .* of Uploads upload.*ctx.aggregated"):
         training([Uploads()], aggregator=fr.Krum(1))
@@ -376,25 +367,6 @@ class Picky(Asks):
         return super().update(server, delta, uploads, ctx)
 
 
-@pytest.mark.parametrize(
-    ("term", "odd", "aggregator", "why"),
-    [
-        (Picky(), -np.ones((2, 2)), None, "its upload cannot be used.*a root of it is not real"),
-        (Sums(), np.ones(3), None, "its upload cannot be used.*could not be broadcast together"),
-        (Sums(), np.ones(3), fr.CoordinateMedian(), ""),
-    ],
-    ids=["update", "fold", "robust"],
-)
-def test_an_upload_that_the_mean_cannot_use_costs_its_client(
-    term: Any, odd: Any, aggregator: Any, why: str
-) -> None:
-    train = training([term], **({"aggregator": aggregator} if aggregator else {}))
-    net = network(4, uploads=lambda k: {term.name: {"u": odd if k == 2 else sent(k)}})
-    moved(train, net)
-    assert train.history[0]["replies"] == [0, 1, 3]
-    assert re.search(why, train.history[0]["failures"][2])
-
-
 class Moves(Term, Folds):
     """Folds updates alone, and takes none of a length that it does not like."""
 
@@ -406,11 +378,24 @@ class Moves(Term, Folds):
         return acc
 
 
-def test_an_update_that_a_fold_refuses_costs_its_client_without_uploads_too() -> None:
-    train = training([Moves()])
-    moved(train, network(4))
+@pytest.mark.parametrize(
+    ("term", "odd", "aggregator", "why"),
+    [
+        (Picky(), -np.ones((2, 2)), None, "its upload cannot be used.*a root of it is not real"),
+        (Sums(), np.ones(3), None, "its upload cannot be used.*could not be broadcast together"),
+        (Sums(), np.ones(3), fr.CoordinateMedian(), ""),
+        (Moves(), None, None, "its update is odd"),
+    ],
+    ids=["update", "fold", "robust", "fold, no uploads"],
+)
+def test_a_reply_that_the_mean_cannot_use_costs_its_client(
+    term: Any, odd: Any, aggregator: Any, why: str
+) -> None:
+    train = training([term], **({"aggregator": aggregator} if aggregator else {}))
+    slots = {} if odd is None else {k: {term.name: {"u": [sent(k), odd][k == 2]}} for k in range(4)}
+    moved(train, network(4, uploads=lambda k: slots.get(k, {})))
     assert train.history[0]["replies"] == [0, 1, 3]
-    assert "its update is odd" in train.history[0]["failures"][2]
+    assert re.search(why, train.history[0]["failures"][2])
 
 
 def test_clients_that_krum_leaves_out_keep_their_state() -> None:

@@ -100,26 +100,15 @@ def same(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> N
         np.testing.assert_allclose(b, a, rtol=1e-14, atol=1e-14, err_msg=name)
 
 
-WEIGHTS = {0: 0.1, 3: 0.3, 6: 0.25, 9: 0.2, 12: 0.15}
-SCALED = {p: w / 3 for p, w in WEIGHTS.items()}
-
-
-def test_sums_are_those_of_whole_arrays() -> None:
+@pytest.mark.parametrize("n", [5, updates.TOGETHER + 3])
+def test_sums_are_those_of_whole_arrays(n: int) -> None:
+    """Also of more clients than are read at a time."""
     base, fixed = model(), ["f8 matrix", "i8 one", "? matrix"]
-    came = replies(base)
-    expected = whole(base, came, WEIGHTS, SCALED, fixed)
-    same(mean_delta(Updates(base, came, WEIGHTS, SCALED, fixed)), expected)
-
-
-def test_more_clients_than_are_read_at_a_time() -> None:
-    n = updates.TOGETHER + 3
-    base = {"w": np.linspace(-1, 1, PIECE + 5)}
-    rng = np.random.default_rng(0)
-    came = {k: Reply({"w": base["w"] + rng.normal(size=PIECE + 5)}, {}, {}, 1.0) for k in range(n)}
-    weights = {k: (k + 1) / n for k in range(n)}
-    expected = sum(weights[k] * (r.arrays["w"] - base["w"]) for k, r in came.items())
-    found = mean_delta(Updates(base, came, {}, weights, []))["w"]
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    came = replies(base, n)
+    weights = {p: (p + 1) / n**2 for p in came}
+    scaled = {p: w / 3 for p, w in weights.items()}
+    expected = whole(base, came, weights, scaled, fixed)
+    same(mean_delta(Updates(base, came, weights, scaled, fixed)), expected)
 
 
 def test_rows_of_stacks_give_the_bits_of_clients_alone() -> None:
@@ -159,6 +148,8 @@ def test_a_value_that_is_not_usable_is_found(name: str) -> None:
         check_finite(constant, "it", constant, LARGEST)  # the model's own may stay
 
 
+WEIGHTS = {0: 0.1, 3: 0.3, 6: 0.25, 9: 0.2, 12: 0.15}
+SCALED = {p: w / 3 for p, w in WEIGHTS.items()}
 CONTEXT = ServerContext(1, 0.1, weights=WEIGHTS)
 
 
