@@ -81,6 +81,7 @@ class Range:
 
 Ranges = Mapping[str, Range]
 """Field -> the values that it may have."""
+WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, Integral)
 NOT_NEGATIVE = Range("a number of at least 0", lambda v: v >= 0)
 POSITIVE = Range("a positive number", lambda v: v > 0)
 DECAY = Range("a number from 0 to below 1", lambda v: 0 <= v < 1)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,11 @@ from flwr_regs.client.train.batches import (
 )
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import COUNT, Range
+from flwr_regs.term import COUNT, WHOLE
 from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
-BUDGET = Range("a whole number of at least 0", lambda v: v >= 0, Integral)
 Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
 
 
@@ -239,7 +237,7 @@ class ClientSets(Spelled):
             budget = budgets(pid, server_round)
         else:
             budget = budgets.get(pid) if isinstance(budgets, Mapping) else budgets[pid]
-        BUDGET.check("Clients", f"step_budgets[{pid}]", budget, optional=True)
+        WHOLE.check("Clients", f"step_budgets[{pid}]", budget, optional=True)
         return None if budget is None else int(budget)
 
 

@@ -35,7 +35,7 @@ from flwr_regs.client.train.task import (
     uncompiled,
 )
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
-from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
+from flwr_regs.term import NOT_NEGATIVE, WHOLE, Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
 STILL = (
@@ -165,6 +165,8 @@ class LocalTraining:
             raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
         config = config or {}
         check_optimizer(config, "config")
+        WHOLE.check(type(self).__name__, "max_steps", max_steps, optional=True)
+        NOT_NEGATIVE.check(type(self).__name__, "max_seconds", max_seconds, optional=True)
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
@@ -191,6 +193,8 @@ class LocalTraining:
                 f"{type(model).__name__} shares no parameter with requires_grad=True"
                 + (" that the method does not hold still" if self._held else "")
             )
+        for _, p in every:
+            p.grad = None  # of a round that failed
         self.planned_steps = planned = steps or (epochs or 0) * data.count_batches(pairs)
         self.num_steps = planned if max_steps is None else min(planned, max_steps)
         self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)

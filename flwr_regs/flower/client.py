@@ -21,7 +21,7 @@ from flwr_regs.client.memory import Memory, Root, to_numpy, written
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts
 from flwr_regs.client.train.optimizer import OptimizerFn, check_factory
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, WHOLE, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
 from flwr_regs.wire.config import Spelled
@@ -31,7 +31,6 @@ from flwr_regs.wire.text import read_json
 
 ArrayList = list[Any]
 Config = Mapping[str, Any]
-_WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
 class RegClient(Spelled, NumPyClient):
@@ -134,7 +133,7 @@ class RegClient(Spelled, NumPyClient):
         if terms is not None and self.method is not None:
             raise TypeError(f"{who} fixes its terms; use RegClient for others")
         self.composition = self.terms if terms is None else check_classes(terms, who)
-        _WHOLE.check(who, "step_budget", step_budget, optional=True)
+        WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
         check_factory(who, optimizer)

@@ -19,7 +19,7 @@ from flwr_regs.client.personal import own_model
 from flwr_regs.client.train.batches import CPU, Batches, seeded
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.flower.client import RegClient
-from flwr_regs.term import Term
+from flwr_regs.term import SWITCH, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.config import check_arguments
@@ -100,6 +100,7 @@ class ClientRound(LocalTraining):
     ) -> None:
         own = {"private", "save_private", "keep_optimizer"}
         check_arguments(type(self).__name__, settings, SETTINGS, own)
+        SWITCH.check(type(self).__name__, "keep_optimizer", keep_optimizer)
         name, terms, who = _described(method)
         self._message = message
         if (kind := message.metadata.message_type).split(".")[0] != "train":

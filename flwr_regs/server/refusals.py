@@ -10,9 +10,9 @@ from os import fspath
 from typing import Any, TypeVar
 
 from flwr_regs.abilities import CountsOnMean
-from flwr_regs.server.aggregate.aggregators import COUNT_FROM_0, Aggregator, Mean
+from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
-from flwr_regs.term import COUNT
+from flwr_regs.term import COUNT, WHOLE
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
 
@@ -97,7 +97,7 @@ RANGES: list[Row] = [
     _one_of("incomplete", "average", "scale", "drop"),
     _one_of("on_divergence", "exclude", "warn", "stop"),
     _one_of("retry_cohort", "new", "same"),
-    *((name, COUNT_FROM_0.fits, f"be {COUNT_FROM_0.expected}") for name in COUNTS),
+    *((name, WHOLE.fits, f"be {WHOLE.expected}") for name in COUNTS),
     ("min_replies", COUNT.fits, f"be {COUNT.expected}"),
     ("population", lambda v: v is None or COUNT.fits(v), f"be {COUNT.expected} or None"),
     ("fraction_train", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),

@@ -225,13 +225,14 @@ def momentum_of(optimizer: Optimizer, lr: float) -> float | None:
     """Return m such that a constant gradient moves ``η/(1−m)`` a step in the long run; None if unknown.
 
     η is the round's learning rate `lr`; the optimiser may have another one. SGD's `dampening` counts: with
-    the same value as its momentum, a step is η, so m is 0.
+    the same value as its momentum, a step is η, so m is 0. Of several groups, the largest m counts.
     """
-    group = optimizer.param_groups[0]
-    own, damped = group["lr"], 1 - group.get("dampening", 0)
-    if "momentum" not in group or not min(own, damped) > 0:
-        return None
-    return float(1 - (1 - group["momentum"]) / damped * (lr / own))
+    each = list[float]()
+    for group in optimizer.param_groups:
+        own, damped = group["lr"], 1 - group.get("dampening", 0)
+        if "momentum" in group and min(own, damped) > 0:
+            each.append(float(1 - (1 - group["momentum"]) / damped * (lr / own)))
+    return max(each, default=None)
 
 
 def clip(params: Collection[nn.Parameter], norm: float) -> None:

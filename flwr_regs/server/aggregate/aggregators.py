@@ -20,20 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from flwr_regs.server.failures import Passing
-from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
+from flwr_regs.term import COUNT, POSITIVE, WHOLE, Range, check_ranges
 from flwr_regs.wire.arrays import pieces
 from flwr_regs.wire.config import Spelled
 
 READ = 1 << 17
 """How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
-COUNT_FROM_0 = Range("a whole number of at least 0", lambda v: v >= 0, Integral)
 
 
 class TooFewVectors(Passing):
@@ -213,7 +211,7 @@ class Krum(_Checked):
         m ≥ 1, how many vectors to keep; 1 is Krum.
     """
 
-    ranges: ClassVar = {"byzantine": COUNT_FROM_0, "keep": COUNT}
+    ranges: ClassVar = {"byzantine": WHOLE, "keep": COUNT}
     byzantine: int
     keep: int = 1
 
