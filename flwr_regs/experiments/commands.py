@@ -203,7 +203,8 @@ def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) 
     """
     _, made = card_files.of_folder(folder)
     before = made.get("chosen", {})
-    if experiment.tunes and not experiment.rows_of(panel).keys() <= before.keys():
+    new = [label for label in experiment.rows_of(panel) if label not in before]
+    if experiment.tunes and new:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
 
@@ -212,9 +213,9 @@ def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) 
             _train(trials, folder / "tuning", "trial", args)
             return recorded(trials, folder / "tuning")
 
-        outcomes = tuning.tuned(experiment, panel, train)
+        outcomes = tuning.tuned(experiment, panel, new, train)
         chosen = {label: outcome.pop("point") for label, outcome in outcomes.items()}
-        made["chosen"], made["tuning"] = chosen | before, outcomes | made.get("tuning", {})
+        made["chosen"], made["tuning"] = before | chosen, made.get("tuning", {}) | outcomes
         write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
     return chosen_of(experiment, folder)
 

@@ -21,6 +21,7 @@ from flwr_regs.experiments.data.datasets import two_examples
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.models.architectures import chosen
 from flwr_regs.experiments.partition.client_data import client_data_of, data_of
+from flwr_regs.experiments.partition.partitions import BY_ROUND
 from flwr_regs.experiments.settings import DEFAULTS, SETTINGS, Settings, Values, as_word, field_name
 from flwr_regs.experiments.space import Point, Space, is_grid, points, shown
 from flwr_regs.server.options import Options
@@ -121,6 +122,15 @@ class Run:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
         settings = self.settings
         settings.check()
+        if (
+            self.method == "Local"
+            and settings.partition in BY_ROUND
+            and settings.fraction_train < 1
+        ):
+            raise ValueError(
+                f"'Local' trains a client's model in its turns, and {settings.partition} changes data by "
+                "rounds: leave Local out, or let all clients train in each round (fraction-train=1)"
+            )
         strategy = self.strategy()
         with strategies.named(self.method):
             strategy.check_model(initial_model(*settings.model_arguments))

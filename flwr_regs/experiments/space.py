@@ -10,10 +10,24 @@ from math import ceil, log2, prod, sqrt
 from typing import Any
 
 from flwr_regs.experiments.calls import Call, literal, values
-from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, PLACES, read
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, OF_PARTITIONS, PLACES, read
 from flwr_regs.wire.config import nearest
 
-FIXED = (*PLACES, "methods", "seed", "rounds", "held-out-clients", "held-out-share")
+PROBLEM = (
+    *(
+        "dataset",
+        "partition",
+        *OF_PARTITIONS,
+        "num-clients",
+        "num-classes",
+        "synthetic",
+        "examples",
+    ),
+    *("examples-per-client", "test-examples", "test-on-clients", "test-split", "target-accuracy"),
+    *("straggler-share", "straggler-speed", "drop-out", "dp-noise", "dp-delta"),
+)
+"""Settings that say what is learnt, by whom: with others, methods are not compared."""
+FIXED = (*PLACES, *PROBLEM, "methods", "seed", "rounds", "held-out-clients", "held-out-share")
 """Settings that no trial may change."""
 Point = Mapping[str, Any]
 """Key -> value: a setting, or a parameter of a method."""
@@ -137,5 +151,7 @@ def edges(point: Point, tried: Sequence[Point]) -> dict[str, bool]:
 
 def shown(point: Point, equals: str = "=") -> str:
     """Return a point as text."""
-    texts = (f"{value:g}" if type(value) is float else f"{value}" for value in point.values())
-    return ", ".join(f"{key}{equals}{text}" for key, text in zip(point, texts, strict=True))
+    short = (
+        f"{v:g}" if type(v) is float and float(f"{v:g}") == v else f"{v}" for v in point.values()
+    )
+    return ", ".join(f"{key}{equals}{text}" for key, text in zip(point, short, strict=True))

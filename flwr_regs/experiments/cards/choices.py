@@ -64,9 +64,9 @@ def with_methods(card: Experiment, text: str) -> Experiment:
 
 def with_references(card: Experiment) -> Experiment:
     """Return the card with clients that train alone, and one model on all their data, as last rows."""
-    named = [row.name for row in card.rows]
-    more = [Row(name, parse_methods(name)[name]) for name in REFERENCES if name not in named]
-    return replace(card, rows=(*card.rows, *more))
+    there = [row.calls for row in card.rows]
+    rows = [Row(name, parse_methods(name)[name]) for name in REFERENCES]
+    return replace(card, rows=(*card.rows, *(row for row in rows if row.calls not in there)))
 
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -158,7 +158,7 @@ def figures(run: RunRecord) -> dict[str, float | None]:
     trained, accuracy, entries = run.trained, run.accuracy, run.rounds
     target, planned = run.job["target-accuracy"], run.job["rounds"]
     half = [test["accuracy"] for test in trained if test["round"] <= planned / 2]
-    reached = next((test["round"] for test in trained if test["accuracy"] >= target), None)
+    reached = next((test["round"] for test in trained if test["accuracy"] >= target - 1e-9), None)
     gradients = np.cumsum([entry.get("examples_processed", 0) for entry in entries]).tolist()
     losses = [e["train_metrics"].get("train-loss") for e in entries if "train_metrics" in e]
     of_clients = [float(np.mean(tests)) for entry in entries if (tests := on_clients(entry))]

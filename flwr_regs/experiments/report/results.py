@@ -329,7 +329,7 @@ class Results:
         return any("evaluate" in entry for run in runs for entry in run.rounds)
 
     def _legend(self) -> list[str]:
-        job, counts = self.runs[0].job, Counter(run.label for run in self.runs).values()
+        counts = Counter(run.label for run in self.runs).values()
         n, least, rounds = max(counts), min(counts), _either(run.job["rounds"] for run in self.runs)
         on = {run.label: _test_data(run) for run in self.runs}
         data, *others = dict.fromkeys(on.values())
@@ -343,9 +343,10 @@ class Results:
             ):
                 data += f" (models of the clients' own: {own})"
             worst = "worst: the lowest of a client, on its own test data"
-            by_class = job["test-split"] == "classes" and not job["held-out-share"]
-            if by_class and job["partition"] in LABEL_SHARES:
-                worst += " (all test examples of its classes; test-split=matched follows its class shares)"
+            if by_class := self._labels(_tests_by_class):
+                rows = "" if all(map(_tests_by_class, self.runs)) else f" in {by_class}"
+                worst += f" (all test examples of its classes{rows}; "
+                worst += "test-split=matched follows its class shares)"
         spread = "mean ± 95 % interval, " * (n > 1)
         spread += f"n = {n} (seed{'s' * (n > 1)} {', '.join(map(str, self.seeds))})"
         spread += "; two seeds say little" * (n == 2)
@@ -477,6 +478,12 @@ def _population(run: RunRecord) -> str:
     """Return a run's number of clients, and how many train in a round if not all do."""
     some = run.clients * float(run.job["fraction-train"])
     return f"{run.clients} clients" + f", {max(int(some), 1)} a round" * (some < run.clients)
+
+
+def _tests_by_class(run: RunRecord) -> bool:
+    """Return whether a run's clients test all examples of their classes, whatever shares they have."""
+    by_class = run.job["test-split"] == "classes" and not run.job["held-out-share"]
+    return by_class and run.job["partition"] in LABEL_SHARES
 
 
 def _test_data(run: RunRecord) -> str:

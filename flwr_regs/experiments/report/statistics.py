@@ -116,6 +116,7 @@ def ranks(scores: pd.DataFrame) -> Ranks:
     blocks, methods = scores.shape
     if methods < 3 or blocks < 2:
         raise ValueError(f"ranks need three methods and two panels, not {methods} and {blocks}")
+    scores = scores.round(9)  # a mean's last digits are those of its order
     mean = scores.rank(axis=1, ascending=False).mean().sort_values(kind="stable")
     friedman = stats.friedmanchisquare(*scores.to_numpy().T)
     quantile = stats.studentized_range.ppf(1 - LEVEL, methods, np.inf) / np.sqrt(2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 from typing import Any
@@ -20,19 +21,21 @@ MORE = 3
 """Beyond an edge, one point is tried for so many before."""
 
 
-def tuned(experiment: Experiment, panel: Panel, train: Train) -> dict[str, dict[str, Any]]:
-    """Return label -> what tuning chose (``point``), and among what.
+def tuned(
+    experiment: Experiment, panel: Panel, labels: Iterable[str], train: Train
+) -> dict[str, dict[str, Any]]:
+    """Return label -> what tuning chose (``point``), and among what, for some labels of a panel.
 
     ``trials`` is how many points were tried, ``budget`` how many before a range was widened, ``widened``
     the keys of such ranges, and ``edge`` those at the edge of what was tried. ``grid`` is the size of a
-    grid that has more points than may be tried; else 0.
+    grid that has more points than may be tried; else 0. ``spaces`` are the spaces' texts.
 
     All methods have equal budgets. Where the best point of the first rung has the lowest or the highest
     value of a range, a third as many points are tried beyond it, once. The best point has the highest mean
     of the last five rounds; a diverged one is worse than all others. RuntimeError if all trials of a method
     failed otherwise.
     """
-    methods = [_Method(experiment, panel, label) for label in experiment.rows_of(panel)]
+    methods = [_Method(experiment, panel, label) for label in labels]
 
     def climb(rung: int) -> None:
         on_it = [m for m in methods if len(m.tried) > 1 and rung < len(m.rungs)]  # else no choice
@@ -81,7 +84,7 @@ class _Method:
             trials = [records[run.key] for run in self._of(point, rung)]
             whole = all(trial.whole for trial in trials)
             mean = float(np.mean([last(t) if whole else len(t.trained) for t in trials]))
-            self.scores[shown(point)] = whole, rung, mean
+            self.scores[shown(point)] = whole, rung, round(mean, 9)
         self.left.sort(key=lambda point: self.scores[shown(point)], reverse=True)
         if all(trial.status == "failed" for trial in trained):
             first = records[self._of(self.left[0], rung)[0].key]
@@ -117,6 +120,7 @@ class _Method:
             "trials": len(self.tried),
             "budget": len(self.experiment.points_of(self.row)),
             "grid": self.grid,
+            "spaces": [space.text for space in self.experiment.spaces_of(self.row)],
             "widened": self.widened,
             "edge": [*edges(best, self.tried)],
         }
@@ -126,17 +130,22 @@ def notes(
     chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
-    said, tried = [], set[Any]()
+    said, tried, spaces = [], set[Any](), defaultdict[str, set[str]](set)
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
+        for text in outcome.get("spaces", ()):
+            spaces[text.partition("=")[0]].add(text)
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point:  # a range that is widened adds to the budget, as for every method
             tried.add(outcome.get("budget", outcome["trials"]))
+    said += [
+        f"not tuned alike: {' and '.join(sorted(of))}" for of in spaces.values() if len(of) > 1
+    ]
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said

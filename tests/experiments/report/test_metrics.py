@@ -34,7 +34,9 @@ LONG.job["rounds"] = 3  # planned: the first is its half
 LONG.test[-1]["ensemble"] = 0.7
 LONG.keep_clients(np.array([0.01 * i for i in reversed(range(39))]))
 TWICE = {"clients": 1.5, "aggregate": 0.5, "probe": 0.5}
-PROBED = made([0.5], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7}, seconds=TWICE)
+PROBED = made(
+    [0.5 - 1e-12], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7}, seconds=TWICE
+)
 OWN = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
 TESTED = made([0.2, 0.3], evaluate={"clients": OWN})
 TESTED.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}

@@ -39,7 +39,8 @@ def tuned(
         calls.append([*runs])
         return {run.key: record(run) for run in runs}
 
-    return tuning.tuned(experiment, experiment.panel, train), calls
+    panel = experiment.panel
+    return tuning.tuned(experiment, panel, experiment.rows_of(panel), train), calls
 
 
 def near(lr: float) -> Accuracy:
@@ -58,7 +59,7 @@ def test_an_eighth_a_quarter_and_half_of_the_rounds_for_12_4_and_2_points() -> N
         last = [run.settings.lr for run in calls[2] if run.label.startswith(label)]
         assert last == rates[:2]
         among = {"trials": 12, "budget": 12, "grid": 0, "widened": [], "edge": []}
-        assert outcomes[label] == {"point": {"lr": rates[0]}, **among}
+        assert outcomes[label] == {"point": {"lr": rates[0]}, "spaces": ["lr=0.02..1"], **among}
 
 
 def test_what_leads_early_and_falls_behind_is_not_chosen() -> None:
@@ -90,9 +91,12 @@ def test_a_range_is_widened_once_where_the_best_is_at_its_edge(
 
 def test_what_is_at_the_edge_of_a_widened_range_is_said() -> None:
     outcomes, _ = tuned(bench("lr=0.02..1"), near(1000.0))
-    outcomes["FedADC"] = {"trials": 2, "budget": 2, "grid": 5, "widened": [], "edge": []}
-    said, other, unequal = tuning.notes({"FedAvg": {"lr": 6.6}, "FedADC": {"lr": 1.0}}, outcomes)
+    outcomes["FedADC"] = {"trials": 2, "budget": 2, "grid": 5, "spaces": ["lr=1,2"]}
+    said, other, unlike, unequal = tuning.notes(
+        {"FedAvg": {"lr": 6.6}, "FedADC": {"lr": 1.0}}, outcomes
+    )
     assert "the best of 2 of 5 points of a grid on held-out data" in other
+    assert unlike == "not tuned alike: lr=0.02..1 and lr=1,2"
     assert "the budgets are not equal" in unequal
     assert outcomes["FedAvg"]["edge"] == ["lr"]
     assert said.endswith("(lr is at the edge of what was tried, which was widened)")
