@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -76,6 +77,16 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Train in one process and return the final model by name; `settings` as for `problem.train`."""
     return problem.train(strategy, client_class, length=train, **settings)[-1]
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most memory that `work` took at a time beyond what was there, in bytes."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def start(

@@ -167,15 +167,11 @@ def test_a_forward_that_writes_to_its_inputs_leaves_the_data_as_they_are() -> No
 
 
 def test_pictures_of_ones_own_that_have_changed_are_read_again(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "data_dir": "here",
-        "dataset": "image-folder(size=8)",
-        "num_clients": 2,
-    }
+    own = {"data_dir": "here", "dataset": "image-folder(size=8)", "model": "logistic"}
     losses = set()
     for pictures in [Files(tmp_path / "here")] * 2:
         pictures.image_folder()
-        result = simulate("FedAvg", model="logistic", partition="iid", seeds=[1], **given, **QUICK)
+        result = simulate("FedAvg", partition="iid", seeds=[1], num_clients=2, **own, **QUICK)
         losses.add(result.runs[0].test[-1]["loss"])
     assert len(losses) == 2
     assert result.runs[0].job["data-dir"] == str(tmp_path / "here")

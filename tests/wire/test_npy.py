@@ -1,7 +1,6 @@
 """The reader of arrays that arrive reads what numpy writes, and refuses all else before it costs memory."""
 
 import io
-import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from flwr_regs.server.exchange.replies import read_uploads
 from flwr_regs.wire.arrays import ProtocolError, unpack
 from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
 from flwr_regs.wire.records import from_record, parcel_of, to_array, view_of, views_of
+from tests.conftest import peak
 from tests.server.exchange.damage import NOT_ARRAYS, npy
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
@@ -37,17 +37,15 @@ def test_it_reads_what_numpy_writes(data: Any, dtype: str, fortran: bool, versio
 
 @pytest.mark.parametrize("what", NOT_ARRAYS)
 def test_it_refuses_all_else_and_spends_nothing(what: str) -> None:
-    tracemalloc.start()
-    try:
+    def said() -> str:
         with pytest.raises(Unreadable) as raised:
             read_array(NOT_ARRAYS[what])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 500_000
-    assert len(str(raised.value)) < 400
-    assert str(raised.value).isprintable()
-    assert ("has no end within" in str(raised.value)) == (what in ("long-header", "header-beyond"))
+        return str(raised.value)
+
+    assert peak(said) < 500_000
+    assert len(said()) < 400
+    assert said().isprintable()
+    assert ("has no end within" in said()) == (what in ("long-header", "header-beyond"))
 
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None)

@@ -1,12 +1,11 @@
 """Text and JSON of other machines: short and printable."""
 
-import tracemalloc
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_regs.wire.text import named, one_line, quoted, read_json, shown
+from tests.conftest import peak
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
@@ -30,14 +29,12 @@ def test_what_hides_is_escaped() -> None:
 
 def test_a_long_text_is_not_copied() -> None:
     text, many = "A\n" * 10_000_000, [f"{i}" for i in range(1000)]
-    tracemalloc.start()
-    try:
-        made = [shown(text), one_line(text), quoted(text), quoted([text] * 5), named([text, *many])]
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert max(map(len, made)) < 2000
-    assert peak < 1_000_000
+
+    def made() -> list[str]:
+        return [shown(text), one_line(text), quoted(text), quoted([text] * 5), named([text, *many])]
+
+    assert peak(made) < 1_000_000
+    assert max(map(len, made())) < 2000
 
 
 def test_any_value_can_be_quoted() -> None:

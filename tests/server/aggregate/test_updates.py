@@ -1,7 +1,6 @@
 """Sums of updates against their definition in whole arrays, the step that follows, and their memory."""
 
-import tracemalloc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST, PIECE, ProtocolError, add, check_finite
 from flwr_regs.wire.parcel import Row, Stack
+from tests.conftest import peak
 
 Arrays = dict[str, np.ndarray]
 DTYPES = ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")
@@ -191,16 +191,6 @@ def test_the_model_moves_by_the_step_that_is_kept(half: str | None) -> None:
     coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
     for terms, sent in ([Same()], came), ([], coded), ([Same()], coded):
         same(advanced(terms, base, sent, half=half, keeps_step=True).model, found.model)
-
-
-def peak(work: Callable[[], object]) -> int:
-    """The most memory that `work` took at a time beyond what was there, in bytes."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
