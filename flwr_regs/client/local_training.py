@@ -374,6 +374,8 @@ class LocalTraining:
         if not loss.requires_grad:
             raise RuntimeError("the loss depends on no trained parameter: nothing can be learnt")
         self._step_ctx, self._went_back = ctx, not watched
+        if all(p.grad is None for p in self._params.values()):  # the loop left a batch out
+            self._passes = 0
         if watched:
             loss.register_hook(self._note_backward)
         return loss
@@ -488,12 +490,13 @@ class LocalTraining:
         if self._step_loss is None or not self._measures.has_used_loss:
             return
         base, output, targets = self._step_loss
-        if self._task.loss_fn is None and not returns_loss(output):
+        own_loss = self._task.loss_fn is None
+        if own_loss and not returns_loss(output):
             return  # the loop has called the model without the targets
-        with torch.no_grad():
-            own = self._task.loss(output, targets)
-        # in half precision, as under autocast, a loss has three digits
-        near = 1e-2 if isinstance(output, Tensor) and output.dtype.itemsize < 4 else 1e-4
+        half = isinstance(output, Tensor) and output.dtype.itemsize < 4
+        with torch.no_grad():  # autocast takes a loss in float32
+            own = self._task.loss(output.float() if half and not own_loss else output, targets)
+        near = 1e-2 if half else 1e-4
         if not torch.allclose(own.double(), base.double(), near, near**2, equal_nan=True):
             raise ValueError(
                 f"a step's loss in the loop is {base.item():.6g}, but loss_fn's is {own.item():.6g}, and "
