@@ -115,7 +115,7 @@ class Stacks:
         # large groups first: where a kind is checked, its stacks of one client train too
         for group in sorted(groups.values(), key=lambda g: -len(g.members)):
             if number[group.kind] == 1:
-                unread = object in map(type, self._builds[group.members[0].asked.client])
+                unread = object in map(type, self._builds.get(group.members[0].asked.client, ()))
                 self.note(CannotStack(UNREAD if unread else ALONE))
             else:
                 served |= self._train(group)

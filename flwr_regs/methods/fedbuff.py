@@ -159,6 +159,7 @@ class BufferedTraining(Training):
         self._fill = partial(self._filled, exchange, members, network)
         self._fill(this_round)
         self._close(this_round)
+        del self._fill  # it holds the round
 
     def _filled(
         self, exchange: Exchange, members: list[int], network: Network, this_round: Round
@@ -305,10 +306,12 @@ class BufferedTraining(Training):
         """Do nothing: it is noted when a reply comes, under the round of its message."""
 
     def _check_enough(self, this_round: Round) -> None:
-        if not self._full(this_round):  # a reply was left out since: another one takes its place
-            this_round.received = {**this_round.used}
-            self._fill(this_round)
-            this_round.lose(this_round.came)
+        r = this_round
+        kept = {*r.used, *r.inactive, *r.incomplete}
+        if r.received.keys() - kept:  # they were left out since: others take their places
+            r.received = {pid: reply for pid, reply in r.received.items() if pid in kept}
+            self._fill(r)
+            r.lose(r.came)
         if not self._full(this_round):
             used = sum(reply.turns for reply in this_round.used.values())
             raise TooFewReplies(

@@ -6,7 +6,7 @@ And its features: its input, or the output of another layer, read by hooks on th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
@@ -68,6 +68,23 @@ def makes(logits: Any, produced: Any) -> bool:
     return layer is not None and layer in nodes
 
 
+class Hook:
+    """A hook on a module that copies of it do not have, also those that are written to a file."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
 class Tap:
     """A hook on a layer of a model; until `close`, modules that are compiled in place run uncompiled."""
 
@@ -75,16 +92,14 @@ class Tap:
         self._model = model
         self._input: Any = None
         self._output: Any = None
-
-        def keep(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if module is layer:  # a copy of the model has this hook, too
-                self._input, self._output = inputs[0], output
-
-        self._handle = layer.register_forward_hook(keep)
+        self._handle = layer.register_forward_hook(Hook(self._keep))
         # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
         self._compiled = {m: m._compiled_call_impl for m in model.modules()}
         for module in self._compiled:
             module._compiled_call_impl = None
+
+    def _keep(self, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._input, self._output = inputs[0], output
 
     def close(self) -> None:
         """Remove the hook, and let compiled modules run compiled again; a second time does nothing.

@@ -376,9 +376,10 @@ class Replay:
                 self.note_forward()
             yield batch
 
-    def note_forward(self) -> None:
-        """Note the generators before a forward pass."""
-        self._at_forward = self._states(), self._cuda_state()
+    def note_forward(self, model: torch.nn.Module | None = None, *_: Any) -> None:
+        """Note the generators before a forward pass; not of a teacher, in eval mode."""
+        if model is None or model.training:
+            self._at_forward = self._states(), self._cuda_state()
 
     def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
         """Yield `steps` batches, those of :meth:`draw` first; the generators end where they were."""

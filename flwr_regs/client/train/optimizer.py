@@ -64,8 +64,8 @@ class ClientOptimizer:
     ----------
     missing : str, optional
         Why a loop may not make an optimiser itself; None if it may, and once it is made here.
-    steps : list
-        An element for each step of the optimiser that was made here. AMP's scaler leaves steps out.
+    steps : int
+        How many steps the optimisers that were made here have taken. AMP's scaler leaves steps out.
     """
 
     def __init__(self, term: Chain, trained: dict[str, nn.Parameter], ctx: ClientContext) -> None:
@@ -76,8 +76,7 @@ class ClientOptimizer:
         self._at_step = 0  # the optimiser's, when these were corrected
         self._watches = False  # whether a term counts on steps of plain SGD
         self.missing: str | None = None
-        self.steps: list[None] = []
-        self._counts = False
+        self._counts: list[None] | None = None  # an element for each step; None before one is made
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
         elif self._carrying:
@@ -92,8 +91,8 @@ class ClientOptimizer:
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if isinstance(made, Optimizer):  # a user's own may be another
-            steps, self._counts = self.steps, True
-            made.register_step_post_hook(lambda *_: steps.append(None))
+            self._counts = counts = [] if self._counts is None else self._counts
+            made.register_step_post_hook(lambda *_: counts.append(None))
         if self._carrying:
             others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:
@@ -116,16 +115,20 @@ class ClientOptimizer:
         grads = [(p, p.grad) for p in self._trained.values() if p.grad is not None]
         grads = grads if self._watches else grads[:1]
         self._corrected = [(p, grad, grad._version) for p, grad in grads]
-        self._at_step = len(self.steps)
+        self._at_step = self.steps
+
+    @property
+    def steps(self) -> int:
+        return len(self._counts or ())
 
     @property
     def only_adds(self) -> bool:
         """Whether since `corrected` a gradient was added to, and nothing else was done."""
-        if not self._corrected or not self._counts:
+        if not self._corrected or self._counts is None:
             return False
         p, grad, version = self._corrected[0]
         added = p.grad is grad and grad._version == version + 1
-        return added and len(self.steps) == self._at_step
+        return added and self.steps == self._at_step
 
     def _check_step(self, refused: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.space import Point, edges, grid_size, points, shown
+from flwr_regs.experiments.space import Point, Space, edges, grid_size, points, shown
 
 Train = Callable[[Sequence[Run]], Mapping[tuple[str, int], RunRecord]]
 """Trains what is missing of some trials, and returns the records of all, by label and seed."""
@@ -130,22 +131,21 @@ def notes(
     chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
-    said, tried, spaces = [], set[Any](), defaultdict[str, set[str]](set)
+    said, tried, spaces = [], set[Any](), defaultdict[str, dict[Space, str]](dict)
     for label, point in chosen.items():
         outcome = (outcomes or {}).get(label, {"trials": "some"})
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
-        for text in outcome.get("spaces", ()):
-            spaces[text.partition("=")[0]].add(text)
+        for space in map(Space.read, outcome.get("spaces", ())):
+            spaces[space.key].setdefault(replace(space, text=""), space.text)
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point:  # a range that is widened adds to the budget, as for every method
             tried.add(outcome.get("budget", outcome["trials"]))
-    said += [
-        f"not tuned alike: {' and '.join(sorted(of))}" for of in spaces.values() if len(of) > 1
-    ]
+    unlike = [sorted(of.values()) for of in spaces.values() if len(of) > 1]
+    said += [f"not tuned alike: {' and '.join(texts)}" for texts in unlike]
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said
