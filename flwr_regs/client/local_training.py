@@ -235,6 +235,7 @@ class LocalTraining:
         self._went_back, self._passes = False, 0  # backward passes since the last `correct`
         self._finished = False
         self._accumulates = False  # gradients of several batches, for a step
+        self._differs = ""  # how the loop's loss is another than loss_fn's
         self._step_loss: tuple[Tensor, Any, Any] | None = None  # an own loop's, and of what
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
@@ -453,7 +454,10 @@ class LocalTraining:
                     not torch.equal(p, p - self._ctx.lr * cast(Tensor, p.grad))
                     for p in self._params.values()
                 )
-        self._compare_losses()
+        if not self._taken or self._measures.has_used_loss:
+            self._differs = self._differs or self._loss_differs()
+        if self._differs and self._measures.has_used_loss:
+            raise ValueError(self._differs)
         self._optimizer.corrected()
         self._accumulates |= self._passes > 1
         self._step_ctx, self._passes = None, 0
@@ -482,27 +486,30 @@ class LocalTraining:
         stepped = self._optimizer.steps
         return min(stepped, self._taken) if stepped else self._taken
 
-    def _compare_losses(self) -> None:
-        """Raise ValueError if terms have used a loss that is not the loop's in this step."""
-        if self._step_loss is None or not self._measures.has_used_loss:
-            return
+    def _loss_differs(self) -> str:
+        """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.
+
+        Before the optimiser's step: a loss may read parameters.
+        """
+        if self._step_loss is None:
+            return ""
         base, output, targets = self._step_loss
         own_loss = self._task.loss_fn is None
         if own_loss and not returns_loss(output):
-            return  # the loop has called the model without the targets
+            return ""  # the loop has called the model without the targets
         half = isinstance(output, Tensor) and output.dtype.itemsize < 4
         given = output.float() if half and not own_loss else output  # as autocast takes it
         near = 1e-2 if half else 1e-4
-        with torch.no_grad():
+        with torch.no_grad(), self._replay.restored():
             own = self._task.loss(given, targets)
             differs = not torch.allclose(own.double(), base.double(), near, near**2, equal_nan=True)
             # one that draws, or counts its calls, differs from itself
-            differs = differs and torch.equal(own, self._task.loss(given, targets))
-        if differs:
-            raise ValueError(
-                f"a step's loss in the loop is {base.item():.6g}, but loss_fn's is {own.item():.6g}, and "
-                "the method takes losses or gradients itself: give ClientRound, as loss_fn=, the loop's"
-            )
+            if not differs or not torch.equal(own, self._task.loss(given, targets)):
+                return ""
+        return (
+            f"a step's loss in the loop is {base.item():.6g}, but loss_fn's is {own.item():.6g}, and "
+            "the method takes losses or gradients itself: give ClientRound, as loss_fn=, the loop's"
+        )
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
@@ -535,7 +542,8 @@ class LocalTraining:
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
-        self._compare_losses()
+        if self._differs and self._measures.has_used_loss:
+            raise ValueError(self._differs)
         if self._alone is not None:
             upload, kept = upload.get(self._alone, {}), kept[self._alone]
         if sent is not delta:  # else the model already is w_t + delta, unrounded

@@ -157,9 +157,11 @@ class BufferedTraining(Training):
         exchange, members = self._opened(this_round, config, network)
         this_round.events |= {"began": [], "arrived": [], "staleness": []}
         self._fill = partial(self._filled, exchange, members, network)
-        self._fill(this_round)
-        self._close(this_round)
-        del self._fill  # it holds the round
+        try:
+            self._fill(this_round)
+            self._close(this_round)
+        finally:
+            del self._fill  # it holds the round
 
     def _filled(
         self, exchange: Exchange, members: list[int], network: Network, this_round: Round

@@ -377,13 +377,13 @@ class Replay:
             yield batch
 
     def note_forward(self, model: torch.nn.Module | None = None, *_: Any) -> None:
-        """Note the generators before a forward pass; not of a teacher, in eval mode."""
-        if model is None or model.training:
+        """Note the generators before a forward pass that is trained on."""
+        if model is None or (model.training and torch.is_grad_enabled()):
             self._at_forward = self._states(), self._cuda_state()
 
     def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
         """Yield `steps` batches, those of :meth:`draw` first; the generators end where they were."""
-        with self._restored():
+        with self.restored():
             drawn = on_device(cycle(self._data), self._device)
             for i in range(steps):
                 if i < len(self._before):
@@ -393,13 +393,14 @@ class Replay:
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Draw as the forward pass of the present step did (dropout); then go on as if nothing had been."""
-        with self._restored():
+        with self.restored():
             if self._at_forward is not None:
                 self._set(*self._at_forward)
             yield
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
+        """Leave the generators as they are before the block."""
         before = self._states(), self._cuda_state()
         try:
             yield
