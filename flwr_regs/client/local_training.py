@@ -135,7 +135,7 @@ class LocalTraining:
     ValueError, TypeError
         No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once;
         batches without clear targets; an output without logits; an output layer that does not make them;
-        a wrong optimiser, momentum, weight decay or norm in `config`.
+        a wrong budget; a wrong optimiser, momentum, weight decay or norm in `config`.
     """
 
     def __init__(
@@ -481,11 +481,6 @@ class LocalTraining:
             raise RuntimeError(ACCUMULATES)
         return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
-    def _steps_taken(self) -> int:
-        """Return how often `correct` was called, but for steps that the optimiser did not take after it."""
-        stepped = self._optimizer.steps
-        return min(stepped, self._taken) if stepped else self._taken
-
     def _loss_differs(self) -> str:
         """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.
 
@@ -520,7 +515,9 @@ class LocalTraining:
         if self._finished:
             raise RuntimeError("the round has ended: finish() or reply() was called before")
         self._go_back()
-        taken = self._steps_taken() if steps is None else index(steps)
+        # AMP's scaler leaves steps out; the steps of an optimiser of the loop's own are not counted
+        stepped = min(self._taken, self._optimizer.steps or self._taken)
+        taken = stepped if steps is None else index(steps)
         if not 0 <= taken <= self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         if any(p.requires_grad for p in self._frozen):

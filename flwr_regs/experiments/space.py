@@ -14,19 +14,12 @@ from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, OF_PARTITIONS, 
 from flwr_regs.wire.config import nearest
 
 PROBLEM = (
-    *(
-        "dataset",
-        "partition",
-        *OF_PARTITIONS,
-        "num-clients",
-        "num-classes",
-        "synthetic",
-        "examples",
-    ),
+    *("dataset", "partition", "num-clients", "num-classes", "synthetic", "examples"),
     *("examples-per-client", "test-examples", "test-on-clients", "test-split", "target-accuracy"),
     *("straggler-share", "straggler-speed", "drop-out", "dp-noise", "dp-delta"),
+    *OF_PARTITIONS,
 )
-"""Settings that say what is learnt, by whom: with others, methods are not compared."""
+"""Settings that say what is learnt, and by whom. Methods that differ in them cannot be compared."""
 FIXED = (*PLACES, *PROBLEM, "methods", "seed", "rounds", "held-out-clients", "held-out-share")
 """Settings that no trial may change."""
 Point = Mapping[str, Any]

@@ -150,9 +150,8 @@ class Loop:
         if isinstance(wanted, str):
             known = dict(values(training.history, wanted))
             value, factor = known.get(number), sign(wanted, None)
-            if (
-                best is not None and best.round not in known
-            ):  # a better source has the metric by now
+            # a better source may have the metric by now
+            if best is not None and best.round not in known:
                 best = None
         else:
             value, factor = wanted and _called("keep_best", wanted, entry, number, _number), 1

@@ -308,12 +308,12 @@ class BufferedTraining(Training):
         """Do nothing: it is noted when a reply comes, under the round of its message."""
 
     def _check_enough(self, this_round: Round) -> None:
-        r = this_round
-        kept = {*r.used, *r.inactive, *r.incomplete}
-        if r.received.keys() - kept:  # they were left out since: others take their places
-            r.received = {pid: reply for pid, reply in r.received.items() if pid in kept}
-            self._fill(r)
-            r.lose(r.came)
+        received = this_round.received
+        kept = {*this_round.used, *this_round.inactive, *this_round.incomplete}
+        if received.keys() - kept:  # they were left out since: others take their places
+            this_round.received = {pid: received[pid] for pid in received if pid in kept}
+            self._fill(this_round)
+            this_round.lose(this_round.came)
         if not self._full(this_round):
             used = sum(reply.turns for reply in this_round.used.values())
             raise TooFewReplies(

@@ -69,7 +69,7 @@ def makes(logits: Any, produced: Any) -> bool:
 
 
 class Hook:
-    """A hook on a module that copies of it do not have, also those that are written to a file."""
+    """A hook on a module. Copies of the module do not have it, nor does a file of the module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

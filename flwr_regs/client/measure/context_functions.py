@@ -47,7 +47,7 @@ class Measures:
     Attributes
     ----------
     has_used_loss : bool
-        Whether a term has called the task's loss.
+        Whether a term has used the task's loss.
     """
 
     model: nn.Module

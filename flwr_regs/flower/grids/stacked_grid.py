@@ -41,7 +41,7 @@ class StackedGrid(InProcessGrid):
         train by themselves.
     memory : int, optional
         Bytes that a stack may take, roughly; a larger cohort trains in several. Default: 64 MiB on a CPU,
-        whose caches hold no more, and 1 GiB elsewhere. A model of which two take more trains by itself.
+        whose caches hold no more, and 1 GiB elsewhere. A model trains by itself if two of it take more.
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
     check : "first", int or False
