@@ -124,8 +124,6 @@ class ClientSets(Spelled):
         made = given if isinstance(given, nn.Module) else given()
         if not isinstance(made, nn.Module):
             raise TypeError(f"model must return an nn.Module, not {type(made).__name__}")
-        entries = uncompiled(made).state_dict()
-        self._initial = {n: v.detach().clone() for n, v in entries.items()}
         return made
 
     def fresh_model(self) -> nn.Module:
@@ -135,10 +133,7 @@ class ClientSets(Spelled):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Let clients train in the model; a model that was given is as before afterwards."""
-        if not isinstance(self._given_model, nn.Module):
-            yield
-            return
+        """Let clients train in the model; it is as before afterwards."""
         model = uncompiled(self.model)
         before = {n: v.detach().clone() for n, v in model.state_dict().items()}
         try:
@@ -146,18 +141,6 @@ class ClientSets(Spelled):
                 yield
         finally:
             model.load_state_dict(before)
-
-    def reset(self) -> None:
-        """Give the model the entries back with which it was given."""
-        uncompiled(self.model).load_state_dict(self._initial)
-
-    def begin(self, model: nn.Module, who: Identity) -> None:
-        """Let a client that remembers nothing find the entries that stay with it as they were given.
-
-        In a `model` that clients share, others have trained.
-        """
-        if model is vars(self).get("model") and who.withholds:
-            self.reset()
 
     def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:
         """Return a client's (training data, test data) as batches."""

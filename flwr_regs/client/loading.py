@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from flwr_regs.term import Arrays, Config, Slot
 from flwr_regs.wire import arrays as wired
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_arrays, digest
+
+_LEFT: WeakKeyDictionary[nn.Module, tuple[Arrays, object]] = WeakKeyDictionary()
+"""Model -> (its private entries as the first client found them, their versions when the last one ended)."""
 
 Pins = str | Sequence[str]
 """Shell patterns on ``state_dict`` names: one text with commas, or several."""
@@ -66,7 +70,7 @@ class Layout:
 def load(
     model: nn.Module, term: Chain, arrays: NDArrays, config: Config, own: Slot | None = None
 ) -> Layout:
-    """Load the global model by name, and this client's `own` private entries (None: the model's).
+    """Load the global model by name, and this client's `own` private entries (None: see `found`).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
@@ -94,13 +98,38 @@ def load(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
     values = {n: entries[n] for n in private}
+    as_found = kept = found(model, values)
     if own is not None:
         kept = _as_held(own, values, "bfloat16")
         check_arrays(kept, values, "this client's private entries")
-        values = kept
-    model.load_state_dict({**entries, **given, **values})
+    model.load_state_dict({**entries, **given, **kept})
+    _LEFT[model] = as_found, _versions(values)
     tied = {n: first for n, first in tied.items() if first in trained}
     return Layout(private, trained, tied, frozen_digest)
+
+
+def found(model: nn.Module, private: Arrays) -> Arrays:
+    """Return the private entries with which a client begins that has none of its own yet: the model's.
+
+    Clients of one process may share the model. What others have left in it since is taken back, unless
+    the user has loaded something else.
+    """
+    first, versions = _LEFT.get(model, ({}, None))
+    if first.keys() == private.keys() and versions == _versions(private):
+        return first
+    return {n: v.detach().clone() for n, v in private.items()}
+
+
+def leave(model: nn.Module, private: Collection[str]) -> None:
+    """Note that a client has left its model as it is now: see `found`."""
+    if model in _LEFT:
+        entries = model.state_dict()
+        _LEFT[model] = _LEFT[model][0], _versions({n: entries[n] for n in private})
+
+
+def _versions(entries: Arrays) -> object:
+    """Return what changes when anybody writes to one of these entries, or replaces it."""
+    return [(v.data_ptr(), v._version) for v in entries.values()]
 
 
 def tied_names(every: Every, private: Collection[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import flwr_regs.client.train.batches as batches
 from flwr_regs.abilities import Compresses, Withholds
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory, personal
-from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_names
+from flwr_regs.client.loading import Layout, Pins, check_custody, leave, load, tied_names
 from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
@@ -296,6 +296,7 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
         if own_arrays and not member.folder.write_personal(own_arrays):
             words.append(keys.NOT_SAVED)
     config |= _ended(member, held, words)
+    leave(measures.model, layout.private)
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 

@@ -15,7 +15,7 @@ import flwr_regs.client.memory as memories
 import flwr_regs.client.train.batches as data
 from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
-from flwr_regs.client.loading import Layout, check_custody, load
+from flwr_regs.client.loading import Layout, check_custody, found, load
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import optimizer_of, over
 from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
@@ -335,9 +335,9 @@ def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tens
     """Return a client's private entries: those that it kept, or its model's own."""
     entries = model.state_dict()
     chosen = term.private(list(entries))
-    private = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
+    private = {n: v for n, v in entries.items() if n in chosen}
     if not private or kept is None:
-        return private
+        return found(model, private)
     return {n: kept[n].to(v.dtype) for n, v in private.items()}
 
 

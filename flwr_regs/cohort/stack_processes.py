@@ -61,11 +61,11 @@ def _trainer(given: tuple[ClientSets, Identity, Settings]) -> Callable[[Any], Pa
     client = cache(partial(clients.client, identity=who))
 
     def train(tasks: Any) -> Part:
-        clients.reset()  # entries that a client lacks are as given
         asked = [Asked(pid, client(pid), message, memory) for pid, _, message, memory in tasks]
         for one, (_, budget, *_) in zip(asked, tasks, strict=True):
             one.client.step_budget = budget
         stacks.fallbacks = {}
-        return stacks.train(asked), stacks.fallbacks
+        with clients.lent():
+            return stacks.train(asked), stacks.fallbacks
 
     return train

@@ -81,7 +81,6 @@ class Clients(ClientSets):
         budget, sets = self.step_budget(pid, number), self.sets_of(pid, number)
         client = make(self.fresh_model(), *sets, step_budget=budget, **shared)
         if client.identity.withholds:
-            self.begin(client.model, client.identity)
             client.model = copy.deepcopy(client.model)  # a grid may keep it beside others
         return client
 

@@ -218,8 +218,6 @@ class LocalNetwork:
             attempt(pid, begun)
             if pid in asked and not stacks and not apart:
                 attempt(pid, alone)
-        if stacks and asked:  # with `Clients`, they share a model
-            self._prepare(next(iter(asked.values())).client)
         if stacks and evaluates:
             came |= stacks.evaluate(list(asked.values()))
         elif stacks:
@@ -260,7 +258,6 @@ class LocalNetwork:
 
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""
-        self._prepare(asked.client)  # others have used its model since
         if kind not in TRAINING:
             return member.evaluate(asked.client, asked.message, asked.memory).reply
         reply, memory, rebuilt = member.train(asked.client, asked.message, asked.memory)
@@ -301,11 +298,6 @@ class LocalNetwork:
         if why and self.stacks and kind in TRAINING:
             self.stacks.note(CannotStack(why))
         return None if why else made
-
-    def _prepare(self, client: member.Client) -> None:
-        """Let a client without private entries of its own find those that its model was given with."""
-        if isinstance(self.source, Clients):
-            self.source.begin(client.model, self.who)
 
     def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
         """Return what `client_fn` makes; once, if the app does not say otherwise."""

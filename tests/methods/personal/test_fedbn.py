@@ -9,22 +9,24 @@ from flwr.app import Message
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import app_of, train
+from flwr_regs.testing.problem import app_of, make_model, train
 from tests.conftest import Tampered, close, make_clients, norm_model, plain_fedavg, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 DATA = make_clients(3)
 
 
-def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
-    """Clients evaluate with their own, too."""
-    names = set[str]()
+@pytest.mark.parametrize("one_model", [False, True])
+def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels(one_model: bool) -> None:
+    """Clients evaluate with their own, too; also those that share a model, as at module level."""
+    names, model = set[str](), norm_model()
+    app = app_of(fr.FedBNClient, DATA, (lambda: model) if one_model else norm_model)
 
     def note(kind: str, pid: int, message: Message, reply: Message) -> Message:
         names.update(*message.content.array_records.values(), *reply.content.array_records.values())
         return reply
 
-    grid, strategy = Tampered(app_of(fr.FedBNClient, DATA, norm_model), 3, note), fr.FedBN(seed=1)
+    grid, strategy = Tampered(app, 3, note), fr.FedBN(seed=1)
     models = train(strategy, fr.FedBNClient, rounds=3, model=norm_model, grid=grid)
     shared, local = plain_fedavg(norm_model, DATA, 3, 0.2, own=BN)  # Alg. 1
     close(models[-1], shared, 1e-12)
@@ -60,3 +62,22 @@ def test_which_entries_are_private() -> None:
     assert kept == {"0.weight", "3.bias"}
     own = {"block.bn.weight", "block.bn.running_mean", "running_mean"}
     assert fr.LocalBatchNorm().private([*own, "conv.weight", "block.bn2.weight"]) == own
+
+
+def test_private_entries_that_the_user_loads_into_a_shared_model_stay() -> None:
+    """Each client begins with a head of its own, from a file of the user."""
+    heads = {pid: {n: v + pid for n, v in make_model()[2].state_dict().items()} for pid in (0, 1)}
+    shared = make_model()
+
+    def models(one: nn.Sequential | None) -> list[Any]:
+        def made(context: Any) -> fr.FedPerClient:
+            pid = context.node_config["partition-id"]
+            model = one or make_model()
+            if not context.state:
+                model[2].load_state_dict(heads[pid])
+            return fr.FedPerClient(model, DATA[pid])
+
+        grid = fr.InProcessGrid(fr.client_app(made), 2)
+        return train(fr.FedPer("2.*", fraction_evaluate=0.0, seed=1), fr.FedPerClient, grid=grid)
+
+    close(models(shared)[-1], models(None)[-1], 0.0)
