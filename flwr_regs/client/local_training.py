@@ -422,6 +422,8 @@ class LocalTraining:
                 if not p.requires_grad:
                     raise RuntimeError(f"the loop has frozen '{n}': do so before the round")
                 p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse and self._corrects:
+                p.grad = p.grad.to_dense()
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
             if self._evolves and remedies.are_finite([*grads.values()]):  # else AMP skips the step

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import logging
 import math
 import operator
@@ -185,6 +186,8 @@ class Stacks:
         model, who = client.model, client.identity
         if any(name.endswith("_orig_mod") for name, _ in model.named_modules()):
             raise CannotStack(f"{who.who} has a compiled model")
+        if both := _overlapping(model):
+            raise CannotStack(f"its {both[0]} and {both[1]} lie in the same memory")
         settings = ("time_budget", "save_private")
         if given := [s for s in settings if getattr(client, s) is not None]:
             raise CannotStack(f"{who.who} has a {given[0]}")
@@ -275,6 +278,14 @@ class Build(pickle.Pickler):
             self._objects.append(value)
             return len(self._objects)
         return None
+
+
+def _overlapping(model: nn.Module) -> tuple[str, str] | None:
+    """Return two entries of a model that are two tensors in the same memory: a step of one moves both."""
+    entries = [*model.named_parameters(), *model.named_buffers()]
+    spans = sorted((t.data_ptr(), t.nbytes, name) for name, t in entries if t.numel())
+    pairs = itertools.pairwise(spans)
+    return next(((a, b) for (at, size, a), (after, _, b) in pairs if at + size > after), None)
 
 
 def _step_of(view: View) -> Hashable:

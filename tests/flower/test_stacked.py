@@ -90,6 +90,14 @@ def scalar(function: Any = lambda m, x: m.layer(x) * m.scale + m.none.sum()) -> 
     return model
 
 
+def aliased() -> Model:
+    """Return a model with two parameters in the same memory: a step of one moves both."""
+    model = Model(lambda m, x: m.layer(x) * m.scale + m.shift)
+    model.scale = nn.Parameter(torch.ones(3))
+    model.shift = nn.Parameter(model.scale.data[1:2])
+    return model
+
+
 class Named(Model):
     """A model of two named inputs, which computes its own loss."""
 
@@ -431,6 +439,7 @@ REASONS: dict[str, Cohort] = {
     "the loss does not depend on ['scale', 'none']": Once(
         terms=[fr.Private("none, scale")], model=partial(scalar, lambda m, x: m.layer(x))
     ),
+    "its scale and shift lie in the same memory": Once(model=aliased),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),

@@ -111,6 +111,10 @@ class TiedEmbedding(nn.Module):
         return self.decoder(self.mix(self.table(x)).tanh())  # type: ignore[no-any-return]
 
 
+def sparse_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Tanh(), nn.Linear(4, 5))
+
+
 def frozen() -> nn.Module:
     model = perceptron()
     model[0].requires_grad_(False)  # type: ignore[index]
@@ -173,6 +177,7 @@ KINDS = [
     Kind("counting", Counting, private="body.2.*"),
     Kind("tied-linear", TiedLinear, private="head.*"),
     Kind("tied-embedding", TiedEmbedding, tokens, private="mix.*"),
+    Kind("sparse-embedding", sparse_embedding, tokens),
     Kind("frozen", frozen, still=("0.weight", "0.bias"), private="0.bias"),
     Kind("scalars", lambda: Odd(scalars=True), private="body.2.*"),
     Kind("empty", lambda: Odd(empty=True), private="body.2.*"),
@@ -206,6 +211,7 @@ METHODS = [
 HALF = r".*-as-.*|.*bfloat16|float16-in.*"
 REFUSED = [  # method, kind, why: all that does not train
     ("FedAdamW", "float16.*", "is 0 in the model's torch.float16"),
+    ("FedAdamW", "sparse.*", "does not support sparse gradients"),  # torch says it
     ("FedBABU", "frozen", "shares no parameter with requires_grad=True"),  # but the head
     (r".*ternary|EFL(?!-sums-16).*", HALF, "does not go with compression"),
     (r"Fed(FOR|ADC|CM)-delta", HALF, "needs downlink='model'"),

@@ -141,12 +141,13 @@ def called(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) 
 
 
 def gradients(loss: Tensor, leaves: Tensors) -> dict[str, Tensor]:
-    """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
+    """Return the gradient of `loss`, dense; zero for a leaf that it does not depend on."""
     if not loss.requires_grad:
         return {n: torch.zeros_like(p) for n, p in leaves.items()}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     pairs = zip(leaves.items(), grads, strict=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+    dense = ((n, p, g.to_dense() if g is not None and g.is_sparse else g) for (n, p), g in pairs)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in dense}
 
 
 def returns_loss(output: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
-NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge|over [0-9]+ times the")
+NOT_FINITE = re.compile(r"NaN|\bnan\b|infinity|\binf\b|beyond|diverge|over \S+ times (the|its) ")
 """What the server says of a reply, a step or a round that has left the numbers."""
 
 
