@@ -179,11 +179,18 @@ class Measures:
     @torch.no_grad()
     def mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
         """Return the mean feature ``(d,)`` over the data, or over its first batches, in eval mode."""
-        whole = self._whole(params)
+        whole, sizes = self._whole(params), set[int]()
         with FeatureTap(self.model, self.classifier) as tap:
 
             def features(inputs: Any, targets: Any) -> Arrays:
                 self.call(inputs, None, whole)
+                sizes.add(tap.value.shape[1])
+                if len(sizes) > 1:
+                    few, many = sorted(sizes)
+                    raise ValueError(
+                        f"examples have {few} or {many} features, by their batch: pad all to one length, "
+                        "or name a layer with one vector for each example (classifier=)"
+                    )
                 wide = torch.promote_types(tap.value.dtype, torch.float32)  # half is too coarse
                 return {"features": tap.value.sum(0, dtype=wide)}
 

@@ -42,6 +42,13 @@ def test_features_are_what_enters_the_output_layer() -> None:
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
 
 
+def test_sequences_of_unequal_lengths_have_no_mean_feature() -> None:
+    data = [(torch.zeros(2, length, 4), torch.zeros(2)) for length in (3, 5)]
+    measures = Measures(nn.Linear(4, 3), data, Task(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="have 12 or 20 features, by their batch"):
+        measures.mean_features({})
+
+
 @pytest.mark.parametrize("client", [fr.RFedAvgClient, fr.RFedAvgPlusClient])
 def test_a_model_without_a_linear_layer_is_refused_with_a_way_out(client: Any) -> None:
     conv = nn.Sequential(nn.Conv2d(1, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
