@@ -396,9 +396,14 @@ class Experiment:
             run.check()
         for run in whole.ends if data else ():
             clients, of = client_data_of(run.settings), run.settings
-            if clients.data.loss and (of.test_on_clients or of.personalise):
+            asks = {
+                "its clients test": of.test_on_clients or of.personalise,
+                "ensemble counts classes": of.ensemble,
+                "--tune ranks by accuracy": self.tunes,
+            }
+            if clients.data.loss and (asking := [what for what, it in asks.items() if it]):
                 why = f"the loss of dataset '{of.dataset}' is its own, and has no accuracy"
-                raise ValueError(f"{run.label}: its clients test, but {why}")
+                raise ValueError(f"{run.label}: {asking[0]}, but {why}")
             if of.test_on_clients:
                 clients.test_rows(0)
         return whole

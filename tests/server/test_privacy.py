@@ -22,6 +22,7 @@ from flwr_regs.chain import chain
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
+from flwr_regs.server.checkpoint.fingerprint import differences, plain
 from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -216,6 +217,15 @@ def test_epsilon_is_of_the_cohorts_and_ends_training_before_a_client_hears_of_it
     with pytest.raises(PrivacyBudgetExhausted, match="round 1 would"):  # it is spent for good
         start(strategy, grid, 5)
     assert len(grid.sent) == 2 * 4
+
+
+def test_a_run_that_is_resumed_with_another_budget_is_told_what_differs() -> None:
+    one, other = (
+        {"setting": {"privacy": plain(fr.CentralDP(0.5, 1.0, accountant(4, limit=limit)))}}
+        for limit in (None, 8.0)
+    )
+    (said,) = differences(one, other)
+    assert said.endswith("accountant.RdpAccountant.max_epsilon was None, now it is 8.0")
 
 
 def test_the_population_must_be_what_the_accountant_was_told() -> None:

@@ -10,7 +10,12 @@ import numpy as np
 
 from flwr_regs.experiments.data.datasets import Data, load, records, reduced
 from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
+from flwr_regs.experiments.partition.partitions import (
+    BY_ROUND,
+    IN_GROUPS,
+    partition,
+    partition_hash,
+)
 from flwr_regs.experiments.partition.splits import test_split
 from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field_name
 
@@ -113,7 +118,7 @@ class ClientData:
         """The test examples of each client, as its training examples are distributed; [] if by class."""
         data, settings = self.data, self.settings
         train, test = data.groups, data.test_groups
-        if settings.partition not in BY_GROUP or train is None or test is None:
+        if settings.partition not in IN_GROUPS or train is None or test is None:
             if settings.test_split == "classes":
                 return []
             return test_split(data.train_y, self.parts, data.test_y, settings.seed)

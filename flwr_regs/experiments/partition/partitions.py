@@ -23,6 +23,8 @@ PREFIX = "fds:"
 """What the partitions of Flower Datasets begin with."""
 BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
+IN_GROUPS = (*BY_GROUP, "label-swaps-rounds")
+"""Those whose clients have groups of their own, where the data says the group."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 """The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
 

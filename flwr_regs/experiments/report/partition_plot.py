@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from flwr_regs import __version__
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.experiments.partition.partitions import BY_GROUP
+from flwr_regs.experiments.partition.partitions import IN_GROUPS
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.folders import check_writable
@@ -86,7 +86,7 @@ def _pictures(
     data, rounds = clients.data, range(min(settings.rounds, ROUNDS) + 1)
     by_round = settings.partition == "long-tail-rounds"
     yield "partition", label_counts(clients.label_counts, look, title + " in round 1" * by_round)
-    if data.groups is not None and settings.partition in (*BY_GROUP, "label-swaps-rounds"):
+    if data.groups is not None and settings.partition in IN_GROUPS:
         groups = data.groups.max() + 1
         counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
         yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")

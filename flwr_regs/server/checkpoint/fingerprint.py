@@ -48,6 +48,10 @@ def differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
             a, b = before.get(name, "absent"), after.get(name, "absent")
             if a != b and not (kind == "setting" and "absent" in (a, b)):
                 named = name if kind == "method" else f"{kind} {name}"
+                # where long values differ
+                while isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
+                    key = next(k for k in a if a[k] != b[k])
+                    named, a, b = f"{named}.{key}", a[key], b[key]
                 changes.append(f"{named} was {a!r:.80}, now it is {b!r:.80}")
     return changes
 
@@ -74,7 +78,7 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {type(value).__qualname__: _fields(value)}
     if (config := getattr(value, "config", None)) is not None and is_dataclass(config):
-        return [type(value).__qualname__, plain(config)]  # an accountant
+        return {type(value).__qualname__: _fields(config)}  # an accountant
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

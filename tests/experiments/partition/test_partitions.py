@@ -13,7 +13,7 @@ from datasets import Dataset
 from flwr_datasets.partitioner import DirichletPartitioner
 
 from flwr_regs.experiments.partition import partitions, splits
-from flwr_regs.experiments.partition.partitions import BY_GROUP, partition_hash
+from flwr_regs.experiments.partition.partitions import IN_GROUPS, partition_hash
 from flwr_regs.experiments.settings import Settings, key
 
 Array = np.ndarray[Any, Any]
@@ -93,7 +93,7 @@ def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> Non
         assert all(p.dtype == np.int64 and len(set(p.tolist())) == len(p) for p in parts)
         if kind != "long-tail-rounds":
             rows = sorted(np.concatenate(parts))
-            whole = kind not in (*BY_GROUP, "label-swaps-rounds")
+            whole = kind not in IN_GROUPS
             assert rows == list(range(len(labels))) if whole else len(set(rows)) == len(rows)
     assert min(seen["split"] - 4, seen["moved"]) > 4
 
