@@ -377,7 +377,16 @@ class Replay:
             yield batch
 
     def note_forward(self, model: torch.nn.Module | None = None, *_: Any) -> None:
-        """Note the generators before a forward pass that is trained on."""
+        """Note the generators before a forward pass that is trained on.
+
+        Raises RuntimeError within DistributedDataParallel: it means the gradients of backward alone.
+        """
+        wrapper = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and wrapper.process_group.size() > 1:
+            raise RuntimeError(
+                "the method takes gradients itself, and DistributedDataParallel would leave them those of "
+                "this process's batches alone: train this client in one process"
+            )
         if model is None or (model.training and torch.is_grad_enabled()):
             self._at_forward = self._states(), self._cuda_state()
 

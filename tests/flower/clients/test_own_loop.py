@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -259,8 +261,15 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
         run(fr.FedADC(0.5), fr.FedADCClient, grid=fr.InProcessGrid(own_app(method, loop), 4))
 
 
+def in_two_processes(*given: Any) -> None:
+    wrapper = SimpleNamespace(process_group=SimpleNamespace(size=lambda: 2))
+    with patch.object(nn.parallel.DistributedDataParallel, "_active_ddp_module", wrapper):
+        plain_loop(*given)
+
+
 def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
     for loop, loss_fn, match in (
+        (in_two_processes, cross_entropy, "this process's batches alone"),
         (without("one batch a step"), cross_entropy, "gradient accumulation does not show it"),
         (
             plain_loop,
