@@ -130,6 +130,8 @@ class Checkpoints:
             return
         if other := differences(resumed.state["fingerprint"], fingerprint):
             remedy = "resume with the same settings, or begin anew with its model as initial_arrays"
+            if resumed.state["fingerprint"]["setting"].get("privacy") is not None:
+                remedy += ", counting on from what it has released"
             which = f"another training: {'; '.join(other)}"
             raise CheckpointError(f"{resumed.path} is of {which}; {remedy}")
         if resumed.round > num_rounds:
