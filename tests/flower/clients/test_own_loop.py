@@ -225,40 +225,40 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("method", "loop", "match"),
+    ("loop", "match"),
     [
-        (
-            fr.FedADCClient,
-            partial(odd_loop, "freezes"),
-            "the loop has frozen '0.weight': do so bef",
-        ),
-        (
-            fr.FedADCClient,
-            partial(odd_loop, "replies"),
-            r"finish\(\) or reply\(\) was called before",
-        ),
-        (
-            fr.FedADCClient,
-            partial(odd_loop, "losses"),
-            "takes the batch's mean loss, a number, not",
-        ),
-        (fr.FedADCClient, partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
-        (fr.FedADCClient, without("loss"), "it saw no loss since"),
-        (fr.FedADCClient, without("correct"), "has moved, but correct.. was never called"),
-        (fr.FedADCClient, without("loss", "correct"), "has moved, but correct.. was never called"),
-        (fr.FedADCClient, without("its result"), "backward.. did not go through what loss.. ret"),
-        (fr.FedADCClient, without("optimizer"), "configures the client's optimiser"),
-        (fr.FedADCClient, too_long, "8 local steps, but the round asked for 4"),
-        (fr.FedFORClient, plain_loop, "a loop of FedFORClient .* the strategy runs 'FedADC'"),
-        ([fr.FirstOrder], plain_loop, "a loop of terms .first-order.* the strategy runs 'FedADC'"),
-        (fr.FirstOrder, plain_loop, "a named client, such as FedFORClient, takes a list"),
-        (fr.RegClient, plain_loop, "a named client, such as FedFORClient, takes a list"),
-        ("FedADC", plain_loop, "a named client, such as FedFORClient, takes a list"),
+        (partial(odd_loop, "freezes"), "the loop has frozen '0.weight': do so bef"),
+        (partial(odd_loop, "replies"), r"finish\(\) or reply\(\) was called before"),
+        (partial(odd_loop, "losses"), "takes the batch's mean loss, a number, not"),
+        (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
+        (without("loss"), "it saw no loss since"),
+        (without("correct"), "has moved, but correct.. was never called"),
+        (without("loss", "correct"), "has moved, but correct.. was never called"),
+        (without("its result"), "backward.. did not go through what loss.. ret"),
+        (without("optimizer"), "configures the client's optimiser"),
+        (too_long, "8 local steps, but the round asked for 4"),
     ],
 )
-def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
+def test_mistakes_are_refused(loop: Loop, match: str) -> None:
+    grid = fr.InProcessGrid(own_app(fr.FedADCClient, loop), 4)
     with pytest.raises(fr.RoundFailed, match=match):
-        run(fr.FedADC(0.5), fr.FedADCClient, grid=fr.InProcessGrid(own_app(method, loop), 4))
+        run(fr.FedADC(0.5), fr.FedADCClient, grid=grid)
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (fr.FedFORClient, "a loop of FedFORClient .* the strategy runs 'FedADC'"),
+        ([fr.FirstOrder], "a loop of terms .first-order.* the strategy runs 'FedADC'"),
+        (fr.FirstOrder, "a named client, such as FedFORClient, takes a list"),
+        (fr.RegClient, "a named client, such as FedFORClient, takes a list"),
+        ("FedADC", "a named client, such as FedFORClient, takes a list"),
+    ],
+)
+def test_a_loop_of_another_method_is_refused(method: Any, match: str) -> None:
+    grid = fr.InProcessGrid(own_app(method), 4)
+    with pytest.raises(fr.RoundFailed, match=match):
+        run(fr.FedADC(0.5), fr.FedADCClient, grid=grid)
 
 
 def in_two_processes(*given: Any) -> None:
