@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,8 +18,8 @@ from flwr_regs.wire import arrays as wired
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_arrays, digest
 
-_LEFT: WeakKeyDictionary[nn.Module, tuple[Arrays, object]] = WeakKeyDictionary()
-"""Model -> (its private entries as the first client found them, their versions when the last one ended)."""
+_LEFT: WeakKeyDictionary[nn.Module, tuple[Arrays, Arrays]] = WeakKeyDictionary()
+"""Model -> its private entries as the first client found them, and as the last one left them."""
 
 Pins = str | Sequence[str]
 """Shell patterns on ``state_dict`` names: one text with commas, or several."""
@@ -103,7 +104,7 @@ def load(
         kept = _as_held(own, values, "bfloat16")
         check_arrays(kept, values, "this client's private entries")
     model.load_state_dict({**entries, **given, **kept})
-    _LEFT[model] = as_found, _versions(values)
+    _LEFT[model] = as_found, kept
     tied = {n: first for n, first in tied.items() if first in trained}
     return Layout(private, trained, tied, frozen_digest)
 
@@ -114,22 +115,26 @@ def found(model: nn.Module, private: Arrays) -> Arrays:
     Clients of one process may share the model. What others have left in it since is taken back, unless
     the user has loaded something else.
     """
-    first, versions = _LEFT.get(model, ({}, None))
-    if first.keys() == private.keys() and versions == _versions(private):
+    first, left = _LEFT.get(model, ({}, {}))
+    if left.keys() == private.keys() and all(_equal(left[n], v) for n, v in private.items()):
         return first
     return {n: v.detach().clone() for n, v in private.items()}
 
 
-def leave(model: nn.Module, private: Collection[str]) -> None:
-    """Note that a client has left its model as it is now: see `found`."""
-    if model in _LEFT:
-        entries = model.state_dict()
-        _LEFT[model] = _LEFT[model][0], _versions({n: entries[n] for n in private})
+@contextmanager
+def leaving(model: nn.Module, private: Collection[str]) -> Iterator[None]:
+    """Note how a client leaves its model after the block, also where that fails: see `found`."""
+    try:
+        yield
+    finally:
+        if private and model in _LEFT:
+            entries = model.state_dict()
+            _LEFT[model] = _LEFT[model][0], {n: entries[n].detach().clone() for n in private}
 
 
-def _versions(entries: Arrays) -> object:
-    """Return what changes when anybody writes to one of these entries, or replaces it."""
-    return [(v.data_ptr(), v._version) for v in entries.values()]
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return same and torch.allclose(a, b, 0, 0, equal_nan=True)
 
 
 def tied_names(every: Every, private: Collection[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import flwr_regs.client.train.batches as batches
 from flwr_regs.abilities import Compresses, Withholds
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory, personal
-from flwr_regs.client.loading import Layout, Pins, check_custody, leave, load, tied_names
+from flwr_regs.client.loading import Layout, Pins, check_custody, leaving, load, tied_names
 from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
@@ -154,7 +154,10 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
     """
     over_data = measures(client)
     member = begin(message, held, over_data.model, client.identity)
-    with batches.seeded(member.config[keys.SEED_KEY], over_data.device):
+    with (
+        batches.seeded(member.config[keys.SEED_KEY], over_data.device),
+        leaving(over_data.model, member.layout.private),
+    ):
         if member.probing:
             reply, held = probe(member, over_data)
         else:
@@ -296,7 +299,6 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
         if own_arrays and not member.folder.write_personal(own_arrays):
             words.append(keys.NOT_SAVED)
     config |= _ended(member, held, words)
-    leave(measures.model, layout.private)
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 

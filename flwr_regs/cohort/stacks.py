@@ -281,11 +281,17 @@ class Build(pickle.Pickler):
 
 
 def _overlapping(model: nn.Module) -> tuple[str, str] | None:
-    """Return two entries of a model that are two tensors in the same memory: a step of one moves both."""
+    """Return a parameter of a model, and another entry in the same memory: a step of one moves both."""
     entries = [*model.named_parameters(), *model.named_buffers()]
-    spans = sorted((t.data_ptr(), t.nbytes, name) for name, t in entries if t.numel())
-    pairs = itertools.pairwise(spans)
-    return next(((a, b) for (at, size, a), (after, _, b) in pairs if at + size > after), None)
+    spans = sorted(
+        (t.data_ptr(), t.nbytes, name, isinstance(t, nn.Parameter))
+        for name, t in entries
+        if t.numel() and t.layout == torch.strided
+    )
+    for (at, size, one, steps), (after, _, other, too) in itertools.pairwise(spans):
+        if at + size > after and (steps or too):
+            return one, other
+    return None
 
 
 def _step_of(view: View) -> Hashable:

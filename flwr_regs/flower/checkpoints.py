@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,6 +78,8 @@ class Checkpoints:
     ----------
     resumed : Checkpoint or None
         What the training goes on from.
+    configs : sequence of ConfigRecord
+        Those of the training, which a strategy of the user's may change from round to round.
 
     Raises
     ------
@@ -100,6 +102,7 @@ class Checkpoints:
         self._every, self._grid, self._result = options.checkpoint_every, grid, result
         self._test = evaluate_fn
         self._same: Mapping[str, Any] = {}
+        self.configs: Sequence[ConfigRecord] = ()
         self._training: Training | None = None
         self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
         self._last = 0 if self.resumed is None else self.resumed.round
@@ -154,6 +157,8 @@ class Checkpoints:
             state["training"]["privacy"]["spent"] = self._spent(resumed.path, start, spent)
         try:
             training.restore(state["training"], resumed.history)
+            for config, kept in zip(self.configs, state["configs"], strict=True):
+                config.update(kept)
             if state["clients"] is not None and (restore := getattr(self._grid, "restore", None)):
                 restore({n: _records(s) for n, s in state["clients"].items()})
             if state.get("test") is not None and (restore := getattr(self._test, "restore", None)):
@@ -190,7 +195,8 @@ class Checkpoints:
         best, kept = self._result.best, getattr(self._grid, "snapshot", None)
         result["best"] = best and [best.round, best.value, _parts(best.arrays)]
         clients = None if kept is None else {n: _plain(state) for n, state in kept().items()}
-        state = {"fingerprint": self._same, "result": result, "clients": clients}
+        state: dict[str, Any] = {"fingerprint": self._same, "result": result, "clients": clients}
+        state["configs"] = [dict(config) for config in self.configs]
         state["training"] = self._training.snapshot()
         state["test"] = getattr(self._test, "snapshot", lambda: None)()
         self._unsaved = number, state, list(self._training.history)

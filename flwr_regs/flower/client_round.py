@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Message
 from torch import nn
 
 from flwr_regs.chain import check_classes, name_of
-from flwr_regs.client.loading import Pins
+from flwr_regs.client.loading import Pins, leaving
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.member import Identity, begin, end, evaluated, measures, probe
 from flwr_regs.client.memory import Memory, Root, written
@@ -147,7 +147,8 @@ class ClientRound(LocalTraining):
         if member.probing:  # finish has put the model back to w_t
             reply, held = probe(member, self._measures)
         else:
-            reply, held = end(member, result, self._measures)
+            with leaving(self._measures.model, member.layout.private):
+                reply, held = end(member, result, self._measures)
         content = reply_of(replace(reply, metrics={**own, **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:

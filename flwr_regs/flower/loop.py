@@ -117,6 +117,7 @@ class Loop:
             self.result.arrays = arrays = new
         if metrics is not None:
             self.result.train_metrics_clientapp[number] = metrics
+        self.strategy.follow(arrays)
         return arrays
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class RegStrategy(Strategy):
                 self.seed = saved.resumed.state["fingerprint"]["setting"]["seed"]
             self.summary()
             train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
-            self._saved = saved
+            self._saved, saved.configs = saved, (train, evaluate)
             try:
                 # without what torch.compile adds to names
                 arrays = to_record(views_of(initial_arrays))
@@ -308,6 +308,13 @@ class RegStrategy(Strategy):
             return None, None
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.train_metrics or {})})
+
+    def follow(self, arrays: ArrayRecord) -> None:
+        """Go on from the model that an `aggregate_train` of the user's has left; checkpoints hold it."""
+        ours = getattr(self.aggregate_train, "__func__", None) is RegStrategy.aggregate_train
+        if not ours and self._training is not None:
+            self._training.adopt(views_of(arrays))
+            self._released = arrays
 
     def run_round(
         self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

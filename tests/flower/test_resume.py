@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr import serverapp as flower
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs import CheckpointError, InProcessGrid
@@ -211,6 +211,32 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
     train(whole, case.grid(), case, num_rounds=6)
     assert timeless(longer.history) == timeless(whole.history)
     assert bits(longer.arrays) == bits(whole.arrays)
+
+
+class Overriding(fr.FedFOR):
+    """As Flower's users write it: changes the config and the model, in place too."""
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        config["lr"] *= 0.5
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        arrays["0.bias"] = Array(0.5 * arrays["0.bias"].numpy())
+        return (None if server_round == 3 else arrays), metrics
+
+
+def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_resumed(
+    tmp_path: Path,
+) -> None:
+    case, ends = OF["FedFOR-model"], []
+    for rounds, folder in ((5, None), (3, tmp_path), (5, tmp_path)):
+        strategy = Overriding(0.5, seed=3, checkpoint_dir=folder)
+        resume = tmp_path if ends and folder and rounds == 5 else None
+        result = train(strategy, case.grid(), case, num_rounds=rounds, resume_from=resume)
+        assert bits(result.arrays) == bits(strategy.arrays)
+        ends.append(bits(result.arrays))
+    assert ends[0] == ends[2]
 
 
 def test_a_client_of_most_of_the_weight_is_named_once_also_by_a_resumed_run(tmp_path: Path) -> None:

@@ -361,6 +361,9 @@ class Replay:
         own = [g for g in of_loader if isinstance(g, Generator)]
         self._generators = [*dict.fromkeys([torch.default_generator, *own])]
         self._before: list[State] = []  # the generators before each batch
+        self.shared = (
+            False  # whether DistributedDataParallel has run the forward pass in several processes
+        )
         self._at_forward: tuple[State, Tensor | None] | None = None
 
     def draw(self, steps: int) -> Iterator[tuple[Any, Any]]:
@@ -377,16 +380,9 @@ class Replay:
             yield batch
 
     def note_forward(self, model: torch.nn.Module | None = None, *_: Any) -> None:
-        """Note the generators before a forward pass that is trained on.
-
-        Raises RuntimeError within DistributedDataParallel: it means the gradients of backward alone.
-        """
+        """Note the generators before a forward pass that is trained on, and whether others run too."""
         wrapper = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-        if wrapper is not None and wrapper.process_group.size() > 1:
-            raise RuntimeError(
-                "the method takes gradients itself, and DistributedDataParallel would leave them those of "
-                "this process's batches alone: train this client in one process"
-            )
+        self.shared = wrapper is not None and wrapper.process_group.size() > 1
         if model is None or (model.training and torch.is_grad_enabled()):
             self._at_forward = self._states(), self._cuda_state()
 

@@ -64,9 +64,26 @@ def test_which_entries_are_private() -> None:
     assert fr.LocalBatchNorm().private([*own, "conv.weight", "block.bn2.weight"]) == own
 
 
+def test_a_client_that_fails_leaves_nothing_to_others_in_a_shared_model() -> None:
+    clients = make_clients(3)
+    clients[0][-1][1][0] = 99  # no class
+    ends = [
+        train(
+            fr.FedPer("2.*", fraction_evaluate=0.0, seed=1), fr.FedPerClient, rounds=1, grid=grid
+        )[-1]
+        for grid in (
+            fr.InProcessGrid(fr.Clients(make_model(), clients)),
+            fr.InProcessGrid(app_of(fr.FedPerClient, clients, make_model), 3),
+        )
+    ]
+    close(*ends, 0.0)
+
+
 def test_private_entries_that_the_user_loads_into_a_shared_model_stay() -> None:
     """Each client begins with a head of its own, from a file of the user."""
-    heads = {pid: {n: v + pid for n, v in make_model()[2].state_dict().items()} for pid in (0, 1)}
+    heads = {
+        pid: {n: v * (pid + 2) for n, v in make_model()[2].state_dict().items()} for pid in (0, 1)
+    }
     shared = make_model()
 
     def models(one: nn.Sequential | None) -> list[Any]:
