@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -104,7 +103,10 @@ def load(
         kept = _as_held(own, values, "bfloat16")
         check_arrays(kept, values, "this client's private entries")
     model.load_state_dict({**entries, **given, **kept})
-    _LEFT[model] = as_found, kept
+    if private:
+        _LEFT[model] = as_found, kept
+    else:
+        note_left(model)
     tied = {n: first for n, first in tied.items() if first in trained}
     return Layout(private, trained, tied, frozen_digest)
 
@@ -121,20 +123,16 @@ def found(model: nn.Module, private: Arrays) -> Arrays:
     return {n: v.detach().clone() for n, v in private.items()}
 
 
-@contextmanager
-def leaving(model: nn.Module, private: Collection[str]) -> Iterator[None]:
-    """Note how a client leaves its model after the block, also where that fails: see `found`."""
-    try:
-        yield
-    finally:
-        if private and model in _LEFT:
-            entries = model.state_dict()
-            _LEFT[model] = _LEFT[model][0], {n: entries[n].detach().clone() for n in private}
+def note_left(model: nn.Module) -> None:
+    """Note how a client has left its model: see `found`."""
+    if model in _LEFT:
+        first, entries = _LEFT[model][0], model.state_dict()
+        _LEFT[model] = first, {n: v.detach().clone() for n, v in entries.items() if n in first}
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return same and torch.allclose(a, b, 0, 0, equal_nan=True)
+    same = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same and torch.allclose(a.to(b.device), b, 0, 0, equal_nan=True)
 
 
 def tied_names(every: Every, private: Collection[str]) -> dict[str, str]:

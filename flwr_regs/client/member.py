@@ -7,6 +7,7 @@ loop (flower/client_round.py) calls the pair; in between it reads the :class:`Me
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ import flwr_regs.client.train.batches as batches
 from flwr_regs.abilities import Compresses, Withholds
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory, personal
-from flwr_regs.client.loading import Layout, Pins, check_custody, leaving, load, tied_names
+from flwr_regs.client.loading import Layout, Pins, check_custody, load, note_left, tied_names
 from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
@@ -154,10 +155,9 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
     """
     over_data = measures(client)
     member = begin(message, held, over_data.model, client.identity)
-    with (
-        batches.seeded(member.config[keys.SEED_KEY], over_data.device),
-        leaving(over_data.model, member.layout.private),
-    ):
+    with ExitStack() as at_the_end:
+        at_the_end.callback(note_left, over_data.model)
+        at_the_end.enter_context(batches.seeded(member.config[keys.SEED_KEY], over_data.device))
         if member.probing:
             reply, held = probe(member, over_data)
         else:

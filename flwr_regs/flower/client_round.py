@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Message
 from torch import nn
 
 from flwr_regs.chain import check_classes, name_of
-from flwr_regs.client.loading import Pins, leaving
+from flwr_regs.client.loading import Pins, note_left
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.member import Identity, begin, end, evaluated, measures, probe
 from flwr_regs.client.memory import Memory, Root, written
@@ -147,8 +147,8 @@ class ClientRound(LocalTraining):
         if member.probing:  # finish has put the model back to w_t
             reply, held = probe(member, self._measures)
         else:
-            with leaving(self._measures.model, member.layout.private):
-                reply, held = end(member, result, self._measures)
+            reply, held = end(member, result, self._measures)
+        note_left(self._measures.model)
         content = reply_of(replace(reply, metrics={**own, **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:
@@ -198,6 +198,7 @@ def load_model(
     made = own_model(measures(client), term, parcel.config, slots, *how)
     if made is not None:
         plain_model.load_state_dict(made.state_dict())
+        note_left(plain_model)
     elif not term.private(list(plain_model.state_dict())):
         raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
 

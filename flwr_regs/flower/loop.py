@@ -95,7 +95,9 @@ class Loop:
 
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
+        config = dict(self.train)
         for attempt in count(1):
+            self.train.update(config)  # a strategy of the user's may have changed it
             try:
                 new, metrics = self.strategy.run_round(
                     "train", number, arrays, self.train, self.grid
@@ -136,11 +138,14 @@ class Loop:
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
 
-    def _tested(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def _tested(self, number: int, arrays: ArrayRecord) -> Any:
         """Return the metrics of `evaluate_fn`; raise TypeError if it returns something else."""
         metrics = self.evaluate_fn(number, arrays)
-        if metrics is None or isinstance(metrics, Mapping):
+        if metrics is None or isinstance(metrics, MetricRecord):
             return metrics
+        if isinstance(metrics, Mapping):  # with Python's numbers a checkpoint can hold it
+            items = metrics.items()
+            return {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in items}
         given = type(metrics).__name__
         raise TypeError(f"evaluate_fn must return a MetricRecord or None, not a {given}")
 

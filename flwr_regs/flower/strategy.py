@@ -312,6 +312,11 @@ class RegStrategy(Strategy):
     def follow(self, arrays: ArrayRecord) -> None:
         """Go on from the model that an `aggregate_train` of the user's has left; checkpoints hold it."""
         ours = getattr(self.aggregate_train, "__func__", None) is RegStrategy.aggregate_train
+        if not isinstance(arrays, ArrayRecord):
+            kind = type(arrays).__name__
+            raise TypeError(
+                f"aggregate_train must return (ArrayRecord or None, metrics), not a {kind}"
+            )
         if not ours and self._training is not None:
             self._training.adopt(views_of(arrays))
             self._released = arrays

@@ -128,12 +128,12 @@ EACH = [OF["FedCurv"], OF["RFedAvg"], OF["FedBN"], *OPTIONS]
 def train(strategy: fr.RegStrategy, grid: Any, case: Case | None = None, **more: Any) -> Any:
     """Run `start`."""
     model = (case or OF["FedAvg"]).model()
-    settings: dict[str, Any] = {"num_rounds": ROUNDS, "train_config": ConfigRecord(CONFIG), **more}
 
     def share(_: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord({"norm": float(sum(np.sum(a.numpy() ** 2) for a in arrays.values()))})
 
-    return strategy.start(grid, ArrayRecord(model.state_dict()), evaluate_fn=share, **settings)
+    settings = {"num_rounds": ROUNDS, "train_config": ConfigRecord(CONFIG), "evaluate_fn": share}
+    return strategy.start(grid, ArrayRecord(model.state_dict()), **{**settings, **more})
 
 
 def bits(arrays: ArrayRecord) -> dict[str, bytes]:
@@ -226,6 +226,10 @@ class Overriding(fr.FedFOR):
         return (None if server_round == 3 else arrays), metrics
 
 
+def numpys(number: int, arrays: Any) -> Any:
+    return {"mine": np.float32(number)}
+
+
 def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -233,7 +237,8 @@ def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_res
     for rounds, folder in ((5, None), (3, tmp_path), (5, tmp_path)):
         strategy = Overriding(0.5, seed=3, checkpoint_dir=folder)
         resume = tmp_path if ends and folder and rounds == 5 else None
-        result = train(strategy, case.grid(), case, num_rounds=rounds, resume_from=resume)
+        how = {"num_rounds": rounds, "resume_from": resume, "evaluate_fn": numpys}
+        result = train(strategy, case.grid(), case, **how)
         assert bits(result.arrays) == bits(strategy.arrays)
         ends.append(bits(result.arrays))
     assert ends[0] == ends[2]
