@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,7 @@ class ClientRound(LocalTraining):
             raise ProtocolError(f"ClientRound trains; for '{kind}' messages, use load_model")
         identity = Identity(name, terms, who, private, save_private, keep_optimizer)
         self._member = member = begin(*_content(message), uncompiled(model), identity)
+        self._fails = weakref.finalize(self, note_left, uncompiled(model))  # unless it replies
         if member.probing:
             settings["max_steps"] = 0
         with seeded(member.config[keys.SEED_KEY], CPU):  # labels may be counted in a drawn order
@@ -149,6 +151,7 @@ class ClientRound(LocalTraining):
         else:
             reply, held = end(member, result, self._measures)
         note_left(self._measures.model)
+        self._fails.detach()
         content = reply_of(replace(reply, metrics={**own, **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:
