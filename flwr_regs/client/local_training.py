@@ -50,7 +50,7 @@ SOFTMAX = (
 ACCUMULATES = (
     "the method takes gradients of a batch itself, which gradient accumulation does not show it"
 )
-SHARED = (
+IN_DDP = (
     "the method takes gradients itself, and DistributedDataParallel would leave them those of this "
     "process's batches alone: train this client in one process"
 )
@@ -473,8 +473,8 @@ class LocalTraining:
         """Return the gradient of the present step's whole loss at other parameters."""
         if (ctx := self._step_ctx) is None or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
-        if self._replay.shared:
-            raise RuntimeError(SHARED)
+        if self._replay.in_ddp:
+            raise RuntimeError(IN_DDP)
         if self._passes > 1:
             raise RuntimeError(ACCUMULATES)
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}

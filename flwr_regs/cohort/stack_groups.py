@@ -332,7 +332,7 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
 
 
 def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tensor]:
-    """Return a client's private entries: those that it kept, or its model's own."""
+    """Return a client's private entries: those that it kept, or those that `found` returns."""
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = {n: v for n, v in entries.items() if n in chosen}

@@ -282,14 +282,12 @@ class Build(pickle.Pickler):
 
 def _overlapping(model: nn.Module) -> tuple[str, str] | None:
     """Return a parameter of a model, and another entry in the same memory: a step of one moves both."""
-    entries = [*model.named_parameters(), *model.named_buffers()]
-    spans = sorted(
-        (t.data_ptr(), t.nbytes, name, isinstance(t, nn.Parameter))
-        for name, t in entries
-        if t.numel() and t.layout == torch.strided
-    )
-    for (at, size, one, steps), (after, _, other, too) in itertools.pairwise(spans):
-        if at + size > after and (steps or too):
+    buffers = dict(model.named_buffers())
+    entries = {**dict(model.named_parameters()), **buffers}.items()
+    dense = [(n, t) for n, t in entries if t.numel() and t.layout == torch.strided]
+    spans = sorted((t.data_ptr(), t.nbytes, name) for name, t in dense)
+    for (begin, size, one), (after, _, other) in itertools.pairwise(spans):
+        if begin + size > after and not {one, other} <= buffers.keys():
             return one, other
     return None
 

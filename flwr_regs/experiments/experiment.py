@@ -401,9 +401,10 @@ class Experiment:
                 "ensemble counts classes": of.ensemble,
                 "--tune ranks by accuracy": self.tunes,
             }
-            if clients.data.loss and (asking := [what for what, it in asks.items() if it]):
+            asked = next((what for what, it in asks.items() if it), "")
+            if asked and clients.data.loss:
                 why = f"the loss of dataset '{of.dataset}' is its own, and has no accuracy"
-                raise ValueError(f"{run.label}: {asking[0]}, but {why}")
+                raise ValueError(f"{run.label}: {asked}, but {why}")
             if of.test_on_clients:
                 clients.test_rows(0)
         return whole

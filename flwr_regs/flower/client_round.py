@@ -23,7 +23,7 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.term import SWITCH, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
-from flwr_regs.wire.config import check_arguments
+from flwr_regs.wire.config import check_arguments, with_plain_numbers
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import parcel_of, reply_of, to_record
 
@@ -108,7 +108,7 @@ class ClientRound(LocalTraining):
             raise ProtocolError(f"ClientRound trains; for '{kind}' messages, use load_model")
         identity = Identity(name, terms, who, private, save_private, keep_optimizer)
         self._member = member = begin(*_content(message), uncompiled(model), identity)
-        self._fails = weakref.finalize(self, note_left, uncompiled(model))  # unless it replies
+        self._if_it_fails = weakref.finalize(self, note_left, uncompiled(model))
         if member.probing:
             settings["max_steps"] = 0
         with seeded(member.config[keys.SEED_KEY], CPU):  # labels may be counted in a drawn order
@@ -140,8 +140,7 @@ class ClientRound(LocalTraining):
 
         Raises TypeError for a metric that is no number.
         """
-        given = (metrics or {}).items()
-        own = {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in given}
+        own = with_plain_numbers(metrics or {})
         for name, value in own.items():
             if type(value) is bool or not isinstance(value, int | float | list):
                 raise TypeError(f"reply: the metric '{name}' must be a number, not {value!r:.80}")
@@ -151,7 +150,7 @@ class ClientRound(LocalTraining):
         else:
             reply, held = end(member, result, self._measures)
         note_left(self._measures.model)
-        self._fails.detach()
+        self._if_it_fails.detach()
         content = reply_of(replace(reply, metrics={**own, **(reply.metrics or {})}))
         content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:

@@ -21,6 +21,7 @@ from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.stopping import sign, values
+from flwr_regs.wire.config import with_plain_numbers
 from flwr_regs.wire.records import to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -97,7 +98,7 @@ class Loop:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         config = dict(self.train)
         for attempt in count(1):
-            self.train.update(config)  # a strategy of the user's may have changed it
+            self.train.update(config)  # a user's configure_train may have changed it
             try:
                 new, metrics = self.strategy.run_round(
                     "train", number, arrays, self.train, self.grid
@@ -143,9 +144,8 @@ class Loop:
         metrics = self.evaluate_fn(number, arrays)
         if metrics is None or isinstance(metrics, MetricRecord):
             return metrics
-        if isinstance(metrics, Mapping):  # with Python's numbers a checkpoint can hold it
-            items = metrics.items()
-            return {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in items}
+        if isinstance(metrics, Mapping):
+            return with_plain_numbers(metrics)  # a checkpoint holds no others
         given = type(metrics).__name__
         raise TypeError(f"evaluate_fn must return a MetricRecord or None, not a {given}")
 

@@ -310,14 +310,13 @@ class RegStrategy(Strategy):
         return self._released, MetricRecord({**(this_round.train_metrics or {})})
 
     def follow(self, arrays: ArrayRecord) -> None:
-        """Go on from the model that an `aggregate_train` of the user's has left; checkpoints hold it."""
-        ours = getattr(self.aggregate_train, "__func__", None) is RegStrategy.aggregate_train
+        """Go on from the model that a user's `aggregate_train` has returned; checkpoints hold it."""
         if not isinstance(arrays, ArrayRecord):
             kind = type(arrays).__name__
             raise TypeError(
                 f"aggregate_train must return (ArrayRecord or None, metrics), not a {kind}"
             )
-        if not ours and self._training is not None:
+        if self._training is not None and not self._is_ours("aggregate_train"):
             self._training.adopt(views_of(arrays))
             self._released = arrays
 
@@ -342,9 +341,12 @@ class RegStrategy(Strategy):
         """Return a network without messages; None where a grid or this strategy needs messages."""
         self._serve(grid)
         hooks = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
-        used = {hook: getattr(getattr(self, hook), "__func__", None) for hook in hooks}
-        ours = all(function is getattr(RegStrategy, hook) for hook, function in used.items())
+        ours = all(map(self._is_ours, hooks))
         return grid.network() if ours and isinstance(grid, InProcessGrid) else None
+
+    def _is_ours(self, hook: str) -> bool:
+        """Whether neither a subclass nor this object has a method of its own in place of ours."""
+        return getattr(getattr(self, hook), "__func__", None) is getattr(RegStrategy, hook)
 
     def _serve(self, grid: Grid) -> None:
         """Let a grid whose clients are data have clients of this method."""

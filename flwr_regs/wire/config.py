@@ -205,6 +205,11 @@ def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")
 
 
+def with_plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics in which 0-d arrays and tensors are Python's numbers."""
+    return {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in metrics.items()}
+
+
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without what the protocol sends as bytes; the user's own bytes stay."""
     return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

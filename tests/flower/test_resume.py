@@ -234,9 +234,8 @@ def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_res
     tmp_path: Path,
 ) -> None:
     case, ends = OF["FedFOR-model"], []
-    for rounds, folder in ((5, None), (3, tmp_path), (5, tmp_path)):
+    for rounds, folder, resume in ((5, None, None), (3, tmp_path, None), (5, tmp_path, tmp_path)):
         strategy = Overriding(0.5, seed=3, checkpoint_dir=folder)
-        resume = tmp_path if ends and folder and rounds == 5 else None
         how = {"num_rounds": rounds, "resume_from": resume, "evaluate_fn": numpys}
         result = train(strategy, case.grid(), case, **how)
         assert bits(result.arrays) == bits(strategy.arrays)

@@ -361,7 +361,7 @@ class Replay:
         own = [g for g in of_loader if isinstance(g, Generator)]
         self._generators = [*dict.fromkeys([torch.default_generator, *own])]
         self._before: list[State] = []  # the generators before each batch
-        self.shared = False  # whether DistributedDataParallel splits the step over processes
+        self.in_ddp = False  # whether DistributedDataParallel splits the step over processes
         self._at_forward: tuple[State, Tensor | None] | None = None
 
     def draw(self, steps: int) -> Iterator[tuple[Any, Any]]:
@@ -380,7 +380,7 @@ class Replay:
     def note_forward(self, model: torch.nn.Module | None = None, *_: Any) -> None:
         """Note the generators before a forward pass that is trained on, and whether DDP splits the step."""
         wrapper = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-        self.shared = wrapper is not None and wrapper.process_group.size() > 1
+        self.in_ddp = wrapper is not None and wrapper.process_group.size() > 1
         if model is None or (model.training and torch.is_grad_enabled()):
             self._at_forward = self._states(), self._cuda_state()
 

@@ -146,8 +146,8 @@ def gradients(loss: Tensor, leaves: Tensors) -> dict[str, Tensor]:
         return {n: torch.zeros_like(p) for n, p in leaves.items()}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     pairs = zip(leaves.items(), grads, strict=True)
-    dense = ((n, p, g.to_dense() if g is not None and g.is_sparse else g) for (n, p), g in pairs)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in dense}
+    whole = {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+    return {n: g.to_dense() if g.is_sparse else g for n, g in whole.items()}
 
 
 def returns_loss(output: Any) -> bool:

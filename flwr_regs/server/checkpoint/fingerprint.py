@@ -48,7 +48,7 @@ def differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
             a, b = before.get(name, "absent"), after.get(name, "absent")
             if a != b and not (kind == "setting" and "absent" in (a, b)):
                 named = name if kind == "method" else f"{kind} {name}"
-                # where long values differ
+                # down to where they differ
                 while isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
                     key = next(k for k in a if a[k] != b[k])
                     named, a, b = f"{named}.{key}", a[key], b[key]
