@@ -131,6 +131,11 @@ class Loop:
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
             self.result.evaluate_metrics_clientapp[number] = metrics
+        # a user's own aggregate_train and aggregate_evaluate may return others than the history has
+        for key in ("train_metrics", "evaluate_metrics"):
+            returned = getattr(self.result, f"{key}_clientapp").get(number)
+            if returned is not None:
+                history[-1][key] = with_plain_numbers(returned)
         if (metrics := self._tested(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
@@ -141,7 +146,7 @@ class Loop:
 
     def _tested(self, number: int, arrays: ArrayRecord) -> Any:
         """Return the metrics of `evaluate_fn`; raise TypeError if it returns something else."""
-        metrics = self.evaluate_fn(number, arrays)
+        metrics = self.evaluate_fn(number, arrays.copy())  # it may put other arrays into its record
         if metrics is None or isinstance(metrics, MetricRecord):
             return metrics
         if isinstance(metrics, Mapping):

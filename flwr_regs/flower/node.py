@@ -84,9 +84,11 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
         if step is not None:
             content[keys.STEP] = to_record(step)
     given = content.get(keys.ARRAYS)
-    for name in arrays_in(content):
-        if name.endswith(".broadcast") or name == keys.STEP:
-            context.state[BESIDE + name] = content.pop(name)
+    waiting = [n for n in arrays_in(content) if n.endswith(".broadcast") or n == keys.STEP]
+    for name in waiting:
+        context.state[BESIDE + name] = content.pop(name)
+    if waiting:
+        content[keys.CONFIG] = ConfigRecord({**config, keys.WAITING_KEY: waiting})
     reply: Any = call_next(message, context)
     if not isinstance(reply, Message):
         returned = f"the app's {message_type} function, or a mod, returned {reply!r:.200}"
@@ -139,9 +141,16 @@ def of_older_server(message: Message) -> bool:
 
 
 def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, bytes]]:
-    """Return (a message with what came beside the model, what the client remembers)."""
-    state = NodeState(context, _config(message.content))
-    return RecordDict({**message.content, **_taken(context)}), state.memory
+    """Return (a message with what came beside the model, what the client remembers).
+
+    Raises ProtocolError if what came beside the model is gone.
+    """
+    config, taken = _config(message.content), _taken(context)
+    waiting: Any = config.pop(keys.WAITING_KEY, [])
+    if missing := sorted({*waiting} - taken.keys()):
+        why = f"a mod has replaced or emptied Context.state, where {missing} of the message waited"
+        raise ProtocolError(f"{why}: keep its entries that begin with 'flwr_regs.'")
+    return RecordDict({**message.content, **taken}), NodeState(context, config).memory
 
 
 def closed(

@@ -32,7 +32,12 @@ from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import COUNT, ParameterError, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import OPTIMIZER_KEYS, check_arguments, check_evaluate_config
+from flwr_regs.wire.config import (
+    OPTIMIZER_KEYS,
+    check_arguments,
+    check_evaluate_config,
+    with_plain_numbers,
+)
 from flwr_regs.wire.records import record_of_state, to_record, views_of
 
 WRAPPED = (
@@ -111,7 +116,10 @@ class RegStrategy(Strategy):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in Options.names() and "options" in vars(self):  # checked like the constructor's
+        if name in Options.names():  # checked like the constructor's
+            if "options" not in vars(self):
+                remedy = "hand it to super().__init__(...), or set it afterwards"
+                raise AttributeError(f"'{name}' is a setting of every strategy: {remedy}")
             name, value = "options", replace(self.options, **{name: value})
             if self._training is not None:
                 self._training.use(value)
@@ -424,7 +432,7 @@ class RegStrategy(Strategy):
         if not isinstance(averaged, Mapping):
             given = type(averaged).__name__
             raise TypeError(f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {given}")
-        return averaged
+        return with_plain_numbers(averaged)
 
 
 def _as_record(metrics: Mapping[str, Any] | None) -> MetricRecord | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any, ClassVar
 
 import numpy as np
@@ -391,6 +391,13 @@ class FedBuff(RegStrategy):
         plan = Buffer(buffer, server_lr, seconds, max_concurrency)
         super().__init__([*terms, plan], weighting=weighting, **kwargs)
         check_settings(self.options)
+
+    def _begin(self, *given: Any) -> None:
+        super()._begin(*given)
+        if own := [h for h in ("configure_train", "aggregate_train") if not self._is_ours(h)]:
+            text = "clients begin one by one, so your %s sees no messages and no replies: only what it "
+            text += "does to the config and to the model counts"
+            log(WARNING, text, " and ".join(own))
 
     @property
     def method_name(self) -> str:

@@ -32,6 +32,16 @@ class NoLearningRate(ValueError):
     """The learning rate's schedule has come to its end: it is not above 0."""
 
 
+def factor_of(setting: str, schedule: Callable[[int], float], number: int) -> float:
+    """Return what a schedule says of a round, as Python's float; ValueError if it is no number."""
+    factor = schedule(number)
+    try:
+        return float(factor)
+    except (TypeError, ValueError):
+        said = f"{setting}({number}) returned {factor!r:.80}"
+        raise ValueError(f"{said}, expected a number") from None
+
+
 @dataclass(frozen=True)
 class Options:
     """The settings that every strategy of the package takes.
@@ -236,8 +246,10 @@ class Options:
 
         Raises NoLearningRate if it is not above 0, and ValueError if it is not finite.
         """
-        lr = float(given) * float(self.lr_schedule(number))
+        lr = float(given) * factor_of("lr_schedule", self.lr_schedule, number)
         what = f"lr_schedule({number}) makes the learning rate {lr:g}"
+        if self.lr_schedule is _constant:
+            what = f"the train_config's 'lr' is {lr:g}"
         if not math.isfinite(lr):
             raise ValueError(f"{what}: expected a positive number")
         if lr <= 0:

@@ -35,6 +35,8 @@ class Target(Spelled):
     ------
     ValueError
         Another `mode`, or a `value` that is NaN.
+    TypeError
+        A `metric` that is no name.
     """
 
     value: float
@@ -97,7 +99,12 @@ class Patience(Spelled):
 
 
 def sign(metric: str, mode: str | None) -> int:
-    """Return 1 if more of a metric is better, else -1; raise ValueError for an unknown mode."""
+    """Return 1 if more of a metric is better, else -1.
+
+    Raises ValueError for an unknown mode, TypeError for a metric that is no name.
+    """
+    if not isinstance(metric, str):
+        raise TypeError(f"metric must be the name of a metric, not {metric!r:.80}")
     if mode not in (None, "max", "min"):
         raise ValueError(f"mode must be 'max', 'min' or None, not {mode!r}")
     less = any(word in metric for word in ("loss", "error", "perplexity"))

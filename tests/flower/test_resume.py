@@ -223,10 +223,16 @@ class Overriding(fr.FedFOR):
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         arrays, metrics = super().aggregate_train(server_round, replies)
         arrays["0.bias"] = Array(0.5 * arrays["0.bias"].numpy())
-        return (None if server_round == 3 else arrays), metrics
+        own = MetricRecord({**metrics, "mine": -server_round})
+        return (None if server_round == 3 else arrays), own
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+        super().aggregate_evaluate(server_round, replies)
+        return MetricRecord({"of-clients": server_round % 4})
 
 
 def numpys(number: int, arrays: Any) -> Any:
+    arrays["0.bias"] = Array(0.0 * arrays["0.bias"].numpy())
     return {"mine": np.float32(number)}
 
 
@@ -235,10 +241,14 @@ def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_res
 ) -> None:
     case, ends = OF["FedFOR-model"], []
     for rounds, folder, resume in ((5, None, None), (3, tmp_path, None), (5, tmp_path, tmp_path)):
-        strategy = Overriding(0.5, seed=3, checkpoint_dir=folder)
+        strategy = Overriding(0.5, seed=3, checkpoint_dir=folder, keep_best="of-clients")
         how = {"num_rounds": rounds, "resume_from": resume, "evaluate_fn": numpys}
         result = train(strategy, case.grid(), case, **how)
         assert bits(result.arrays) == bits(strategy.arrays)
+        assert result.best
+        assert result.best.round == 3
+        sources = [[e["train_metrics"]["mine"], e["evaluate_metrics"]] for e in strategy.history]
+        assert sources == [[-t, {"of-clients": t % 4}] for t in range(1, rounds + 1)]
         ends.append(bits(result.arrays))
     assert ends[0] == ends[2]
 

@@ -233,6 +233,12 @@ def test_a_model_that_cannot_be_trained_is_refused_before_it_is_evaluated(
     assert asked == []
 
 
+class Early(fr.FedFOR):
+    def __init__(self) -> None:
+        self.seed = 3
+        super().__init__()
+
+
 ADAM: Any = torch.optim.Adam(make_model().parameters())
 
 
@@ -245,6 +251,7 @@ def asked(client_fn: Any) -> fr.InProcessGrid:
 
 
 NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
+UNSAID: Any = fr.FedAvg(lr_schedule=lambda t: None)  # type: ignore[arg-type,return-value]
 NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
 HALF = make_model().bfloat16().state_dict()
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -272,6 +279,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
     (lambda: fr.Target(float("nan")), ValueError, "Target: value must be a number, not nan"),
     (lambda: fr.Target(1.0, mode="up"), ValueError, "mode must be 'max', 'min' or None, not 'up'"),
+    (lambda: fr.Target("score", 0.6), TypeError, "metric must be the name of a metric, not 0.6"),  # type: ignore[arg-type]
+    (lambda: Early(), AttributeError, r"'seed' is a setting .*super\(\).__init__"),
+    (lambda: start(UNSAID, asked(None)), ValueError, r"lr_schedule\(1\) returned None, expected"),
+    (
+        lambda: run(fr.FedAvgM(server_lr_schedule=lambda t: float("nan")), fr.FedAvgMClient),
+        ValueError,
+        r"server_lr_schedule\(1\) is nan, expected a finite number",
+    ),
     (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number of at"),
     (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must be a number of at"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """FedBuff: the oracle's steps on any clock; what fails, lies or is interrupted changes nothing else."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -351,6 +352,18 @@ def test_a_users_own_numpyclient_and_a_robust_aggregator() -> None:
     got = train(strategy, grid_of(huge), rounds=2)
     assert max(np.abs(a).max() for a in got.values()) < 10
     assert strategy.history[0]["replies"] == strategy.history[0]["cohort"]
+
+
+class PerClient(FedBuff):
+    def configure_train(self, *given: Any) -> Any:
+        for message in super().configure_train(*given):
+            message.content["config"]["lr"] = 0.01  # type: ignore[index]
+            yield message
+
+
+def test_a_user_who_changes_messages_is_told_that_there_are_none(log: Any) -> None:
+    train(PerClient(2, seed=1), rounds=1)
+    assert len(log("your configure_train sees no messages", logging.WARNING)) == 1
 
 
 # What is refused

@@ -22,6 +22,7 @@ Source: Wang et al., "A field guide to federated optimization" (2021), Alg. 1; R
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept, under
-from flwr_regs.server.options import Options
+from flwr_regs.server.options import Options, factor_of
 from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Ranges, Term, one_of
 from flwr_regs.wire.config import nearest
 
@@ -109,7 +110,7 @@ class TorchServerOptimizer(Term, Steps):
         # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
         state = {key: torch.tensor(a) for key, a in server.items() if key[0] != "#"}
         load_state(optimizer, params, state)
-        factor = self.schedule(ctx.round) if self.schedule else 1.0
+        factor = _factor(self.schedule, ctx.round)
         for i, group in enumerate(optimizer.param_groups):
             for what, value in under(server, f"#{i}|").items():
                 group[what] = type(group[what])(value)
@@ -125,6 +126,13 @@ class TorchServerOptimizer(Term, Steps):
 def _check_schedule(schedule: Any) -> None:
     if schedule is not None and not callable(schedule):
         raise TypeError(f"server_lr_schedule must be a function of the round, not {schedule!r}")
+
+
+def _factor(schedule: Schedule | None, number: int) -> float:
+    factor = 1.0 if schedule is None else factor_of("server_lr_schedule", schedule, number)
+    if not math.isfinite(factor):
+        raise ValueError(f"server_lr_schedule({number}) is {factor}, expected a finite number")
+    return factor
 
 
 def _check_optimizer(made: Any) -> None:
@@ -180,7 +188,7 @@ class AdaptiveServer(Term, Steps):
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         b1, b2 = self.beta_1, self.beta_2
         v0 = self.tau**2 if self.initial_v is None else self.initial_v
-        lr = self.lr * (self.schedule(ctx.round) if self.schedule else 1.0)
+        lr = self.lr * _factor(self.schedule, ctx.round)
         new, step = Slot(), Arrays()
         for n, d in ((n, kept(d)) for n, d in delta.items()):
             m = b1 * server.get(f"{n}|m", 0 * d) + (1 - b1) * d  # line 11

@@ -355,6 +355,17 @@ def test_a_train_function_or_a_mod_that_returns_nothing_is_told_so() -> None:
             run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(each, 4))
 
 
+def emptying(message: Message, context: Context, call_next: Any) -> Any:
+    context.state = RecordDict()
+    return call_next(message, context)
+
+
+def test_a_mod_that_loses_what_came_beside_the_model_is_told_so() -> None:
+    app = fr.client_app(lambda _: fr.FedFORClient(make_model(), *make_clients(2)), [emptying])
+    with pytest.raises(fr.RoundFailed, match=r"emptied Context.state, where \['first-order.broadc"):
+        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+
+
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
     app = own_app(fr.FedFORClient, target="y")
     with pytest.raises(fr.RoundFailed, match=r"no argument 'target'.*'target_key'"):
