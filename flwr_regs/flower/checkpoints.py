@@ -30,7 +30,12 @@ from flwr_regs.wire.files import write_atomically
 Given = str | PathLike[str] | None
 LEDGER = "privacy.json"
 """Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
-_PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+_PHASES = {
+    "train_metrics": "train_metrics_clientapp",
+    "evaluate_metrics": "evaluate_metrics_clientapp",
+    "server_metrics": "evaluate_metrics_serverapp",
+}
+"""Metrics in an entry of the history -> where Flower's result has them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class TrainingResult(Result):
     """Flower's result, and the best round's model, where `keep_best` asks for it."""
 
     best: Best | None = None
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        """Take over the metrics of a round's entry of the history."""
+        for key, phase in _PHASES.items():
+            if (metrics := entry.get(key)) is not None:
+                getattr(self, phase)[entry["round"]] = MetricRecord({**metrics})
 
 
 class Checkpoints:
@@ -163,16 +174,15 @@ class Checkpoints:
                 restore({n: _records(s) for n, s in state["clients"].items()})
             if state.get("test") is not None and (restore := getattr(self._test, "restore", None)):
                 restore(state["test"])
+            for entry in ({"round": 0, "server_metrics": state["initial"]}, *resumed.history):
+                self._result.note(entry)
+            if (best := state["best"]) is not None:
+                number, value, arrays = best
+                self._result.best = Best(number, value, _arrays(arrays))
         except (KeyError, ValueError, TypeError) as error:
             # another version of the package may not have written a key
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{resumed.path} cannot be resumed: {why}") from error
-        for phase in _PHASES:
-            rounds = {t: MetricRecord(m) for t, m in state["result"][phase].items()}
-            getattr(self._result, phase).update(rounds)
-        if (best := state["result"]["best"]) is not None:
-            number, value, arrays = best
-            self._result.best = Best(number, value, _arrays(arrays))
         log(INFO, "Resuming after round %d, from %s", resumed.round, resumed.path)
 
     def watch(self, training: Training) -> None:
@@ -188,17 +198,17 @@ class Checkpoints:
         """
         if self._folder is None or self._training is None:
             return
-        phases = {phase: getattr(self._result, phase) for phase in _PHASES}
-        result: dict[str, Any] = {
-            p: {t: dict(m) for t, m in of.items()} for p, of in phases.items()
+        best, initial = self._result.best, self._result.evaluate_metrics_serverapp.get(0)
+        kept = getattr(self._grid, "snapshot", None)
+        state = {
+            "fingerprint": self._same,
+            "best": best and [best.round, best.value, _parts(best.arrays)],
+            "initial": None if initial is None else dict(initial),
+            "clients": None if kept is None else {n: _plain(s) for n, s in kept().items()},
+            "configs": [dict(config) for config in self.configs],
+            "training": self._training.snapshot(),
+            "test": getattr(self._test, "snapshot", lambda: None)(),
         }
-        best, kept = self._result.best, getattr(self._grid, "snapshot", None)
-        result["best"] = best and [best.round, best.value, _parts(best.arrays)]
-        clients = None if kept is None else {n: _plain(state) for n, state in kept().items()}
-        state: dict[str, Any] = {"fingerprint": self._same, "result": result, "clients": clients}
-        state["configs"] = [dict(config) for config in self.configs]
-        state["training"] = self._training.snapshot()
-        state["test"] = getattr(self._test, "snapshot", lambda: None)()
         self._unsaved = number, state, list(self._training.history)
         if isinstance(self._every, timedelta):
             due = time.monotonic() - self._saved >= self._every.total_seconds()

@@ -69,8 +69,7 @@ class Loop:
         """Train from `arrays` on; return the result."""
         began, first = time.monotonic(), 1
         if self.saved.resumed is None:
-            if (metrics := self._tested(0, arrays)) is not None:
-                self.result.evaluate_metrics_serverapp[0] = metrics
+            self.result.note({"round": 0, "server_metrics": self._tested(0, arrays)})
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
             if self._stopped(last := self.strategy.training.history[-1]):
@@ -118,41 +117,47 @@ class Loop:
                 time.sleep(pause)
         if new is not None:
             self.result.arrays = arrays = new
-        if metrics is not None:
-            self.result.train_metrics_clientapp[number] = metrics
+        if (
+            metrics is not None
+        ):  # a user's own aggregate_train may return others than the history has
+            self._entry(number)["train_metrics"] = with_plain_numbers(metrics)
         self.strategy.follow(arrays)
         return arrays
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
         metrics = self.strategy.run_round("evaluate", number, arrays, self.evaluate, self.grid)
-        history: list[dict[str, Any]] = self.strategy.training.history
-        if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
-            history.append({"round": number, "seconds": {}})
+        entry = self._entry(number)
         if metrics is not None:
-            self.result.evaluate_metrics_clientapp[number] = metrics
-        # a user's own aggregate_train and aggregate_evaluate may return others than the history has
-        for key in ("train_metrics", "evaluate_metrics"):
-            returned = getattr(self.result, f"{key}_clientapp").get(number)
-            if returned is not None:
-                history[-1][key] = with_plain_numbers(returned)
+            entry["evaluate_metrics"] = with_plain_numbers(metrics)
         if (metrics := self._tested(number, arrays)) is not None:
-            history[-1]["server_metrics"] = dict(metrics)
-            self.result.evaluate_metrics_serverapp[number] = metrics
+            entry["server_metrics"] = dict(metrics)
             averaged = self.strategy.training.model.averaged
             if averaged and (metrics := self._tested(number, to_record(averaged))):
-                history[-1]["averaged_metrics"] = dict(metrics)
+                entry["averaged_metrics"] = dict(metrics)
+        self.result.note(entry)
+        return entry
+
+    def _entry(self, number: int) -> dict[str, Any]:
+        """Return the round's entry of the history, also if nobody trained and nobody evaluated."""
+        history: list[dict[str, Any]] = self.strategy.training.history
+        if not history or history[-1]["round"] != number:
+            history.append({"round": number, "seconds": {}})
         return history[-1]
 
-    def _tested(self, number: int, arrays: ArrayRecord) -> Any:
+    def _tested(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Return the metrics of `evaluate_fn`; raise TypeError if it returns something else."""
         metrics = self.evaluate_fn(number, arrays.copy())  # it may put other arrays into its record
         if metrics is None or isinstance(metrics, MetricRecord):
             return metrics
-        if isinstance(metrics, Mapping):
-            return with_plain_numbers(metrics)  # a checkpoint holds no others
         given = type(metrics).__name__
-        raise TypeError(f"evaluate_fn must return a MetricRecord or None, not a {given}")
+        try:
+            return MetricRecord(with_plain_numbers(metrics))
+        except (AttributeError, TypeError) as error:
+            expected = "a MetricRecord or None"
+            raise TypeError(
+                f"evaluate_fn must return {expected}, not a {given}: {error}"
+            ) from error
 
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""

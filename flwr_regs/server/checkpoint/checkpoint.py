@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Checkpoint:
     versions: dict[str, str]
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that a run's bits depend on."""
     installed = {}
