@@ -280,8 +280,10 @@ def with_argument(calls: Calls, key: str, value: Any, folder: str = "") -> Calls
     def changed(call: Call) -> Call:
         if call.target != target:
             return call
-        with named(str(call)):
-            names = [*of_call(call, folder).parameters][: len(call.args)]
+        names: list[str] = []
+        if call.args:  # else a user's own code need not be here
+            with named(str(call)):
+                names = [*of_call(call, folder).parameters][: len(call.args)]
         if name in names:
             at = names.index(name)
             return replace(call, args=(*call.args[:at], value, *call.args[at + 1 :]))

@@ -64,7 +64,7 @@ class Patience(Spelled):
     Parameters
     ----------
     rounds : int
-        Rounds without an improvement, at least 1.
+        Rounds without an improvement, at least 1. Rounds that lack the metric do not count.
     metric, mode : str, str or None
         As for :class:`Target`.
     min_delta : float
@@ -88,12 +88,14 @@ class Patience(Spelled):
 
     def __call__(self, history: History) -> str:
         """Return why training ends; "" if it goes on."""
-        factor, best, at = sign(self.metric, self.mode), -math.inf, None
+        factor, best, at, since = sign(self.metric, self.mode), -math.inf, None, 0
         for number, value in values(history, self.metric):
+            since += 1
             # NaN never improves
             if at is None or best < factor * value >= best + self.min_delta:
                 at, best = number, (-math.inf if math.isnan(value) else factor * value)
-        if at is None or history[-1]["round"] - at < self.rounds:
+                since = 0
+        if since < self.rounds:
             return ""
         return f"{self.metric} has not improved on {factor * best:.6g} since round {at}"
 

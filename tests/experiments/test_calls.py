@@ -97,6 +97,7 @@ REPLACED = [
     ("FedFOR(alpha=0.5)+FedBN", "FedFOR.alpha", "FedFOR(alpha=9)+FedBN"),
     ("EFL(density_up=0.1)", "EFL.lam", "EFL(density_up=0.1, lam=9)"),
     ("flwr_regs:FedProx", "flwr_regs:FedProx.mu", "flwr_regs:FedProx(mu=9)"),
+    ("gone.py:Clip(norm=1)", "gone.py:Clip.norm", "gone.py:Clip(norm=9)"),
 ]
 
 

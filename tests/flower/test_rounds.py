@@ -192,6 +192,14 @@ def test_a_metric_that_no_round_has_is_said_once(log: Log) -> None:
         assert said.startswith("round 1 has no metric 'acuracy' that is a number, only ['acu")
 
 
+def test_patience_counts_the_rounds_that_were_tested() -> None:
+    tested: list[dict[str, Any]] = [{"round": t} for t in range(1, 11)]
+    for entry in tested[::3]:
+        entry["server_metrics"] = {"loss": 1.0}
+    stops = [bool(fr.Patience(2)(tested[:t])) for t in range(1, 11)]
+    assert stops == [False] * 6 + [True] * 4  # the second test after the first, in round 7
+
+
 @pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5])
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""
