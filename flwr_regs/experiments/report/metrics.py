@@ -34,7 +34,7 @@ ENDS = {
     "unfinished": "unfinished, and left out of the means",
 }
 """How a run stops early -> what is said of a method's seeds."""
-FLAWS = {**ENDS, "idle": "never learned", "exploded": "diverged", "collapsed": "collapsed"}
+FLAWS = {**ENDS, "idle": "never learned", "exploded": "exploded", "collapsed": "collapsed"}
 """What may be wrong with a run -> what is said of a method's seeds."""
 COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")

@@ -192,6 +192,8 @@ class Results:
         from flwr_regs.experiments.report.drawing import Look
 
         check_rows(methods, [run.label for run in self.runs])
+        if x not in (known := ("round", *OVER)):
+            raise ValueError(f"x must be one of {', '.join(known)}, not {x!r}{nearest(x, known)}")
         return self._picture(x, y, Look(title, size, font_size, methods, accuracy))
 
     def _picture(self, x: str, y: str, look: Look) -> Picture:

@@ -30,6 +30,8 @@ from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
+OF_CLIENTS = "the table has the model that clients receive; its paper judges the averaged model"
+
 
 class Trainer:
     """Trains one run, and keeps its record, also of a run that fails.
@@ -185,6 +187,8 @@ class Trainer:
         if self._test is not None:
             figures = self._test.measured(arrays, server_round, keep=not again)
         elif server_round == 0 or again or not on_clients(history[-1]):
+            if again and OF_CLIENTS not in record.warnings:
+                record.warnings = [*record.warnings, OF_CLIENTS]
             return None  # no client has tested it
         else:
             metrics = ("loss", "accuracy")

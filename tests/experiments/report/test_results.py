@@ -161,7 +161,7 @@ def test_a_test_loss_far_above_the_untrained_models_is_said() -> None:
     lost = run("A", [0.09, 0.09])
     lost.test[-1]["loss"] = 70.2
     (said,) = metrics.warnings([lost])
-    assert "the test loss of seed 1 ends at 70.2, and was 1 before training" in said
+    assert "1 of 1 seed exploded; the test loss of seed 1 ends at 70.2, and was 1 before" in said
     (row,) = metrics.rows([lost])
     assert row["collapsed"] == 1
     for loss, before in ((math.nan, 1.0), (None, None), (10.1, 1.0)):
