@@ -125,7 +125,9 @@ def test_clients_test_what_is_private_or_in_their_own_domain(methods: str) -> No
 @pytest.mark.parametrize("runner", ["process", "stacked"])
 def test_a_client_that_holds_nothing_out_does_not_test(runner: str) -> None:
     given = {"partition": "quantity", "held_out_share": 0.02, "test_on_clients": True}
-    runs = runs_of(methods="FedAvg,Ditto,Local,Pooled,FedExP", **{**QUICK, **given, "num_clients": 5})
+    runs = runs_of(
+        methods="FedAvg,Ditto,Local,Pooled,FedExP", **{**QUICK, **given, "num_clients": 5}
+    )
     held = [int(0.02 * len(rows)) for rows in client_data_of(runs[0].settings).parts]
     assert costs.cost_of(runs[0], costs.Timed(0, 0, test=1, tested=1)).test == sum(held)
     records = engine.execute(runs, None, Progress(runs), runner=runner)
