@@ -46,6 +46,12 @@ WRAPPED = (
     "of your own calls the strategy's prepare(...) first"
 )
 
+RETURNS = {
+    "train": "(ArrayRecord or None, MetricRecord or None)",
+    "evaluate": "a MetricRecord or None",
+}
+"""Phase -> what its ``aggregate_...`` returns."""
+
 
 class RegStrategy(Strategy):
     """A strategy for any list of terms; the named strategies fix their terms.
@@ -319,11 +325,6 @@ class RegStrategy(Strategy):
 
     def follow(self, arrays: ArrayRecord) -> None:
         """Go on from the model that a user's `aggregate_train` has returned; checkpoints hold it."""
-        if not isinstance(arrays, ArrayRecord):
-            kind = type(arrays).__name__
-            raise TypeError(
-                f"aggregate_train must return (ArrayRecord or None, metrics), not a {kind}"
-            )
         if self._training is not None and not self._is_ours("aggregate_train"):
             self._training.adopt(views_of(arrays))
             self._released = arrays
@@ -333,13 +334,20 @@ class RegStrategy(Strategy):
     ) -> Any:
         """Run a round ("train") or an evaluation ("evaluate") on the clients.
 
-        Returns and raises what ``aggregate_train`` and ``aggregate_evaluate`` do.
+        Returns and raises what ``aggregate_train`` and ``aggregate_evaluate`` do; TypeError if those of a
+        subclass return something else.
         """
         if (network := self._network(grid)) is None:
             messages = getattr(self, f"configure_{kind}")(server_round, arrays, config, grid)
             by_grid = GridNetwork(grid, self._timeout)
             replies = by_grid.exchange(list(messages), self.options.deadline)
-            return getattr(self, f"aggregate_{kind}")(server_round, replies)
+            returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
+            match kind, returned:
+                case ("train", (None | ArrayRecord(), None | Mapping())):
+                    return returned
+                case ("evaluate", None | Mapping()):
+                    return returned
+            raise TypeError(f"aggregate_{kind} must return {RETURNS[kind]}, not {returned!r:.80}")
         trains, given = kind == "train", (server_round, arrays, config, network)
         paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
         result = paused.over(network, self.options.deadline)

@@ -239,6 +239,12 @@ class Early(fr.FedFOR):
         super().__init__()
 
 
+def returning(hook: str, value: Any) -> Any:
+    strategy = fr.FedAvg()
+    setattr(strategy, hook, lambda *_: value)
+    return start(strategy, fr.InProcessGrid(app_of(), 3))
+
+
 ADAM: Any = torch.optim.Adam(make_model().parameters())
 
 
@@ -286,6 +292,16 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: run(fr.FedAvgM(server_lr_schedule=lambda t: float("nan")), fr.FedAvgMClient),
         ValueError,
         r"server_lr_schedule\(1\) is nan, expected a finite number",
+    ),
+    (
+        lambda: returning("aggregate_train", initial()),
+        TypeError,
+        r"return \(ArrayRecord or None, M",
+    ),
+    (
+        lambda: returning("aggregate_evaluate", (0.5, {})),
+        TypeError,
+        r"a MetricRecord .*, not \(0.5",
     ),
     (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number of at"),
     (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must be a number of at"),
