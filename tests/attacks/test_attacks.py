@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -377,19 +378,11 @@ def test_a_lie_costs_next_to_nothing(name: str, method: str) -> None:
         assert len(told) == (attack.named if attack.event else 0)
 
 
-@pytest.mark.parametrize("method", ["FedAvg", "SCAFFOLD", "Mime"])
-def test_the_replies_of_another_run_are_not_used(method: str) -> None:
-    """Though all is the same but the training: the same seed, rounds and clients."""
-    sent: dict[Any, dict[str, Any]] = {}
-    play(method, lambda r: sent.update({(r.kind, r.number): copies(r)}), rounds=2)
-    got = play(method, lambda r: r.content.update(sent[r.kind, r.number]), rounds=2)
-    assert got.named(LIAR) == [1, 2]
-    assert all("belongs to training" in e["failures"][LIAR] for e in got.history)
-
-
-def test_who_has_most_of_the_weight_is_named_once() -> None:
+def test_who_has_most_of_the_weight_is_named_once(tmp_path: Path) -> None:
+    """Also by a resumed run."""
     lie = claims(num_examples=10**15)
-    got = play("FedAvg", lie, rounds=3)
+    play("FedAvg", lie, rounds=1, checkpoint_dir=tmp_path)
+    got = play("FedAvg", lie, rounds=3, checkpoint_dir=tmp_path, resume=tmp_path)
     assert got.events("heavy") == {1: {LIAR: pytest.approx(1.0)}}
     few = play("FedAvg", lie, clients=4, rounds=1)
     bounded = play("FedAvg", lie, rounds=1, max_weight=0.2)

@@ -513,20 +513,6 @@ def test_clients_that_evaluate_alone_leave_the_model_as_it_is() -> None:
 # What users' code sees
 
 
-def test_evaluation_is_in_eval_mode_and_weighted_by_examples() -> None:
-    model = make_model(batch_norm=True)
-    batches = [make_clients()[0][0], tuple(t[:2] for t in make_clients()[1][0])]
-    client = fr.FedAvgClient(model, batches, batches, device="cpu")
-    reference = make_model(batch_norm=True).eval()
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    names = json.dumps(list(model.state_dict()))
-    loss, count, metrics = client.evaluate(client.get_parameters({}), {keys.NAMES_KEY: names})
-    assert count == 7
-    want = nn.functional.cross_entropy(reference(x), y)
-    assert loss == pytest.approx(want.item(), abs=1e-12)
-    assert metrics["accuracy"] == (reference(x).argmax(1) == y).double().mean().item()
-
-
 def test_what_is_no_classification_has_no_accuracy() -> None:
     data, net = [(torch.ones(3, 4), torch.ones(3, 1))], nn.Linear(4, 1)
     client = fr.FedAvgClient(net, data, data, loss_fn=nn.functional.mse_loss, device="cpu")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import dp_accounting
@@ -19,7 +18,6 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.checkpoint.fingerprint import differences, plain
@@ -41,7 +39,6 @@ from tests.conftest import (
 )
 from tests.experiments.runs import strategy_of
 from tests.oracles.central_dp import central_dp
-from tests.sampling import sampled
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
@@ -178,26 +175,6 @@ def theirs(population: int, model: Any, cohort: int, z: float, rounds: int = 3) 
     if sampling == SamplingMethod.WITHOUT_REPLACEMENT:
         event = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, event)
     return [counting.compose(event).get_epsilon(1e-5) for _ in range(rounds)]
-
-
-@sampled(
-    "population,model,share,z",
-    [
-        cell
-        for cell in product(
-            (8, 100, 10_000), (AMPLIFIED, PLAIN), (0.01, 0.25, 1.0), (0.3, 1.0, 6.0)
-        )
-        if cell[0] * cell[2] >= 1
-    ],
-    seed=4,
-)
-def test_epsilon_over_a_grid_is_that_of_dp_accounting(
-    population: int, model: Any, share: float, z: float
-) -> None:
-    budget = AccountedBudget(fr.CentralDP(0.5, z, accountant(population, model)))
-    cohort = int(population * share)
-    spent = [budget.spend(cohort)[0] for _ in range(3)]
-    assert spent == pytest.approx(theirs(population, model, cohort, z), rel=1e-12)
 
 
 @pytest.mark.parametrize("model", [PLAIN, AMPLIFIED])

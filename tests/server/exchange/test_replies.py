@@ -260,6 +260,7 @@ def test_accident_in_an_evaluation(what: str) -> None:
 
 
 PROBES: dict[str, tuple[Change, str]] = {
+    "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
     "short": (lambda c: with_delta(c, np.ones(1)), "'delta' has 1 entries, but"),  # not broadcast
     "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected floats (6,)"),
