@@ -100,7 +100,7 @@ def apart(a: NDArrays, b: NDArrays) -> float:
     ],
     seed=1,
     ids=str,
-    among=lambda cell: cell[0] in (*UPLOADING, "FedAvg", "FedFOR", "FedAdam", "FedPer"),
+    among=lambda cell: cell[0] in (*UPLOADING, "FedAvg", "FedFOR", "FedAdam", "FedExP", "FedPer"),
 )
 def test_one_hostile_client_has_a_bounded_effect(name: str, aggregator: Any, part: str) -> None:
     attacked, strategy = trained(name, aggregator, part)
