@@ -167,6 +167,18 @@ class Watching(Tampered):
         return reply
 
 
+class Attended(Watching):
+    """Its clients come and go: ``there(partition id, number of train messages so far)``."""
+
+    def __init__(self, app: Any, n: int, there: Callable[[int, int], Any]) -> None:
+        super().__init__(app, n)
+        self.there = there
+
+    def get_node_ids(self) -> list[int]:
+        sent = self.kinds.count("train")
+        return [node for node in super().get_node_ids() if self.there(node - 1000, sent)]
+
+
 class Items(Dataset[Any]):
     """A map-style data set of what `make` returns for an input and a label."""
 
