@@ -109,9 +109,7 @@ def test_size_is_near_the_entropy_bound(density):
         (np.array([0, 1, 2.0]), "array 'b'"),
         (np.array([0, 1.0, -1.0000001]), "array 'b'"),
         (np.array([1, 0, np.nan]), "array 'b'"),
-        (np.array([np.nan, 1]), "array 'b'"),
         (np.array([0, np.inf], np.float16), "array 'b'"),
-        (np.array([-np.inf, 1.0]), "array 'b'"),
         (np.array([1, 0, -1]), "array 'b'"),
         (np.zeros(2, np.longdouble), "array 'b'"),
         (
@@ -121,7 +119,6 @@ def test_size_is_near_the_entropy_bound(density):
         (np.array([0, 2.0], np.float32), "array 'b' is not ternary with the others"),
         (np.array([0.1], np.float64), "array 'a'"),  # b is wider, so a ought to hold 0.1
         (np.array([np.nextafter(np.float32(1), np.float32(2))]), "array 'b'"),
-        (np.array([0.0, np.nan]), "array 'b' holds NaN or infinity"),
         (np.array([*[0.0] * codec.CHUNK, -np.inf]), "array 'b' holds NaN or infinity"),
     ],
 )
