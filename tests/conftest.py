@@ -30,6 +30,7 @@ from flwr_regs.wire.records import from_record
 ROOT = Path(__file__).parents[1]
 Log = Callable[..., list[str]]
 T = TypeVar("T")
+QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 MANY = 30
 """A test with more marked cells than this is a product, of which a share says most."""
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -209,6 +210,10 @@ def close(a: dict[str, Any], b: dict[str, Any], tol: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tol, err_msg=name)
+
+
+def bits(arrays: ArrayRecord) -> dict[str, bytes]:
+    return {n: a.numpy().tobytes() for n, a in arrays.items()}
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:

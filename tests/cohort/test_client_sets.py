@@ -20,11 +20,7 @@ from flwr_regs.testing import problem
 from flwr_regs.wire import worker_pool
 from tests import conftest
 from tests.conftest import Items, Log, close
-from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
-
-
-def pair(k: int) -> Any:
-    return data_of(k).dataset.tensors  # type: ignore[attr-defined]
+from tests.flower.stacks import SIZES, kept_by, pair, perceptron
 
 
 def loader(k: int) -> Any:

@@ -19,7 +19,7 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import Log, budgeted, make_clients, make_model, norm_model, start
+from tests.conftest import Log, bits, budgeted, make_clients, make_model, norm_model, start
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -125,10 +125,6 @@ def train(strategy: fr.RegStrategy, grid: Any, case: Case | None = None, **more:
 
     settings = {"num_rounds": ROUNDS, "train_config": ConfigRecord(CONFIG), "evaluate_fn": share}
     return strategy.start(grid, ArrayRecord(model.state_dict()), **{**settings, **more})
-
-
-def bits(arrays: ArrayRecord) -> dict[str, bytes]:
-    return {n: a.numpy().tobytes() for n, a in arrays.items()}
 
 
 def timeless(history: list[dict[str, Any]], *without: str) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import app_of, train
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import QUIET, close, make_clients, make_model
 from tests.methods.early_stops import Forgetful
 
-QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 CLIENTS = make_clients()
 
 
