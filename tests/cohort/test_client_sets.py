@@ -424,7 +424,6 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     "another layer": ({"model": nn.Identity}, 0.0, "'0.weight', but the clients' model has no"),
     "labels": ({"train_sets": [GOOD, (X1, Y1 + 3)]}, 0.0, "train_sets: client 1: a label is"),
     "precision": ({"test_sets": [GOOD, (X1.double(), Y1)]}, 1.0, "test_sets: client 1: the inputs"),
-    "types": ({"train_sets": [GOOD, (X1, Y1.float())]}, 0.0, "client 1: the labels are torch"),
 }
 
 

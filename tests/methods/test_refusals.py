@@ -69,7 +69,6 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
         r"aggregator must be .*, such as Mean\(\) or .*, not <cl",
     ),
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
-    (lambda: fr.FedAvg(fraction_train=1.5), r"fraction_train must lie in \[0, 1\], not 1.5"),
     (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),

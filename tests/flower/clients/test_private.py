@@ -96,9 +96,7 @@ HOSTILE: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "another list": (lambda **o: fr.FedPer("0.*", **o), fr.FedPerClient, model),
     "BatchNorm alone": (fr.FedBN, fr.FedBNClient, model),
     "Fisher sums": (lambda **o: fr.EFL(0.1, **o), fr.EFLClient, model),
-    "Fisher information": (lambda **o: fr.FedCurv(0.1, **o), fr.FedCurvClient, model),
     "a probe": (lambda **o: fr.RFedAvgPlus(0.1, **o), fr.RFedAvgPlusClient, model),
-    "a method of the server": (lambda **o: fr.FedAdam(server_lr=0.1, **o), fr.FedAdamClient, model),
     "frozen": (fr.FedAvg, fr.FedAvgClient, frozen_head),
     "half of tied weights": (lambda **o: fr.FedPer("3.*", **o), fr.FedPerClient, tied),
 }
