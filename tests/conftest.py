@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from torch import nn
 from torch.utils.data import Dataset
 
-from flwr_regs import InProcessGrid
+from flwr_regs import InProcessGrid, RegClient
 from flwr_regs.client.memory import decode
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import Batch as Batch
@@ -178,6 +178,11 @@ class Attended(Watching):
     def get_node_ids(self) -> list[int]:
         sent = self.kinds.count("train")
         return [node for node in super().get_node_ids() if self.there(node - 1000, sent)]
+
+
+def composed(*terms: type[Any]) -> Callable[..., Any]:
+    """A client of several terms."""
+    return partial(RegClient, terms=terms)
 
 
 class Items(Dataset[Any]):

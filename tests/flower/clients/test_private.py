@@ -119,14 +119,6 @@ def test_a_round_that_asks_for_a_pinned_entry_is_refused(case: str) -> None:
     assert not leaked(grid.sent, pinned_values())
 
 
-def test_what_a_client_sends_is_found() -> None:
-    """A client without pins that takes no step sends the values back."""
-    grid = grid_of(fr.FedAvgClient, step_budget=0)
-    with pytest.raises(fr.RoundFailed):
-        run(fr.FedAvg(seed=1), fr.FedAvgClient, rounds=1, model=model, grid=grid)
-    assert leaked(grid.sent, pinned_values())
-
-
 def test_an_evaluation_that_overwrites_a_pinned_entry_is_refused() -> None:
     grid = grid_of(fr.FedAvgClient, private=(PINS,))
     strategy = fr.FedAvg(seed=1, fraction_train=0.0)

@@ -107,7 +107,6 @@ def test_size_is_near_the_entropy_bound(density):
     ("b", "message"),
     [
         (np.array([0, 1, 2.0]), "array 'b'"),
-        (np.array([0, 1.0, -1.0000001]), "array 'b'"),
         (np.array([1, 0, np.nan]), "array 'b'"),
         (np.array([0, np.inf], np.float16), "array 'b'"),
         (np.array([1, 0, -1]), "array 'b'"),
@@ -167,7 +166,6 @@ def test_every_truncation_and_extension_is_seen():
         ({"plus": 0, "minus": 0, "mu": -0.0, "body": b""}, "mu is 0 and the body empty"),
         ({"mu": 0.0}, "finite and positive"),
         ({"mu": float("nan")}, "finite and positive"),
-        ({"mu": float("inf")}, "finite and positive"),
         ({"mu": 1e39}, "becomes inf in float32 of array 'a'"),
         ({"mu": 1e-50}, "becomes 0.0 in float32 of array 'a'"),
         ({"mu": 0.1}, "not a number of float32"),
