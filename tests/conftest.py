@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from torch import nn
 from torch.utils.data import Dataset
 
-from flwr_regs import InProcessGrid
+from flwr_regs import InProcessGrid, RegClient
 from flwr_regs.client.memory import decode
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import Batch as Batch
@@ -30,6 +30,7 @@ from flwr_regs.wire.records import from_record
 ROOT = Path(__file__).parents[1]
 Log = Callable[..., list[str]]
 T = TypeVar("T")
+QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 MANY = 30
 """A test with more marked cells than this is a product, of which a share says most."""
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -167,6 +168,23 @@ class Watching(Tampered):
         return reply
 
 
+class Attended(Watching):
+    """Its clients come and go: ``there(partition id, number of train messages so far)``."""
+
+    def __init__(self, app: Any, n: int, there: Callable[[int, int], Any]) -> None:
+        super().__init__(app, n)
+        self.there = there
+
+    def get_node_ids(self) -> list[int]:
+        sent = self.kinds.count("train")
+        return [node for node in super().get_node_ids() if self.there(node - 1000, sent)]
+
+
+def composed(*terms: type[Any]) -> Callable[..., Any]:
+    """A client of several terms."""
+    return partial(RegClient, terms=terms)
+
+
 class Items(Dataset[Any]):
     """A map-style data set of what `make` returns for an input and a label."""
 
@@ -197,6 +215,10 @@ def close(a: dict[str, Any], b: dict[str, Any], tol: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tol, err_msg=name)
+
+
+def bits(arrays: ArrayRecord) -> dict[str, bytes]:
+    return {n: a.numpy().tobytes() for n, a in arrays.items()}
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:

@@ -15,7 +15,7 @@ import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
-from tests.conftest import Batch, close, dropping, make_model, to_numpy
+from tests.conftest import QUIET, Batch, close, dropping, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
 from tests.oracles.rounds import examples
@@ -23,7 +23,6 @@ from tests.oracles.rounds import examples
 Arrays = dict[str, Any]
 Slot = dict[str, Any]
 LR = 0.2
-ALL: dict[str, Any] = {"fraction_evaluate": 0.0, "seed": 3}  # all clients, no evaluation
 SIZES = [[5], [4, 3], [5, 2, 4], [3, 3, 3, 1], [6, 5]]
 NOTES: dict[str, list[Any]] = {}
 
@@ -123,7 +122,7 @@ def test_the_gradient_elsewhere_is_that_of_the_whole_loss() -> None:
     """With the losses of all terms, and the corrections to the left of the one that asks."""
     terms = [fr.Proximal(0.3), Look(), Ridge()]
     app = numpy_app([type(t) for t in terms])
-    train(fr.RegStrategy(terms, **ALL), app, **{"local-epochs": 2})
+    train(fr.RegStrategy(terms, **QUIET), app, **{"local-epochs": 2})
     assert len(NOTES["there"]) == 2 * sum(map(len, DATA))
     for at, got, x, y in NOTES["there"]:
         g = oracle.gradient(at, x, y)
@@ -195,7 +194,7 @@ def test_what_a_term_reads_on_a_client() -> None:
     """Against the oracle's functions; with a step budget, and a key of the user's own."""
     app = numpy_app([Reads], budget=3)
     length = {"local-epochs": 2, "user.key": 7}
-    train(fr.RegStrategy([Reads()], **ALL), app, **length)
+    train(fr.RegStrategy([Reads()], **QUIET), app, **length)
     for seen in NOTES["batch"]:
         w, x, y, start = seen["params"], seen["x"], seen["y"], seen["start"]
         near(seen["base"], oracle.loss(w, x, y))
@@ -230,7 +229,7 @@ def test_functions_leave_no_trace_and_the_loss_is_the_clients_own() -> None:
     models, both = [], [Reads(), Look()]
     for terms in (both, []):
         app = numpy_app([type(t) for t in terms], NO_SINGLE, model=dropping, loss_fn=smoothed)
-        models.append(train(fr.RegStrategy(terms, **ALL), app, rounds=2, model=dropping))
+        models.append(train(fr.RegStrategy(terms, **QUIET), app, rounds=2, model=dropping))
     for read, unread in zip(*models, strict=True):
         close(read, unread, 0.0)
     for seen in NOTES["batch"]:
@@ -266,7 +265,7 @@ class Server(fr.Term, Weighs):
 
 
 def test_what_a_term_reads_on_the_server() -> None:
-    strategy = fr.RegStrategy([Server()], fraction_train=0.6, lr_schedule=lambda t: 1 / t, **ALL)
+    strategy = fr.RegStrategy([Server()], fraction_train=0.6, lr_schedule=lambda t: 1 / t, **QUIET)
     got = train(strategy, numpy_app([Server], budget=3), rounds=4)
     models = [START, *got]
     n = [examples(c) for c in CLIENTS]

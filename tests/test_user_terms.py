@@ -15,11 +15,10 @@ from flwr_regs.abilities import Compresses, Folds, Probes, TakesBack, Weighs
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
-from tests.conftest import Tampered, budgeted, make_clients, make_model, run
+from tests.conftest import QUIET, Tampered, budgeted, make_clients, make_model, run
 from tests.methods.early_stops import Forgetful
 
 Arrays = dict[str, Any]
-QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
 def spoiled(how: Callable[[Message], None], terms: list[Any]) -> Tampered:

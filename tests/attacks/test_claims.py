@@ -37,7 +37,7 @@ def weighers() -> dict[str, Any]:
 
 
 def weights(
-    term: Any, lie: Mapping[str, Any] | None, clients: int, scale: float
+    term: Any, lie: Mapping[str, Any] | None, clients: int, scale: float, robust: bool
 ) -> dict[int, float]:
     """The ω_k of equal clients; one of them lies."""
     replies = {}
@@ -48,7 +48,7 @@ def weights(
         replies[k] = Reply({"w": np.full(4, 0.1)}, uploads, {}, 20.0, steps=steps)
     measured = {k: Stats(k, r, BASE, ()) for k, r in replies.items()}
     p = aggregation_weights(replies, "num-examples")
-    ctx = ServerContext(2, 0.1, weights=p, replies=measured, max_scale=scale)
+    ctx = ServerContext(2, 0.1, weights=p, replies=measured, max_scale=scale, robust=robust)
     return dict(update_weights(term, replies, ctx))
 
 
@@ -67,11 +67,11 @@ WEIGHERS = weighers()
 @pytest.mark.parametrize("term", WEIGHERS.values(), ids=WEIGHERS)
 @pytest.mark.parametrize("scale", [10.0, 3.0])
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(CLAIMS, st.integers(6, 12))
+@given(CLAIMS, st.integers(6, 12), st.booleans())
 def test_claims_multiply_influence_by_the_bound_at_most(
-    term: Any, scale: float, lie: Mapping[str, Any], clients: int
+    term: Any, scale: float, lie: Mapping[str, Any], clients: int, robust: bool
 ) -> None:
-    honest, told = (weights(term, x, clients, scale) for x in (None, lie))
+    honest, told = (weights(term, x, clients, scale, robust) for x in (None, lie))
     bound = 100.0**term.q if isinstance(term, fr.FairWeights) else scale
     others = 1 + bound / clients  # FedNova's τ_eff is a mean
     assert told[LIAR] <= bound * honest[LIAR] * others * (1 + 1e-9)

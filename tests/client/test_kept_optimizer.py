@@ -11,11 +11,10 @@ import flwr_regs as fr
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
-from tests.conftest import close, descend, make_clients, make_model, norm_model
+from tests.conftest import QUIET, close, descend, make_clients, make_model, norm_model
 from tests.flower.clients.test_own_loop import own_app
 from tests.flower.test_stacked import grouped
 
-QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
 
 

@@ -14,7 +14,6 @@ from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import start_weights
-from flwr_regs.wire.config import OPTIMIZERS
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.flower.clients.test_own_loop import Loop, own_app, plain_loop, without
 from tests.laws import CASES
@@ -97,18 +96,6 @@ def test_a_client_has_one_optimiser() -> None:
 
 
 # What moves, and what must not
-
-
-@pytest.mark.parametrize("name", [n for n, takes in OPTIMIZERS.items() if takes][::3])
-def test_decay_and_momentum_move_nothing_that_is_held_still(name: str) -> None:
-    """Neither what a term holds, nor what has ``requires_grad=False``."""
-    model, before = make_model(), make_model().state_dict()
-    model[0].weight.requires_grad_(False)
-    config = {"optimizer": name, **{key: SETTINGS[key] for key in OPTIMIZERS[name]}}
-    term = chain([fr.FixedHead(), fr.Proximal(0.5)])
-    local_round(model, term, make_clients()[0], lr=0.1, epochs=3, config=config, device="cpu")
-    same = {n for n, value in model.state_dict().items() if torch.equal(value, before[n])}
-    assert same == {"0.weight", "2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

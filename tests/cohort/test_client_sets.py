@@ -20,11 +20,7 @@ from flwr_regs.testing import problem
 from flwr_regs.wire import worker_pool
 from tests import conftest
 from tests.conftest import Items, Log, close
-from tests.flower.stacks import SIZES, data_of, kept_by, perceptron
-
-
-def pair(k: int) -> Any:
-    return data_of(k).dataset.tensors  # type: ignore[attr-defined]
+from tests.flower.stacks import SIZES, kept_by, pair, perceptron
 
 
 def loader(k: int) -> Any:
@@ -428,7 +424,6 @@ BEFORE: dict[str, tuple[dict[str, Any], float, str]] = {
     "another layer": ({"model": nn.Identity}, 0.0, "'0.weight', but the clients' model has no"),
     "labels": ({"train_sets": [GOOD, (X1, Y1 + 3)]}, 0.0, "train_sets: client 1: a label is"),
     "precision": ({"test_sets": [GOOD, (X1.double(), Y1)]}, 1.0, "test_sets: client 1: the inputs"),
-    "types": ({"train_sets": [GOOD, (X1, Y1.float())]}, 0.0, "client 1: the labels are torch"),
 }
 
 

@@ -20,7 +20,6 @@ from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import catalogue
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.report.results import Results
-from flwr_regs.methods.registry import METHODS
 from tests.experiments.report.test_results import GOOD
 from tests.experiments.report.test_results import run as record_of
 from tests.experiments.test_cli import run
@@ -81,18 +80,6 @@ def test_what_is_given_wins_over_a_panel_over_the_card() -> None:
     assert settings() == [(2, 0.2, 2), (5, 0.05, 3)]
     assert settings("--setting", "reduced") == [(1, 0.2, 2), (1, 0.4, 3)]
     assert settings("rounds=7", "lr=0.9") == [(7, 0.9, 2), (7, 0.9, 3)]
-
-
-def test_every_method_is_in_the_grand_table_or_named_with_its_reason() -> None:
-    card = load("mnist-all")
-    there = {call.target for row in card.rows for call in row.calls}
-    assert [name for name in METHODS if name not in there] == ["FedBN"]
-    assert card.departures[0].startswith("FedBN is not in the table: it keeps BatchNorm")
-    for panel, own in zip(card.panels, card.panels[5:], strict=False):
-        both = {**card.rows_of(panel), **card.rows_of(own)}
-        assert {call.target for row in both.values() for call in row.calls} == there
-        tested = {"test-on-clients": True, "test-examples": 100, "test-split": "matched"}
-        assert own.settings == {**panel.settings, **tested}
 
 
 def test_names_with_commas_are_chosen() -> None:

@@ -85,6 +85,11 @@ def data_of(k: int, shuffle: bool = True, size: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), size, shuffle)
 
 
+def pair(k: int) -> Any:
+    """Return a client's inputs and labels."""
+    return data_of(k).dataset.tensors  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Cohort:
     """Clients with unequal data, their method, and how they train.

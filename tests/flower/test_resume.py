@@ -19,16 +19,7 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import (
-    Log,
-    Tampered,
-    budgeted,
-    claiming,
-    make_clients,
-    make_model,
-    norm_model,
-    start,
-)
+from tests.conftest import Log, bits, budgeted, make_clients, make_model, norm_model, start
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -134,10 +125,6 @@ def train(strategy: fr.RegStrategy, grid: Any, case: Case | None = None, **more:
 
     settings = {"num_rounds": ROUNDS, "train_config": ConfigRecord(CONFIG), "evaluate_fn": share}
     return strategy.start(grid, ArrayRecord(model.state_dict()), **{**settings, **more})
-
-
-def bits(arrays: ArrayRecord) -> dict[str, bytes]:
-    return {n: a.numpy().tobytes() for n, a in arrays.items()}
 
 
 def timeless(history: list[dict[str, Any]], *without: str) -> list[dict[str, Any]]:
@@ -251,17 +238,6 @@ def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_res
         assert sources == [[-t, {"of-clients": t % 4}] for t in range(1, rounds + 1)]
         ends.append(bits(result.arrays))
     assert ends[0] == ends[2]
-
-
-def test_a_client_of_most_of_the_weight_is_named_once_also_by_a_resumed_run(tmp_path: Path) -> None:
-    named = []
-    for rounds, resumed in ((2, None), (3, tmp_path)):
-        strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0, checkpoint_dir=tmp_path)
-        app = problem.app_of(fr.FedAvgClient, make_clients(5))
-        grid = Tampered(app, 5, claiming(2, num_examples=10**6))
-        start(strategy, grid, rounds, resume_from=resumed)
-        named.append([sorted(entry.get("heavy", {})) for entry in strategy.history])
-    assert named == [[[2], []], [[2], [], []]]
 
 
 def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path) -> None:

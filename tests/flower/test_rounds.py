@@ -19,10 +19,6 @@ from tests.conftest import Log, close, start
 from tests.flower.test_strategy import app_of, freezing
 
 
-def trained(strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int = 3, **more: Any) -> Any:
-    return start(strategy, grid, rounds, **more)
-
-
 class Lossy(fr.InProcessGrid):
     """Clients train, but the replies to some pushes are lost: `loses(push, node)` says which."""
 
@@ -57,9 +53,9 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
     """All clients trained in vain: their state and kept models go back to those before the attempt."""
     settings = {"seed": 3, "fraction_train": 0.5, "fraction_evaluate": 0.5, "min_replies": 3}
     unbroken = make(**settings)
-    trained(unbroken, fr.InProcessGrid(app_of(client), 6))
+    start(unbroken, fr.InProcessGrid(app_of(client), 6), 3)
     broken = make(**settings, retries=1, retry_cohort="same")
-    trained(broken, Lossy(app_of(client), 6, lambda push, node: push == number))
+    start(broken, Lossy(app_of(client), 6, lambda push, node: push == number), 3)
     close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
     assert [e["round"] for e in broken.history] == [1, 2, 3]
     entry, same = broken.history[number - 1], unbroken.history[number - 1]
@@ -74,9 +70,9 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
 def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:
     settings: dict[str, Any] = {"seed": 3, "downlink": "delta", "min_replies": 4}
     unbroken, broken = fr.FedADC(**settings), fr.FedADC(**settings, retries=1)
-    trained(unbroken, fr.InProcessGrid(app_of(fr.FedADCClient), 4))
+    start(unbroken, fr.InProcessGrid(app_of(fr.FedADCClient), 4), 3)
     grid = Lossy(app_of(fr.FedADCClient), 4, lambda push, node: (push, node) == (2, 1000))
-    trained(broken, grid)
+    start(broken, grid, 3)
     close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
     assert log("clients [0] no longer hold their last model")
     (lost, *others), *_ = [[*e["bytes_down"].values()] for e in broken.history[1:]]
@@ -86,9 +82,9 @@ def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:
 def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(log: Log) -> None:
     settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
     unbroken = fr.FedAvg(**settings)
-    trained(unbroken, fr.InProcessGrid(app_of(), 6))
+    start(unbroken, fr.InProcessGrid(app_of(), 6), 3)
     broken = fr.FedAvg(**settings, retries=2)
-    trained(broken, Lossy(app_of(), 6, lambda push, node: push in (1, 2)))
+    start(broken, Lossy(app_of(), 6, lambda push, node: push in (1, 2)), 3)
     drawn = [a["cohort"] for a in broken.history[0]["attempts"]] + [broken.history[0]["cohort"]]
     assert len(drawn) == 3
     assert drawn[0] == unbroken.history[0]["cohort"]
@@ -100,12 +96,12 @@ def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(log: Log) -> Non
 def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
     strategy = fr.FedAvg(seed=3, retries=1, min_replies=6)
     with pytest.raises(fr.TooFewReplies, match=r"round 2 of FedAvg: 0 usable replies.*needed 6"):
-        trained(strategy, Lossy(app_of(), 6, lambda push, node: push > 1))
+        start(strategy, Lossy(app_of(), 6, lambda push, node: push > 1), 3)
     last = strategy.history[-1]
     assert (last["round"], len(last["attempts"])) == (2, 1)
     assert "needed 6" in last["failed"]
     one = fr.FedAvg(seed=3)
-    trained(one, fr.InProcessGrid(app_of(), 6), 1)
+    start(one, fr.InProcessGrid(app_of(), 6), 1)
     close(from_record(one.arrays), from_record(strategy.arrays), 0.0)
 
 
@@ -113,7 +109,7 @@ def test_a_failed_attempt_binds_nobody() -> None:
     """One client that trains fewer parameters must not decide what all train, in a round that failed."""
     strategy = fr.FedAvg(seed=3, retries=1, min_replies=3)
     app = app_of(sabotage=freezing(0))
-    trained(strategy, Lossy(app, 4, lambda push, node: push == 1 and node != 1000), 1)
+    start(strategy, Lossy(app, 4, lambda push, node: push == 1 and node != 1000), 1)
     assert strategy.history[0]["replies"] == [1, 2, 3]
     assert "trains other parameters" in strategy.history[0]["failures"][0]
 
@@ -122,7 +118,7 @@ def test_a_failed_attempt_binds_nobody() -> None:
 def test_a_client_that_trains_more_than_the_others_is_named_in_each_round(name: str) -> None:
     strategy = getattr(fr, name)(alpha=0.5, seed=3)
     app = app_of(getattr(fr, f"{name}Client"), sabotage=freezing(1, 2, 3))
-    trained(strategy, fr.InProcessGrid(app, 4))
+    start(strategy, fr.InProcessGrid(app, 4), 3)
     assert all("trains other parameters" in e["failures"][0] for e in strategy.history)
 
 
@@ -144,7 +140,7 @@ class Slow(fr.InProcessGrid):
 def test_at_the_deadline_a_round_goes_on_with_who_replied() -> None:
     strategy = fr.FedADC(seed=3, deadline=0.3, drop_inactive=1e-9, fraction_evaluate=1.0)
     began = time.monotonic()
-    trained(strategy, Slow(app_of(fr.FedADCClient), 6))
+    start(strategy, Slow(app_of(fr.FedADCClient), 6), 3)
     assert time.monotonic() - began < 20  # a second for each exchange, and not for each node
     for entry in strategy.history:
         assert entry["late"] == [0, 1, 2, 3]
@@ -177,7 +173,7 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
         return MetricRecord({"accuracy": number / 10, "loss": losses[number]})
 
     strategy = fr.FedAvg(seed=1, stop_when=stop, fraction_evaluate=0.0)
-    result = trained(strategy, fr.InProcessGrid(app_of(), 2), 7, evaluate_fn=test)
+    result = start(strategy, fr.InProcessGrid(app_of(), 2), 7, evaluate_fn=test)
     assert len(strategy.history) == after
     assert ("stopped" in strategy.history[-1]) == (after < 7)
     assert max(result.evaluate_metrics_serverapp) == after
@@ -213,12 +209,12 @@ def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Pa
     why = r"lr_schedule\(4\) makes the learning rate -?0.*, with which clients cannot train"
     for more in ({}, {"resume_from": tmp_path}):
         strategy = fr.FedAvg(**settings)
-        trained(strategy, fr.InProcessGrid(app_of(), 2), 7, **more)
+        start(strategy, fr.InProcessGrid(app_of(), 2), 7, **more)
         assert len(strategy.history) == 3
         assert re.fullmatch(why, strategy.history[-1]["stopped"])
     assert seen == [None, None, strategy.history[-1]["stopped"]]
     exact = fr.FedAvg(**settings | {"checkpoint_dir": None})
-    trained(exact, fr.InProcessGrid(app_of(), 2), 3)
+    start(exact, fr.InProcessGrid(app_of(), 2), 3)
     assert "stopped" not in exact.history[-1]
 
 
@@ -231,7 +227,7 @@ def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(log: Log
         return len(seen) == 2
 
     strategy = fr.FedAvg(seed=1, on_round=[lambda entry: 1 / 0, note])
-    trained(strategy, fr.InProcessGrid(app_of(), 2), 5)
+    start(strategy, fr.InProcessGrid(app_of(), 2), 5)
     assert seen == [1, 2]
     assert strategy.history[1]["stopped"].endswith("returned True")
     assert log("failed in round 1: ZeroDivisionError: division by zero")
@@ -246,7 +242,7 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
     callbacks = [fr.JsonLines(path), lambda e: lines.append(len(rounds()))]
     board = fr.TensorBoard(tmp_path)
     strategy = fr.FedAvg(seed=1, on_round=[*callbacks, board])
-    trained(strategy, fr.InProcessGrid(app_of(), 2), 3)
+    start(strategy, fr.InProcessGrid(app_of(), 2), 3)
     assert lines == rounds() == [1, 2, 3]
     again = fr.JsonLines(path)  # of a training that goes on after round 1, and was cut in a line
     with path.open("a") as file:
@@ -303,9 +299,9 @@ def test_the_best_rounds_model_is_kept_also_by_a_resumed_run(
     settings = {"seed": 7, "keep_best": keep_best, "checkpoint_dir": tmp_path}
     grid = fr.InProcessGrid(app_of(fr.FedAvgClient), 3)
     if broken:
-        trained(fr.FedAvg(**settings), grid, 2, evaluate_fn=evaluate)
+        start(fr.FedAvg(**settings), grid, 2, evaluate_fn=evaluate)
     strategy, begun = fr.FedAvg(**settings), tmp_path if broken else None
-    result = trained(strategy, grid, 5, evaluate_fn=evaluate, resume_from=begun)
+    result = start(strategy, grid, 5, evaluate_fn=evaluate, resume_from=begun)
     if number is None:
         assert result.best is None
         return
@@ -318,7 +314,7 @@ def test_the_log_has_a_line_a_round(log: Log) -> None:
     grid = Lossy(app_of(fr.FedAvgClient), 4, lambda push, node: push == 2 and node % 2 == 0)
     tests = iter([None, MetricRecord({"accuracy": 0.5}), MetricRecord({"accuracy": 0.625})])
     strategy = fr.FedAvg(seed=7, min_replies=1)
-    trained(strategy, grid, 2, evaluate_fn=lambda number, arrays: next(tests), timeout=1.0)
+    start(strategy, grid, 2, evaluate_fn=lambda number, arrays: next(tests), timeout=1.0)
     lines = [line for line in log() if line.startswith("round")]
     expected = [(r"4 of 4", "0.5"), (r"2 of 4", "0.625")]
     for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):

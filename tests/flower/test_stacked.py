@@ -29,6 +29,7 @@ from tests.flower.stacks import (
     Stacked,
     compare,
     data_of,
+    pair,
     perceptron,
     values_of,
 )
@@ -110,7 +111,7 @@ class Named(Model):
 
 def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
     """Return a client's batches as mappings."""
-    x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
+    x, y = pair(k)
     batches = zip(x.split(8), y.split(8), strict=True)
     return [{"x": a, "weight": torch.ones(len(a), 1) * 0.5, "labels": b} for a, b in batches]
 
@@ -132,8 +133,8 @@ def altered(change: Any) -> Any:
     """Return what makes a client's loader, of data that are as ``change(k, x, y)`` returns them."""
 
     def loader(k: int, shuffle: bool = True) -> DataLoader[Any]:
-        pair = change(k, *data_of(k).dataset.tensors)  # type: ignore[attr-defined]
-        return DataLoader(TensorDataset(*pair), 8, shuffle)
+        data = TensorDataset(*change(k, *pair(k)))
+        return DataLoader(data, 8, shuffle)
 
     return loader
 
@@ -391,7 +392,7 @@ class Streamed:
     """Batches in a new order each time, without a length."""
 
     def __init__(self, k: int, shuffle: bool = True) -> None:
-        self.x, self.y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
+        self.x, self.y = pair(k)
 
     def __iter__(self) -> Iterator[Any]:
         for rows in torch.randperm(len(self.x)).split(8):
@@ -508,7 +509,7 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
         k = int(context.node_config["partition-id"])
         before = context.state.config_records.get("calls", {"n": 0})["n"]
         context.state["calls"] = ConfigRecord({"n": before + 1})
-        x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
+        x, y = pair(k)
         x = (x * 1.5).long().clamp(-4, 5) + 4
         x[0, 0] = 12 if k == 1 else 0
         if k == 2:

@@ -23,6 +23,7 @@ from tests.flower.stacks import (
     Stacked,
     compare,
     data_of,
+    pair,
     perceptron,
     values_of,
 )
@@ -85,7 +86,7 @@ class Normed(fr.Term):
 
 
 def items(k: int, make: Any) -> Items:
-    return Items(*data_of(k).dataset.tensors, make)  # type: ignore[attr-defined]
+    return Items(*pair(k), make)
 
 
 class Buffered:
@@ -270,7 +271,7 @@ def run(kind: Any, function: Any, loss: Any = nn.CrossEntropyLoss, **settings: A
     """Return (grid, strategy, end) of a training of clients that share a model around a function."""
     model = Model(function)
     model.register_buffer("scale", torch.ones(()), persistent=False)
-    sets = [data_of(k).dataset.tensors for k in range(len(SIZES))]  # type: ignore[attr-defined]
+    sets = [pair(k) for k in range(len(SIZES))]
     grid = kind(fr.Clients(model, sets, sets, batch_size=8, device="cpu", loss_fn=loss()))
     strategy, config = fr.FedAvg(seed=3, **settings), ConfigRecord({"lr": 0.1, "local-epochs": 1})
     result = strategy.start(grid, model.state_dict(), 3, train_config=config)

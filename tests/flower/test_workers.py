@@ -15,7 +15,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
@@ -23,17 +22,10 @@ from flwr_regs import InProcessGrid, client_app
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from flwr_regs.wire import worker_pool
-from tests.conftest import ROOT, drawn, start, until
+from tests.conftest import ROOT, dropping, start, until
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", pytest.param("FedBN", marks=pytest.mark.full), "SCAFFOLD")
-
-
-def make_model() -> nn.Sequential:
-    """A model that draws (dropout) and has buffers (BatchNorm)."""
-    with drawn():
-        layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
-        return nn.Sequential(*layers)
 
 
 class Counting(NumPyClient):
@@ -67,7 +59,10 @@ def client_fn(context: Context) -> NumPyClient:
     if config["method"] == "counting":
         return Counting(context)
     draw = torch.Generator().manual_seed(pid)
-    x, y = torch.randn(20, 5, generator=draw), torch.randint(0, 3, (20,), generator=draw)
+    x, y = (
+        torch.randn(20, 4, generator=draw).double(),
+        torch.randint(0, 3, (20,), generator=draw),
+    )
     data, test = (DataLoader(TensorDataset(x, y), 5, shuffle) for shuffle in (True, False))
     if config.get("kills"):
         os.kill(os.getppid(), signal.SIGKILL)
@@ -81,7 +76,7 @@ def client_fn(context: Context) -> NumPyClient:
         calls = context.state.config_records.get("calls", {"n": 0})["n"]
         context.state["calls"] = ConfigRecord({"n": calls + 1})
         kind = kind if pid < 2 else Elsewhere
-    return kind(make_model(), data, test, device="cpu")  # type: ignore[no-any-return]
+    return kind(dropping(), data, test, device="cpu")  # type: ignore[no-any-return]
 
 
 def a_grid(number: int) -> InProcessGrid:
@@ -109,7 +104,7 @@ def train(grid: InProcessGrid, method: str, rounds: int = 2, **settings: Any) ->
     resume_from = settings.pop("resume_from", None)
     settings |= {"lam": 0.1} if method == "RFedAvgPlus" else {}
     strategy, config = getattr(fr, method)(seed=3, **settings), {"lr": 0.1, "local-epochs": 1}
-    return start(strategy, grid, rounds, make_model, config, resume_from=resume_from)
+    return start(strategy, grid, rounds, dropping, config, resume_from=resume_from)
 
 
 def bits(result: Any, grid: InProcessGrid) -> Any:
@@ -174,7 +169,7 @@ def messages_to(grid: InProcessGrid, pids: list[int], **config: Any) -> list[Mes
     nodes = list(grid.get_node_ids())
     for node in nodes:
         grid._contexts[node].run_config = {"method": "FedAvg" if config else "counting", **config}
-    arrays = ArrayRecord(make_model().state_dict())
+    arrays = ArrayRecord(dropping().state_dict())
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": 1})})
     sent = [grid.create_message(content, "train", nodes[pid], "1") for pid in pids]
     return list(grid.send_and_receive(sent))

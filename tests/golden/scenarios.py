@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 import flwr_regs as fr
-from tests.conftest import start
+from tests.conftest import composed, start
 from tests.golden.messages import of_message
 from tests.methods.early_stops import Forgetful
 
@@ -52,10 +52,6 @@ class Scenario:
     rounds: int = 2
     forgetful: bool = False
     """The second client loses its state after round 1."""
-
-
-def composed(*terms: type[fr.Term]) -> Callable[..., Any]:
-    return partial(fr.RegClient, terms=terms)
 
 
 class Failing(fr.FedAvgClient):

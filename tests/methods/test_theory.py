@@ -12,15 +12,10 @@ from flwr_regs.testing.problem import (
     Point,
     half_squared_error,
     quadratic_clients,
-    start_weights,
     train,
 )
-from tests.conftest import budgeted, close, make_clients, to_numpy
+from tests.conftest import budgeted
 from tests.laws import minimum
-from tests.oracles.client_step.gate import fedgate, vrlsgd
-from tests.oracles.client_step.scaffold import scaffold
-from tests.oracles.model import gradient
-from tests.oracles.rounds import plus
 
 CURVATURES, CENTRES, HALVES = (1.0, 4.0), (-1.0, 2.0), (0.5, 0.5)
 
@@ -63,38 +58,3 @@ def test_under_unequal_steps_gradient_tracking_alone_is_biased(name: str) -> Non
     (*_, w) = path(name, 8, 70, budgets={0: 2}, **EXACT[name])
     weights = (0.2, 0.8) if name in ("VRLSGD", "FedGATE") else HALVES
     assert w == pytest.approx(minimum(CURVATURES, CENTRES, weights), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "oracle", "settings"),
-    [
-        ("SCAFFOLD", scaffold, {"server_lr": 0.8}),
-        ("VRLSGD", vrlsgd, {}),
-        ("FedGATE", fedgate, {"server_lr": 0.8}),
-    ],
-)
-def test_weight_decay_makes_corrected_steps_those_of_the_l2_regularised_loss(
-    name: str, oracle: Any, settings: dict[str, Any]
-) -> None:
-    """It is part of the gradient that a client's steps are corrected by: ``∇f(v) + λ v``."""
-    decay, some = 0.1, {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1}
-    strategy, data = getattr(fr, name)(**settings, **some), make_clients(5)
-    models = train(
-        strategy,
-        getattr(fr, f"{name}Client"),
-        rounds=5,
-        clients=data,
-        length={"local-epochs": 2, "weight-decay": decay},
-    )
-    expected = oracle(
-        start_weights(),
-        to_numpy(data),
-        5,
-        lambda t: 0.2,
-        2,
-        cohorts=[entry["cohort"] for entry in strategy.history],
-        slope=lambda v, x, y: plus(gradient(v, x, y), decay, v),
-        **settings,
-    )
-    for ours, theirs in zip(models, expected, strict=True):
-        close(ours, theirs, 1e-10)

@@ -1,10 +1,9 @@
 """Central DP against an oracle, its epsilon, and Flower's mods beside it."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import dp_accounting
@@ -15,11 +14,9 @@ from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
-from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.client import client_class
 from flwr_regs.server.aggregate.updates import Updates
 from flwr_regs.server.checkpoint.fingerprint import differences, plain
@@ -29,19 +26,9 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.privacy import private_mean
 from flwr_regs.server.round import Reply, Round
 from flwr_regs.testing.problem import app_of, start_weights
-from tests.conftest import (
-    Watching,
-    close,
-    make_clients,
-    make_model,
-    norm_model,
-    run,
-    to_numpy,
-    wide,
-)
+from tests.conftest import Watching, close, make_clients, norm_model, run, to_numpy, wide
 from tests.experiments.runs import strategy_of
 from tests.oracles.central_dp import central_dp
-from tests.sampling import sampled
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
@@ -57,15 +44,7 @@ def accountant(
     return RdpAccountant(PrivacyConfig(1e-5, population, relation, sampling, limit), ORDERS)
 
 
-def start(
-    strategy: Any,
-    grid: Any,
-    rounds: int = 3,
-    model: Callable[[], nn.Module] = make_model,
-    config: dict[str, Any] | None = None,
-) -> Any:
-    train = {"local-epochs": 2, **(config or {})}
-    return run(strategy, fr.FedAvgClient, grid=grid, rounds=rounds, model=model, train=train)
+start = partial(run, client_class=fr.FedAvgClient, rounds=3)
 
 
 # Central DP: clip and mean
@@ -84,7 +63,7 @@ def test_without_noise_it_is_clip_and_mean(
     clip, method = 0.6, strategy.__name__.lower()
     strategy = strategy(**settings, **UNIFORM, seed=3, privacy=fr.CentralDP(clip, 0.0))
     clients = [[] if k in failed else batches for k, batches in enumerate(CLIENTS)]
-    got = start(strategy, fr.InProcessGrid(app_of(client, clients), 4))
+    got = start(strategy, grid=fr.InProcessGrid(app_of(client, clients), 4))
     plan = (start_weights(), to_numpy(CLIENTS), 3, 0.2, 2)
     want, clipped = central_dp(*plan, method, clip, frozenset(failed), **settings)
     close(got, want[-1], 1e-10)
@@ -180,42 +159,22 @@ def theirs(population: int, model: Any, cohort: int, z: float, rounds: int = 3) 
     return [counting.compose(event).get_epsilon(1e-5) for _ in range(rounds)]
 
 
-@sampled(
-    "population,model,share,z",
-    [
-        cell
-        for cell in product(
-            (8, 100, 10_000), (AMPLIFIED, PLAIN), (0.01, 0.25, 1.0), (0.3, 1.0, 6.0)
-        )
-        if cell[0] * cell[2] >= 1
-    ],
-    seed=4,
-)
-def test_epsilon_over_a_grid_is_that_of_dp_accounting(
-    population: int, model: Any, share: float, z: float
-) -> None:
-    budget = AccountedBudget(fr.CentralDP(0.5, z, accountant(population, model)))
-    cohort = int(population * share)
-    spent = [budget.spend(cohort)[0] for _ in range(3)]
-    assert spent == pytest.approx(theirs(population, model, cohort, z), rel=1e-12)
-
-
 @pytest.mark.parametrize("model", [PLAIN, AMPLIFIED])
 def test_epsilon_is_of_the_cohorts_and_ends_training_before_a_client_hears_of_it(
     model: Any,
 ) -> None:
     free, grid = private_run(8, model, 0.5, 3.0)
-    start(free, grid)
+    start(free, grid=grid)
     spent = [e["epsilon"] for e in free.history]
     assert spent == pytest.approx(theirs(8, model, 4, 3.0), rel=1e-12)
     assert {e["delta"] for e in free.history} == {1e-5}
     assert free.privacy.accountant.num_releases == 3
     strategy, grid = private_run(8, model, 0.5, 3.0, limit=sum(spent[1:]) / 2)
     with pytest.raises(PrivacyBudgetExhausted, match=r"round 3 would pass max_epsilon=.*2 rounds"):
-        start(strategy, grid, 5)
+        start(strategy, grid=grid, rounds=5)
     assert strategy.privacy.accountant.num_releases == 2
     with pytest.raises(PrivacyBudgetExhausted, match="round 1 would"):  # it is spent for good
-        start(strategy, grid, 5)
+        start(strategy, grid=grid, rounds=5)
     assert len(grid.sent) == 2 * 4
 
 
@@ -232,7 +191,7 @@ def test_the_population_must_be_what_the_accountant_was_told() -> None:
     strategy, _ = private_run(5, PLAIN, 1.0, 1.0)
     grid = Watching(app_of(fr.FedAvgClient, CLIENTS), 4)
     with pytest.raises(ValueError, match=r"population of 5 clients, but 4.*population_size=4"):
-        start(strategy, grid)
+        start(strategy, grid=grid)
     assert grid.sent == []
 
 
@@ -246,20 +205,20 @@ class Leaving(Watching):
 def test_a_client_that_left_is_still_drawn_and_counts_as_zero() -> None:
     strategy, grid = private_run(4, AMPLIFIED, 1.0, 1.0)
     grid.__class__ = Leaving
-    start(strategy, grid)
+    start(strategy, grid=grid)
     assert [e["cohort"] for e in strategy.history] == [[0, 1, 2, 3]] * 3
     assert [e["failures"] for e in strategy.history] == [{}, {0: "it has left"}, {0: "it has left"}]
     assert strategy.history[2]["replies"] == [1, 2, 3]
     free, grid = private_run(4, PLAIN, 1.0, 1.0)
     grid.__class__ = Leaving
-    start(free, grid)
+    start(free, grid=grid)
     assert [len(e["cohort"]) for e in free.history] == [4, 3, 3]
 
 
 def test_cohorts_that_count_for_privacy_do_not_follow_from_the_seed() -> None:
     def cohorts(model: Any) -> list[list[int]]:
         strategy, grid = private_run(8, model, 0.5, 1.0)
-        start(strategy, grid, 4)
+        start(strategy, grid=grid, rounds=4)
         return [e["cohort"] for e in strategy.history]
 
     assert cohorts(PLAIN) == cohorts(PLAIN)
@@ -286,10 +245,11 @@ def test_batch_norm_is_refused_before_training_unless_private() -> None:
     privacy = fr.CentralDP(1.0, 0.1)
     grid = Watching(app_of(fr.FedAvgClient, CLIENTS, norm_model), 4)
     with pytest.raises(ValueError, match=r"1\.running_mean.*use GroupNorm, or.*LocalBatchNorm"):
-        start(fr.FedAvg("uniform", privacy=privacy), grid, 1, norm_model)
+        start(fr.FedAvg("uniform", privacy=privacy), grid=grid, model=norm_model)
     assert grid.sent == []
     strategy = fr.FedBN(weighting="uniform", seed=1, privacy=privacy)
-    got = start(strategy, Watching(app_of(fr.FedBNClient, CLIENTS, norm_model), 4), 2, norm_model)
+    grid = Watching(app_of(fr.FedBNClient, CLIENTS, norm_model), 4)
+    got = start(strategy, grid=grid, rounds=2, model=norm_model)
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
@@ -340,10 +300,10 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
             settings, mods = {}, [LocalDpMod(clip, 0.01 * z, 1.0, 1e-5)]
         else:
             settings, mods = {"privacy": fr.CentralDP(clip, z)}, [mod] if mod else []
-        config = {"clipping_norm": clip} if mods and settings else {}
-        return start(example(row, **settings), grid_of(row, mods), 2, config=config)
+        train = {"local-epochs": 2, **({"clipping_norm": clip} if mods and settings else {})}
+        return start(example(row, **settings), grid=grid_of(row, mods), rounds=2, train=train)
 
-    plain = start(example(row), grid_of(row), 2)
+    plain = start(example(row), grid=grid_of(row), rounds=2)
     close(trained(0.0, 1e6), plain, 1e-6)
     clipped, noisy = trained(0.0, 0.5), trained(0.5, 0.5)
     for name, a in noisy.items():
@@ -354,7 +314,7 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
 def test_a_mod_is_refused_before_a_client_trains_that_sends_more_than_its_update() -> None:
     grid = grid_of("SCAFFOLD", [LocalDpMod(1, 0.1, 1, 1e-5)])
     with pytest.raises(fr.RoundFailed, match=r"LocalDpMod does not go with .* needs more of a"):
-        start(example("SCAFFOLD"), grid, 1)
+        start(example("SCAFFOLD"), grid=grid, rounds=1)
 
 
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
@@ -362,11 +322,11 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
     inner = example("FedAvg")
     strategy = DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, 3)
     with pytest.raises(ValueError, match=r"another strategy is wrapped.*privacy=CentralDP"):
-        start(strategy, grid, 1)
+        start(strategy, grid=grid, rounds=1)
     with pytest.raises(ValueError, match=r"'clipping_norm' is for .* nobody would add the noise"):
-        start(inner, grid, 1, make_model, {"clipping_norm": 1.0})
+        start(inner, grid=grid, train={"local-epochs": 2, "clipping_norm": 1.0})
     assert grid.kinds == []
-    start(inner, grid, 1)  # its own start is not spoilt by that
+    start(inner, grid=grid, rounds=1)  # its own start is not spoilt by that
     assert len(inner.history) == 1
 
 
@@ -375,7 +335,7 @@ def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) ->
     """The direction or momentum sent beside the model follows from the noisy models alone."""
     strategy = example(row, privacy=fr.CentralDP(0.3, 1.0))
     grid = grid_of(row)
-    start(strategy, grid, 3)
+    start(strategy, grid=grid)
     w1, w2, w3 = (grid.sent[3 * t]["arrays"] for t in range(3))
     for t, (before, after) in enumerate([(w1, w2), (w2, w3)], start=1):
         (told,) = (v for k, v in grid.sent[3 * t].items() if k.endswith(".broadcast"))

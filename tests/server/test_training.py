@@ -1,7 +1,7 @@
 """A training on the server's own values: whole rounds over a network of numpy clients."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +9,10 @@ import pytest
 from flwr_regs.chain import chain
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.exchange.network import Request
-from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
-from flwr_regs.term import Arrays, Slot, Term
+from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork, quadratic, run
@@ -55,20 +54,3 @@ def test_an_evaluation_to_which_all_come_late_is_none_and_without_a_deadline_an_
     assert run(evaluation(late, 1, late.model.model, {}, network), network) is None
     with pytest.raises(RoundFailed, match="no client of 3 could evaluate"):
         run(evaluation(lost, 1, lost.model.model, {}, network), network)
-
-
-class Begins(Term):
-    """Begins with what is trained."""
-
-    name: ClassVar[str] = "begins"
-
-    def init(self, params: Arrays) -> Slot:
-        return dict(params)
-
-
-def test_a_term_begins_anew_with_what_the_clients_train() -> None:
-    model = GlobalModel(chain([Begins()]), {"w": np.zeros(2), "held": np.ones(3)})
-    model.agree(frozenset({"held"}), {})
-    model.server["begins"]["w"] += 1
-    model.agree(frozenset({"held"}), {})
-    np.testing.assert_equal(model.server, {"begins": {"w": np.ones(2)}})

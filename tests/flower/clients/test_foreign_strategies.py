@@ -1,6 +1,5 @@
 """Flower's own strategies with our clients: refused, so that no run completes without training."""
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,6 @@ from tests.conftest import make_clients, make_model, start
 from tests.flower.clients.test_own_loop import own_app
 
 WHY = "refused by the client: this client is FedFORClient .*use flwr_regs.FedFOR or RegStrategy"
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 
 def client_of(context: Context) -> Any:

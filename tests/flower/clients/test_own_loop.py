@@ -330,18 +330,6 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
 
 
-@pytest.mark.parametrize("case", CASES[::12], ids=lambda c: c.name)
-def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Method) -> None:
-    strategy = case.strategy(**case.settings, seed=3)
-    grid = fr.InProcessGrid(own_app(case.client, without("optimizer")), 4)
-    if any(t.acts("client_optimizer") for t in case.terms):
-        with pytest.raises(fr.RoundFailed, match="configures the client's optimiser"):
-            run(strategy, case.client, rounds=2, grid=grid)
-        return
-    got = run(strategy, case.client, rounds=2, grid=grid)
-    close(got, run(case.strategy(**case.settings, seed=3), case.client, rounds=2), 0.0)
-
-
 def test_a_train_function_or_a_mod_that_returns_nothing_is_told_so() -> None:
     app = fr.RegClientApp()
 

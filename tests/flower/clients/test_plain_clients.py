@@ -175,11 +175,6 @@ def test_what_the_server_itself_needs_is_missed_before_a_client_is_asked(
         strategy.prepare(2, train_config=config)
 
 
-@pytest.mark.parametrize("strategy", [fr.SlowMo(0.5), fr.FedAvgM(), fr.FedExP(), fr.FedVARP()])
-def test_a_method_of_the_server_takes_the_config_of_flowers_quickstart(strategy: Any) -> None:
-    strategy.prepare(2, train_config={"lr": 0.1})
-
-
 class Stops(Plain):
     """Client 0 takes one step of two; all report it, as ours do."""
 

@@ -1,7 +1,6 @@
 """Accidents on a real federation: the run goes on or is resumed, and the history names what was lost."""
 
 import runpy
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,14 +166,6 @@ def test_restarted_with_keys(played: Callable[[Play], Outcome]) -> None:
     assert_same(outcome.model, plain_mean(used))
 
 
-@full
-def test_node_silent_until_the_deadline(played: Callable[[Play], Outcome]) -> None:
-    outcome = played(accidents.node_silent_deadline)
-    assert "deadline" in outcome.sees
-    assert outcome.history[0]["late"] == [1]
-    assert outcome.history[0]["replies"] == OTHERS
-
-
 TURNED_AWAY = {
     "unknown_key": "Failed to activate SuperNode",
     "clock_ahead": "activate-node 401",
@@ -191,14 +182,3 @@ def test_who_is_not_trusted_is_turned_away(
     """The others stay connected."""
     assert TURNED_AWAY[name] in played(getattr(accidents, name)).sees
     assert all(shared.processes[f"node{i}"].poll() is None for i in OTHERS)
-
-
-@full
-def test_disk_full(played: Callable[[Play], Outcome]) -> None:
-    """The run goes on without the checkpoint, and says so."""
-    try:
-        outcome = played(accidents.disk_full)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no right to mount a small disk: {error}; test_resume.py fills one without")
-    assert "No space left on device" in outcome.sees
-    assert_same(outcome.model, plain_mean([ALL] * 2))

@@ -13,7 +13,7 @@ import flwr_regs as fr
 from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire.records import from_record
-from tests.conftest import budgeted, close, drawn, make_clients
+from tests.conftest import Attended, budgeted, close, drawn, make_clients
 
 
 def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
@@ -83,22 +83,9 @@ def test_server_and_in_sync_clients_hold_equal_bits(fraction: float) -> None:
 
 def test_a_client_that_missed_too_much_gets_the_model() -> None:
     """At density 1 a step costs a bit for each parameter: 32 of them cost as much as the model."""
-
-    class Rare(fr.InProcessGrid):
-        """Partition 0 is away until the end."""
-
-        rounds = 0
-
-        def get_node_ids(self) -> Iterable[int]:
-            return [n for n in super().get_node_ids() if n != 1000 or not 1 <= self.rounds < 40]
-
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            self.rounds += any(m.metadata.message_type == "train" for m in messages)
-            return super().push_messages(messages)
-
+    rare = partial(Attended, there=lambda pid, sent: pid or not 1 < sent < 41)  # from 2 to 40
     strategy = fr.EFL(0.0, 1.0, 1.0, seed=4, fraction_evaluate=0.0, min_available_nodes=1)
-    wide_run(strategy, fr.EFLClient, 42, 2, Rare)
+    wide_run(strategy, fr.EFLClient, 42, 2, rare)
     whole = strategy.history[0]["bytes_down"][0]
     assert [0 in e["cohort"] for e in strategy.history].count(True) == 3
     assert strategy.history[40]["bytes_down"][0] >= whole

@@ -12,7 +12,7 @@ import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import budgeted, close, make_clients, make_model, to_numpy, wide
+from tests.conftest import Attended, budgeted, close, make_clients, make_model, to_numpy, wide
 from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 
@@ -43,25 +43,14 @@ def test_label_counts_are_asked_once_and_of_those_who_are_there() -> None:
         data = [(torch.ones(4, 4, dtype=torch.float64), labels)]
         return fr.FedAvgClient(make_model(), data, device="cpu", share_label_counts=pid < 4)
 
-    class Changing(fr.InProcessGrid):
-        rounds, asked = 0, 0
-
-        def get_node_ids(self) -> Any:
-            return [n for n in super().get_node_ids() if n != (1002 if self.rounds > 1 else 1004)]
-
-        def push_messages(self, messages: Any) -> Any:
-            messages = list(messages)
-            self.rounds += any(m.metadata.message_type == "train" for m in messages)
-            self.asked += sum(m.metadata.message_type.endswith("_labels") for m in messages)
-            return super().push_messages(messages)
-
     settings: dict[str, Any] = {"seed": 1, "fraction_train": 0.5, "cohorts": "class-covering"}
     strategy = fr.FedAvg(**settings, population=4, fraction_evaluate=0.0)
-    grid = Changing(fr.client_app(client_fn), 5)
+    app = fr.client_app(client_fn)
+    grid = Attended(app, 5, lambda pid, sent: pid != (2 if sent > 3 else 4))
     train(strategy, fr.FedAvgClient, rounds=5, grid=grid)
     assert all(2 in e["cohort"] for e in strategy.history[:2])
     assert all({2, 4}.isdisjoint(e["cohort"]) for e in strategy.history[2:])
-    assert grid.asked == 5
+    assert grid.kinds.count("query.flwr_regs_labels") == 5
     with pytest.raises(PopulationError, match="does not share its label counts"):
         train(fr.FedAvg(**settings), fr.FedAvgClient)
 

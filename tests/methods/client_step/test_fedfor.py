@@ -10,17 +10,16 @@ from flwr_regs import FedFOR, FedFORClient
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import Log, close, make_clients, to_numpy
+from tests.conftest import QUIET, Log, close, make_clients, to_numpy
 from tests.oracles.client_step.fedfor import fedfor
 
-OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 SGD = torch.optim.SGD
 
 
 @pytest.mark.parametrize("alpha", [None, 0.1])
 def test_client_momentum_weakens_the_default_alone(alpha: float | None) -> None:
     make = partial(SGD, momentum=0.9)
-    models = train(FedFOR(alpha, **OPTIONS), FedFORClient, optimizer=make)
+    models = train(FedFOR(alpha, **QUIET), FedFORClient, optimizer=make)
     plan = (start_weights(), to_numpy(make_clients()), 4, lambda t: 0.2, 2)
     close(models[-1], fedfor(*plan, alpha=alpha, momentum=0.9)[-1], 1e-10)
 
@@ -63,12 +62,12 @@ def warnings(log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_optimiser_without_momentum_is_noted_once_in_a_training(warnings: Any) -> None:
     short: dict[str, Any] = {"rounds": 3, "lr": 0.01}
     for _ in range(2):
-        train(FedFOR(**OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
+        train(FedFOR(**QUIET), FedFORClient, optimizer=torch.optim.Adam, **short)
         (said,) = warnings()
     assert "default alpha is for SGD" in said
     assert "With Adam and its like the default is far too strong" in said
-    train(FedFOR(0.1, **OPTIONS), FedFORClient, optimizer=torch.optim.Adam, **short)
-    train(FedFOR(**OPTIONS), FedFORClient, **short)
+    train(FedFOR(0.1, **QUIET), FedFORClient, optimizer=torch.optim.Adam, **short)
+    train(FedFOR(**QUIET), FedFORClient, **short)
     assert warnings() == []
 
 
@@ -77,9 +76,9 @@ def test_a_value_that_can_collapse_is_named_once(m: float, warnings: Any) -> Non
     options = {"rounds": 3, "length": {"local-steps": 10}, "lr": 0.01}
     options |= {"optimizer": partial(SGD, momentum=m)}
     for alpha in (0.59 * (1 - m), None):
-        train(FedFOR(alpha, **OPTIONS), FedFORClient, **options)
+        train(FedFOR(alpha, **QUIET), FedFORClient, **options)
     assert warnings() == []
     for _ in range(2):
-        train(FedFOR(0.61 * (1 - m), **OPTIONS), FedFORClient, **options)
+        train(FedFOR(0.61 * (1 - m), **QUIET), FedFORClient, **options)
         (said,) = warnings()
     assert f"above {6 * (1 - m) / 10:.3g} training can collapse" in said

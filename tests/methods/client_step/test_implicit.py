@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flwr_regs as fr
-from tests.conftest import Log, make_clients, run
+from tests.conftest import QUIET, Log, make_clients, run
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,21 @@ def warnings_of(log: Log, strategy: Any, client: Any) -> list[str]:
     return log("implicit=True", logging.WARNING)
 
 
-OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
-
-
 @pytest.mark.parametrize(("strategy", "times"), [(fr.EFL, 1), (fr.FedCurv, 2), (fr.FedProx, 0)])
 def test_a_strength_beyond_stability_is_named_once(strategy: Any, times: int, log: Log) -> None:
     """η = 0.2: stable below λ = 10/(times · largest curvature); FedProx below μ = 10."""
     limit, client = 10.0, getattr(fr, f"{strategy.__name__}Client")
     if times:
-        first = strategy(0.0001, **OPTIONS)
+        first = strategy(0.0001, **QUIET)
         run(first, client, rounds=1, lr=0.2, train={"local-steps": 1})
         slot = next(s for s in first.training.model.server.values() if s)
         largest = max(a.max() for key, a in slot.items() if key.startswith("U."))
         limit = 2 / (0.2 * times * float(largest))
     strength = 1.01 * limit if not times else 60.0
-    loud = strategy(strength, **OPTIONS)
+    loud = strategy(strength, **QUIET)
     for _ in range(2):  # a second training says it again
         (said,) = warnings_of(log, loud, client)
         assert f"only up to {'lam' if times else 'mu'}={limit:.3g} " in said
-    assert warnings_of(log, strategy(strength, implicit=True, **OPTIONS), client) == []
+    assert warnings_of(log, strategy(strength, implicit=True, **QUIET), client) == []
     quiet = 0.1 * limit if times else 0.99 * limit
-    assert warnings_of(log, strategy(quiet, **OPTIONS), client) == []
+    assert warnings_of(log, strategy(quiet, **QUIET), client) == []

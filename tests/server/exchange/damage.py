@@ -21,7 +21,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of
-from tests.conftest import Tampered, make_clients, make_model, norm_model, start
+from tests.conftest import Tampered, composed, make_clients, make_model, norm_model, start
 
 BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
@@ -120,11 +120,6 @@ class Case:
         dtype = next(self.model().parameters()).dtype
         data = make_clients(4, dtype)
         return app_of(self.client, data, self.model, **(self.settings or {}))
-
-
-def composed(*terms: type[Any]) -> Callable[..., Any]:
-    """Return a client of several terms, as a class of `RegClient`."""
-    return lambda *args, **settings: fr.RegClient(*args, terms=list(terms), **settings)
 
 
 SEED: dict[str, Any] = {"seed": 3}

@@ -243,6 +243,7 @@ EVALUATIONS: dict[str, tuple[Change, str]] = {
     "nothing": (lambda _: RecordDict(), "holds no MetricRecord"),
     "silent": (lambda _: None, "no reply"),
     "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "more than 1000"),
+    "many entries": (lambda c: RecordDict({**c, "config": ConfigRecord(MANY)}), "more than 1000"),
     "another round": (
         with_config("server-round", 7),
         "the evaluation of client 3 belongs to round 7",
@@ -260,6 +261,7 @@ def test_accident_in_an_evaluation(what: str) -> None:
 
 
 PROBES: dict[str, tuple[Change, str]] = {
+    "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
     "short": (lambda c: with_delta(c, np.ones(1)), "'delta' has 1 entries, but"),  # not broadcast
     "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected floats (6,)"),
