@@ -17,18 +17,14 @@ from flwr_regs.experiments.partition.partitions import (
     partition_hash,
 )
 from flwr_regs.experiments.partition.splits import test_split
-from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field_name
+from flwr_regs.experiments.settings import PERSONAL_SHARE, PROBLEM, Settings
 
 Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-DATA_SETTINGS = (
-    *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
-    *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", "num_clients", *map(field_name, OF_PARTITIONS)),
-)
-"""The settings that decide which examples a client has: runs that share them share a `ClientData`."""
+DATA_SETTINGS = (*PROBLEM, "seed", "held-out-clients", "held-out-share", "personalise")
+"""Settings that decide which examples a client has are among these: who shares them shares `ClientData`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +185,7 @@ def client_data_of(settings: Any) -> ClientData:
 
     Raises as :func:`data_of` does.
     """
-    shared = Settings(**{name: getattr(settings, name) for name in DATA_SETTINGS})
+    shared = Settings.of({name: settings.config[name] for name in DATA_SETTINGS})
     return _client_data(shared, data_of(settings))
 
 
