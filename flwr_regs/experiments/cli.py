@@ -93,17 +93,22 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         parser.exit(2)
     args, rest = parser.parse_known_args(argv)
-    # settings, and the name of a card, may stand on either side of an option
-    settings, card = "settings" in args, args.command == "bench"
-    if wrong := [r for r in rest if ("=" not in r and not card) or r[:1] == "-" or not settings]:
+    # settings, and a name beside them, may stand on either side of an option
+    settings, named = "settings" in args, "name" in args
+    if wrong := [r for r in rest if ("=" not in r and not named) or r[:1] == "-" or not settings]:
         from flwr_regs.experiments.settings import DEFAULTS
 
         name = wrong[0].lstrip("-").partition("=")[0].replace("_", "-")
         hint = f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{hint}")
-    if "settings" in args:
-        args.settings = [*args.settings, *rest]
     args.words = [*argv]
+    if settings:
+        words = [*filter(None, [getattr(args, "name", "")]), *args.settings, *rest]
+        names = [word for word in words if named and ("=" not in word or word.endswith(".toml"))]
+        if len(names) > 1:
+            one = f"one {'key' if args.command == 'sweep' else 'card'} at a time"
+            raise ValueError(f"{one}, not {' and '.join(names)}; settings are key=value")
+        args.name, args.settings = "".join(names), [word for word in words if word not in names]
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
     return args

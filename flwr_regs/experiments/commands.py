@@ -127,9 +127,9 @@ def _resumed(args: Namespace) -> Experiment:
 
     The folder may come from another machine: the words may say where the data is here.
     """
-    given = words.read_words([word for word in args.settings if "=" in word])  # a card has no =
+    given = words.read_words(args.settings)
     here = {key: value for key, value in given.items() if key in MOVED}
-    if len(here) < len(args.settings) or getattr(args, "key", None):
+    if len(here) < len(given) or args.name:
         raise ValueError("--resume takes its settings from the folder: leave the others out")
     experiment, _ = card_files.of_folder(args.resume)
     if experiment.baseline != (args.command == "bench"):
