@@ -122,15 +122,11 @@ class Run:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
         settings = self.settings
         settings.check()
-        if (
-            self.method == "Local"
-            and settings.partition in BY_ROUND
-            and settings.fraction_train < 1
-        ):
-            raise ValueError(
-                f"'Local' trains a client's model in its turns, and {settings.partition} changes data by "
-                "rounds: leave Local out, or let all clients train in each round (fraction-train=1)"
-            )
+        in_turns = self.method == "Local" and settings.fraction_train < 1
+        if in_turns and settings.partition in BY_ROUND:
+            what = f"'Local' trains a client's model in its turns, and {settings.partition} changes data"
+            hint = "leave Local out, or let all clients train in each round (fraction-train=1)"
+            raise ValueError(f"{what} by rounds: {hint}")
         strategy = self.strategy()
         with strategies.named(self.method):
             strategy.check_model(initial_model(*settings.model_arguments))

@@ -162,16 +162,14 @@ class ClientData:
         drawn = server_round, self.settings.seed, self.settings.swap_probability
         return np.asarray(shifts.swapped(self.data.num_classes, *drawn)[y], y.dtype)
 
-    def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
-        """Return how many local steps a client can take in a round; None means all.
+    def step_budget(self, server_round: int, pid: int, planned: int) -> int:
+        """Return how many of the planned local steps a client can take in a round.
 
         The straggler model: a share of the clients is slow. Each slow client has its own speed between
         ``straggler-speed`` and 1, the fraction of its steps that it takes. Any client may drop out of a
         round and take no step. All draws depend on (seed, partition, round) alone.
         """
         settings = self.settings
-        if settings.straggler_share == 0 and settings.drop_out == 0:
-            return None
         # the tag 2 separates these draws from the cohorts', from (seed, round, client)
         client = np.random.default_rng((settings.seed, pid, 0, 2))
         slow = client.random() < settings.straggler_share
