@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,22 +142,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inches(text: str) -> tuple[float, float]:
-    """Return the width and height of ``3.3x2.5``."""
+def _pair(what: str, between: str, example: str, text: str) -> tuple[float, float]:
+    """Return two numbers, such as those of ``3.3x2.5``; what draws with them checks them."""
     with contextlib.suppress(ValueError):
-        width, height = map(float, text.split("x"))
-        return width, height
-    raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 3.3x2.5")
+        first, last = map(float, text.split(between))
+        return first, last
+    raise argparse.ArgumentTypeError(f"'{text}' is not a {what}: write {example}")
 
 
-def _span(text: str) -> tuple[float, float]:
-    """Return the ends of ``80..95``."""
-    with contextlib.suppress(ValueError):
-        low, high = map(float, text.split(".."))
-        if low < high:
-            return low, high
-    raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")
-
-
-TYPES: dict[str, Any] = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
+TYPES: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "path": Path,
+    "inches": partial(_pair, "size", "x", "3.3x2.5"),
+    "span": partial(_pair, "range", "..", "80..95"),
+}
 """Type in cli.toml -> what reads an option's text."""

@@ -474,23 +474,21 @@ def refuse_same(runs: Sequence[Run]) -> None:
         names = {name for name in dir(kind) if name[:2] != "__"} - {"_abc_impl", "method", "terms"}
         return {(name, id(inspect.getattr_static(kind, name))) for name in names}
 
-    def known(only_check: bool) -> list[tuple[Any, ...]]:
-        made = [strategies.build(run.calls, run.settings.code_dir, only_check) for run in runs]
-        kinds: list[tuple[type, ...]] = [(type(strategy),) for strategy in made]
+    def known(run: Run, only_check: bool) -> tuple[Any, ...]:
+        made = strategies.build(run.calls, run.settings.code_dir, only_check)
+        kinds: list[type] = [type(made)]
         if not only_check:
             from flwr_regs.flower.client import client_class  # loads torch
 
-            kinds = [(type(strategy), client_class(strategy)) for strategy in made]
-        codes = [[*map(code, of)] for of in kinds]
-        names = [strategy.method_name for strategy in made]
-        options = [replace(strategy.options, seed=0) for strategy in made]
-        settings = [replace(run.settings, methods="") for run in runs]
-        return [*zip(names, codes, options, settings, strict=True)]
+            kinds.append(client_class(made))
+        settings = replace(run.settings, methods="")
+        return made.method_name, [*map(code, kinds)], replace(made.options, seed=0), settings
 
+    own = any(":" in run.method for run in runs)
     try:
-        several = known(not any(":" in run.method for run in runs))
+        several = [known(run, only_check=not own) for run in runs]
     except NameError:  # only torch can tell
-        several = known(only_check=False)
+        several = [known(run, only_check=False) for run in runs]
     for run, one in zip(runs, several, strict=True):
         if (other := runs[several.index(one)]) is not run:
             raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")
