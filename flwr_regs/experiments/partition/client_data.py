@@ -23,7 +23,8 @@ Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-DATA_SETTINGS = (*PROBLEM, "seed", "held-out-clients", "held-out-share", "personalise")
+DATA_SETTINGS = {*PROBLEM, "seed", "held-out-clients", "held-out-share", "personalise"}
+DATA_SETTINGS -= {"test-on-clients"}  # whoever tests, the examples are the same
 """Settings that decide which examples a client has are among these: who shares them shares `ClientData`."""
 
 
