@@ -123,27 +123,30 @@ def _check_runner(args: Namespace, experiment: Experiment) -> None:
 
 
 def _resumed(args: Namespace) -> Experiment:
-    """Return the experiment to go on with; ValueError if the words ask for other things too.
-
-    The folder may come from another machine: the words may say where the data is here.
-    """
-    given = words.read_words(args.settings)
-    here = {key: value for key, value in given.items() if key in MOVED}
-    if len(here) < len(given) or args.name:
-        raise ValueError("--resume takes its settings from the folder: leave the others out")
-    experiment, _ = card_files.of_folder(args.resume)
+    """Return the experiment to go on with; ValueError if the words ask for other things too."""
+    if args.name:
+        raise ValueError(f"--resume takes the rest from the folder: leave {args.name} out")
+    experiment, here = _taken_up(args.resume, args.settings)
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
         raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
-    read_records(experiment, args.resume)
     return experiment.given(here)
 
 
-def read_records(experiment: Experiment, folder: Path) -> None:
-    """Raise ValueError for a damaged record of an experiment, before anything else is loaded."""
+def _taken_up(folder: Path, settings: Sequence[str]) -> tuple[Experiment, dict[str, Any]]:
+    """Return the experiment of a folder, and the settings that say where its files are here.
+
+    The folder may come from another machine. Raises ValueError for other settings, and for a damaged
+    record, before anything else is loaded.
+    """
+    here = words.read_words(settings)
+    if wrong := [name for name in here if name not in MOVED]:
+        raise ValueError(f"only {' and '.join(MOVED)} may change, not {', '.join(wrong)}")
+    experiment, _ = card_files.of_folder(folder)
     for panel, place in places(experiment, folder):
         recorded(experiment.tests(panel), place)
         recorded(experiment.trial_runs(panel), place / "tuning")
+    return experiment, here
 
 
 def _train_panel(
@@ -454,13 +457,9 @@ def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     The latter has its files where they are here, the only settings that may differ; a user's code in the
     current folder, unless the words say otherwise or the results' own folder for it is here.
     """
-    kept, _ = card_files.of_folder(folder)
-    here = words.read_words(args.settings)
+    kept, here = _taken_up(folder, args.settings)
     if not Path(kept.settings.get("code-dir", "")).is_dir():  # the results come from elsewhere
         here = {"code-dir": str(Path.cwd()), **here}
-    if wrong := [name for name in here if name not in MOVED]:
-        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    read_records(kept, folder)
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
     if gone := [seed for seed in seeds if seed not in kept.seeds]:
         raise ValueError(f"{folder} has no run of seed {gone[0]}, only of {[*kept.seeds]}")
