@@ -150,11 +150,7 @@ def _pair(what: str, between: str, example: str, text: str) -> tuple[float, floa
     raise argparse.ArgumentTypeError(f"'{text}' is not a {what}: write {example}")
 
 
-TYPES: dict[str, Any] = {
-    "int": int,
-    "float": float,
-    "path": Path,
-    "inches": partial(_pair, "size", "x", "3.3x2.5"),
-    "span": partial(_pair, "range", "..", "80..95"),
-}
+TYPES: dict[str, Any] = {"int": int, "float": float, "path": Path}
+TYPES["inches"] = partial(_pair, "size", "x", "3.3x2.5")
+TYPES["span"] = partial(_pair, "range", "..", "80..95")
 """Type in cli.toml -> what reads an option's text."""

@@ -322,9 +322,8 @@ class Experiment:
         if panel.settings.get("test-on-clients"):  # for all: rows compare so
             settings["test-on-clients"] = True
         calls = row.calls
-        for key in (key for key in point if "." in key):
-            folder = settings.get("code-dir", "")
-            calls = strategies.with_argument(calls, key, point[key], folder)
+        for key, value in point.items():  # a setting is no argument of a call
+            calls = strategies.with_argument(calls, key, value, settings.get("code-dir", ""))
         settings |= {key: value for key, value in point.items() if "." not in key}
         settings |= {"methods": text_of(calls), "seed": seed}
         whole, name = Settings.of(settings), label

@@ -281,7 +281,6 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     for label in dict.fromkeys(run.label for run in runs):
         of_label = [run for run in runs if run.label == label]
         whole = [run for run in of_label if run.whole]
-        rounds = [(run, entry) for run in whole for entry in run.rounds]
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
         flaws = [(run, _flaws(run)) for run in of_label]
         for kind, what in FLAWS.items():
@@ -291,19 +290,21 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 what = what.format(as_what=first if known else "0%: nobody tested them untrained")
                 sentences.append(f"{label}: {len(bad)} of {seeds} {what}; {bad[0][1]}")
         logged = [text for run in of_label for text in run.warnings]
-        logged += [entry["divergence"] for _, entry in rounds if "divergence" in entry]
+        logged += [e["divergence"] for run in whole for e in run.rounds if "divergence" in e]
         sentences += [f"{label}: {text}" for text in [*dict.fromkeys(logged)][:2]]
-        if rejecting := [(run, entry) for run, entry in rounds if entry.get("failures")]:
+        if rejecting := [(run, e) for run in whole for e in run.rounds if e.get("failures")]:
             run, entry = rejecting[0]
-            first = f"round {entry['round']} of seed {run.seed}: {_first(entry['failures'])}"
+            pid, why = next(iter(entry["failures"].items()))
+            first = f"round {entry['round']} of seed {run.seed}: client {pid}: {why[:120]}"
             replies = f"replies rejected: {sum(run.rejected for run in whole)}"
             sentences.append(f"{label}: {replies}, the first in {first}")
-        tests = [(run, entry.get("evaluate", {}).get("failures")) for run, entry in rounds]
-        if silent := [(run, failures) for run, failures in tests if failures]:
+        tested = [(run, e["evaluate"]) for run in whole for e in run.rounds if "evaluate" in e]
+        if silent := [(run, test["failures"]) for run, test in tested if test.get("failures")]:
             run, failures = silent[-1]
+            pid, why = next(iter(failures.items()))
             without = f"clients without a test in a round of seed {run.seed}: {len(failures)}"
-            sentences.append(f"{label}: {without}, such as {_first(failures)}")
-        if absent := [(run, entry) for run, entry in rounds if "missing" in entry]:
+            sentences.append(f"{label}: {without}, such as client {pid}: {why[:120]}")
+        if absent := [(run, e) for run in whole for e in run.rounds if "missing" in e]:
             run, entry = absent[0]
             first = f"round {entry['round']} of seed {run.seed}: {entry['missing']}"
             sentences.append(f"{label}: rounds that lacked clients: {len(absent)}, first {first}")
@@ -312,12 +313,6 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             same.setdefault(str(every), []).append(label)
     equal = [" and ".join(labels) for labels in same.values() if len(labels) > 1]
     return sentences + [f"{labels} are the same in every round of every seed" for labels in equal]
-
-
-def _first(failures: Mapping[str, str]) -> str:
-    """Return the first client that failed, and why."""
-    pid, why = next(iter(failures.items()))
-    return f"client {pid}: {why[:120]}"
 
 
 def _flaws(run: RunRecord) -> dict[str, str]:
