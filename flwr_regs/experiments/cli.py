@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,17 +94,22 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         parser.exit(2)
     args, rest = parser.parse_known_args(argv)
-    # settings, and the name of a card, may stand on either side of an option
-    settings, card = "settings" in args, args.command == "bench"
-    if wrong := [r for r in rest if ("=" not in r and not card) or r[:1] == "-" or not settings]:
+    # settings, and a name beside them, may stand on either side of an option
+    settings, named = "settings" in args, "name" in args
+    if wrong := [r for r in rest if ("=" not in r and not named) or r[:1] == "-" or not settings]:
         from flwr_regs.experiments.settings import DEFAULTS
 
         name = wrong[0].lstrip("-").partition("=")[0].replace("_", "-")
         hint = f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{hint}")
-    if "settings" in args:
-        args.settings = [*args.settings, *rest]
     args.words = [*argv]
+    if settings:
+        words = [*filter(None, [getattr(args, "name", "")]), *args.settings, *rest]
+        names = [word for word in words if named and ("=" not in word or word.endswith(".toml"))]
+        if len(names) > 1:
+            one = f"one {'key' if args.command == 'sweep' else 'card'} at a time"
+            raise ValueError(f"{one}, not {' and '.join(names)}; settings are key=value")
+        args.name, args.settings = "".join(names), [word for word in words if word not in names]
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
     return args
@@ -136,22 +142,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inches(text: str) -> tuple[float, float]:
-    """Return the width and height of ``3.3x2.5``."""
+def _pair(what: str, between: str, example: str, text: str) -> tuple[float, float]:
+    """Return two numbers, such as those of ``3.3x2.5``; what draws with them checks them."""
     with contextlib.suppress(ValueError):
-        width, height = map(float, text.split("x"))
-        return width, height
-    raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 3.3x2.5")
+        first, last = map(float, text.split(between))
+        return first, last
+    raise argparse.ArgumentTypeError(f"'{text}' is not a {what}: write {example}")
 
 
-def _span(text: str) -> tuple[float, float]:
-    """Return the ends of ``80..95``."""
-    with contextlib.suppress(ValueError):
-        low, high = map(float, text.split(".."))
-        if low < high:
-            return low, high
-    raise argparse.ArgumentTypeError(f"'{text}' is not a range: write 80..95")
-
-
-TYPES: dict[str, Any] = {"int": int, "float": float, "path": Path, "inches": _inches, "span": _span}
+TYPES: dict[str, Any] = {"int": int, "float": float, "path": Path}
+TYPES["inches"] = partial(_pair, "size", "x", "3.3x2.5")
+TYPES["span"] = partial(_pair, "range", "..", "80..95")
 """Type in cli.toml -> what reads an option's text."""

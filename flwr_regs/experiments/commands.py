@@ -123,27 +123,30 @@ def _check_runner(args: Namespace, experiment: Experiment) -> None:
 
 
 def _resumed(args: Namespace) -> Experiment:
-    """Return the experiment to go on with; ValueError if the words ask for other things too.
-
-    The folder may come from another machine: the words may say where the data is here.
-    """
-    given = words.read_words([word for word in args.settings if "=" in word])  # a card has no =
-    here = {key: value for key, value in given.items() if key in MOVED}
-    if len(here) < len(args.settings) or getattr(args, "key", None):
-        raise ValueError("--resume takes its settings from the folder: leave the others out")
-    experiment, _ = card_files.of_folder(args.resume)
+    """Return the experiment to go on with; ValueError if the words ask for other things too."""
+    if args.name:
+        raise ValueError(f"--resume takes the rest from the folder: leave {args.name} out")
+    experiment, here = _taken_up(args.resume, args.settings)
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
         raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
-    read_records(experiment, args.resume)
     return experiment.given(here)
 
 
-def read_records(experiment: Experiment, folder: Path) -> None:
-    """Raise ValueError for a damaged record of an experiment, before anything else is loaded."""
+def _taken_up(folder: Path, settings: Sequence[str]) -> tuple[Experiment, dict[str, Any]]:
+    """Return the experiment of a folder, and the settings that say where its files are here.
+
+    The folder may come from another machine. Raises ValueError for other settings, and for a damaged
+    record, before anything else is loaded.
+    """
+    here = words.read_words(settings)
+    if wrong := [name for name in here if name not in MOVED]:
+        raise ValueError(f"only {' and '.join(MOVED)} may change, not {', '.join(wrong)}")
+    experiment, _ = card_files.of_folder(folder)
     for panel, place in places(experiment, folder):
         recorded(experiment.tests(panel), place)
         recorded(experiment.trial_runs(panel), place / "tuning")
+    return experiment, here
 
 
 def _train_panel(
@@ -158,13 +161,12 @@ def _train_panel(
     if experiment.baseline:
         _say(f"test: {folder}")
     tests = experiment.tests(panel, chosen)
-    check_records(tests, folder)
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
     with Heartbeat(_say, "drawing the results"):
         results.save(folder, pictures=not experiment.smoke)
         if not experiment.smoke:
-            _draw_tuning(folder, folder)
+            _draw_tuning(experiment, folder, folder)
     _say(results.text() + f"results: {folder}")
     runs = results.runs
     failed = [run for run in runs if not run.ended]
@@ -177,11 +179,11 @@ def _train_panel(
     return int(bad), results
 
 
-def _draw_tuning(folder: Path, out: Path, look: Look | None = None) -> None:
+def _draw_tuning(experiment: Experiment, folder: Path, out: Path, look: Look | None = None) -> None:
     """Draw into `out` what tuning tried in a panel's folder, if it tried several points."""
     from flwr_regs.experiments.report import drawing
 
-    chosen = chosen_of(card_files.of_folder(folder)[0], folder)
+    chosen = chosen_of(experiment, folder)
     if several := tried.trials(folder, chosen)[0]:
         for name, picture in tried.pictures(several, chosen, look or drawing.Look()).items():
             drawing.save(picture, out / name)
@@ -207,12 +209,7 @@ def _tuned(args: Namespace, experiment: Experiment, panel: Panel, folder: Path) 
     if experiment.tunes and new:
         _say(f"tuning on held-out data: {folder / 'tuning'}")
         (folder / "tuning").mkdir(exist_ok=True)
-
-        def train(trials: Sequence[Run]) -> dict[Any, RunRecord]:
-            check_records(trials, folder / "tuning")
-            _train(trials, folder / "tuning", "trial", args)
-            return recorded(trials, folder / "tuning")
-
+        train = partial(_train, folder=folder / "tuning", heading="trial", args=args)
         outcomes = tuning.tuned(experiment, panel, new, train)
         chosen = {label: outcome.pop("point") for label, outcome in outcomes.items()}
         made["chosen"], made["tuning"] = before | chosen, made.get("tuning", {}) | outcomes
@@ -266,12 +263,16 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
 
 def _train(
     runs: Sequence[Run], folder: Path, heading: str, args: Namespace, ordered: bool = False
-) -> None:
-    """Train what is missing of some runs, and show it."""
+) -> dict[Any, RunRecord]:
+    """Train what is missing of some runs, show it, and return the records of all.
+
+    Raises ValueError as :func:`check_records` does.
+    """
     from flwr_regs.experiments.run import engine
 
+    check_records(runs, folder)
     if not (lacking := missing(runs, folder)):
-        return
+        return recorded(runs, folder)
     settings, several = lacking[0].settings, len({run.label for run in lacking})
     rows = heading if heading in ("method", "case", "trial") else "value"
     seeds = list(dict.fromkeys(run.seed for run in runs))
@@ -294,6 +295,7 @@ def _train(
 
     how = args.workers, args.runner, tables
     engine.execute(runs, folder, progress(lacking), *how, gpus=args.gpus_per_client, keep=True)
+    return recorded(runs, folder)
 
 
 def _keep_farewell(folder: Path, command: str) -> None:
@@ -371,7 +373,7 @@ def plot(args: Namespace) -> int:
     for place, results in each.items():
         check_writable(there := target / place.relative_to(folder))
         results.save(there, look=look)
-        _draw_tuning(place, there, replace(look, accuracy=None))
+        _draw_tuning(experiment, place, there, replace(look, accuracy=None))
         print(results.text() + f"results: {there}")
     whole = replace(look, methods=(), accuracy=None)
     _draw_ranks(experiment.title, [*each.values()], target, whole)
@@ -441,8 +443,7 @@ def _verify(args: Namespace) -> int:
 def _again(runs: Sequence[Run], kept: Experiment, args: Namespace) -> dict[Any, RunRecord]:
     """Train runs in a temporary folder, and return their records."""
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        _train(runs, Path(temporary), kept.heading, args)
-        return recorded(runs, Path(temporary))
+        return _train(runs, Path(temporary), kept.heading, args)
 
 
 def _is_same(kept: float | None, new: float | None) -> bool:
@@ -456,13 +457,9 @@ def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     The latter has its files where they are here, the only settings that may differ; a user's code in the
     current folder, unless the words say otherwise or the results' own folder for it is here.
     """
-    kept, _ = card_files.of_folder(folder)
-    here = words.read_words(args.settings)
+    kept, here = _taken_up(folder, args.settings)
     if not Path(kept.settings.get("code-dir", "")).is_dir():  # the results come from elsewhere
         here = {"code-dir": str(Path.cwd()), **here}
-    if wrong := [name for name in here if name not in MOVED]:
-        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    read_records(kept, folder)
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
     if gone := [seed for seed in seeds if seed not in kept.seeds]:
         raise ValueError(f"{folder} has no run of seed {gone[0]}, only of {[*kept.seeds]}")

@@ -122,15 +122,11 @@ class Run:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
         settings = self.settings
         settings.check()
-        if (
-            self.method == "Local"
-            and settings.partition in BY_ROUND
-            and settings.fraction_train < 1
-        ):
-            raise ValueError(
-                f"'Local' trains a client's model in its turns, and {settings.partition} changes data by "
-                "rounds: leave Local out, or let all clients train in each round (fraction-train=1)"
-            )
+        in_turns = self.method == "Local" and settings.fraction_train < 1
+        if in_turns and settings.partition in BY_ROUND:
+            what = f"'Local' trains a client's model in its turns, and {settings.partition} changes data"
+            hint = "leave Local out, or let all clients train in each round (fraction-train=1)"
+            raise ValueError(f"{what} by rounds: {hint}")
         strategy = self.strategy()
         with strategies.named(self.method):
             strategy.check_model(initial_model(*settings.model_arguments))
@@ -326,9 +322,8 @@ class Experiment:
         if panel.settings.get("test-on-clients"):  # for all: rows compare so
             settings["test-on-clients"] = True
         calls = row.calls
-        for key in (key for key in point if "." in key):
-            folder = settings.get("code-dir", "")
-            calls = strategies.with_argument(calls, key, point[key], folder)
+        for key, value in point.items():  # a setting is no argument of a call
+            calls = strategies.with_argument(calls, key, value, settings.get("code-dir", ""))
         settings |= {key: value for key, value in point.items() if "." not in key}
         settings |= {"methods": text_of(calls), "seed": seed}
         whole, name = Settings.of(settings), label
@@ -478,23 +473,21 @@ def refuse_same(runs: Sequence[Run]) -> None:
         names = {name for name in dir(kind) if name[:2] != "__"} - {"_abc_impl", "method", "terms"}
         return {(name, id(inspect.getattr_static(kind, name))) for name in names}
 
-    def known(only_check: bool) -> list[tuple[Any, ...]]:
-        made = [strategies.build(run.calls, run.settings.code_dir, only_check) for run in runs]
-        kinds: list[tuple[type, ...]] = [(type(strategy),) for strategy in made]
+    def known(run: Run, only_check: bool) -> tuple[Any, ...]:
+        made = strategies.build(run.calls, run.settings.code_dir, only_check)
+        kinds: list[type] = [type(made)]
         if not only_check:
             from flwr_regs.flower.client import client_class  # loads torch
 
-            kinds = [(type(strategy), client_class(strategy)) for strategy in made]
-        codes = [[*map(code, of)] for of in kinds]
-        names = [strategy.method_name for strategy in made]
-        options = [replace(strategy.options, seed=0) for strategy in made]
-        settings = [replace(run.settings, methods="") for run in runs]
-        return [*zip(names, codes, options, settings, strict=True)]
+            kinds.append(client_class(made))
+        settings = replace(run.settings, methods="")
+        return made.method_name, [*map(code, kinds)], replace(made.options, seed=0), settings
 
+    own = any(":" in run.method for run in runs)
     try:
-        several = known(not any(":" in run.method for run in runs))
+        several = [known(run, only_check=not own) for run in runs]
     except NameError:  # only torch can tell
-        several = known(only_check=False)
+        several = [known(run, only_check=False) for run in runs]
     for run, one in zip(runs, several, strict=True):
         if (other := runs[several.index(one)]) is not run:
             raise ValueError(f"'{other.label}' and '{run.label}' are the same: leave one out")

@@ -51,8 +51,6 @@ def listing(args: Namespace) -> str:
 
 def protocols(args: Namespace) -> str:
     """Return the cards as a table, or one of them."""
-    if args.name and "=" in args.name and not args.name.endswith(".toml"):
-        args.name, args.settings = None, [args.name, *args.settings]
     given = dict(text.partition("=")[::2] for text in args.settings)
     folder = given.pop("data-dir", "")
     if given:

@@ -51,6 +51,13 @@ OF_PARTITIONS = {n: of.needs["partition"] for n, of in SETTINGS.items() if "part
 """Setting of partitions -> those that take it."""
 PLACES = ("out", "code-dir", "data-dir")
 """Those that are folders of a machine."""
+PROBLEM = (
+    *("dataset", "partition", "num-clients", "num-classes", "synthetic", "examples"),
+    *("examples-per-client", "test-examples", "test-on-clients", "test-split", "target-accuracy"),
+    *("straggler-share", "straggler-speed", "drop-out", "dp-noise", "dp-delta"),
+    *OF_PARTITIONS,
+)
+"""Settings that say what is learnt, and by whom. Methods that differ in them cannot be compared."""
 PERSONAL_SHARE = 0.2
 """The share of each client's data that personalise holds out."""
 FIELD_KEYS = {"num-server-rounds": "rounds", "learning-rate": "lr"}

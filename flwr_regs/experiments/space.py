@@ -10,16 +10,9 @@ from math import ceil, log2, prod, sqrt
 from typing import Any
 
 from flwr_regs.experiments.calls import Call, literal, values
-from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, OF_PARTITIONS, PLACES, read
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, PLACES, PROBLEM, read
 from flwr_regs.wire.config import nearest
 
-PROBLEM = (
-    *("dataset", "partition", "num-clients", "num-classes", "synthetic", "examples"),
-    *("examples-per-client", "test-examples", "test-on-clients", "test-split", "target-accuracy"),
-    *("straggler-share", "straggler-speed", "drop-out", "dp-noise", "dp-delta"),
-    *OF_PARTITIONS,
-)
-"""Settings that say what is learnt, and by whom. Methods that differ in them cannot be compared."""
 FIXED = (*PLACES, *PROBLEM, "methods", "seed", "rounds", "held-out-clients", "held-out-share")
 """Settings that no trial may change."""
 Point = Mapping[str, Any]

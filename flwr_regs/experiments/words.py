@@ -37,12 +37,10 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
 
     Raises ValueError or OSError that says what is wrong.
     """
-    card = _card_of(args) if args.command == "bench" else ""
+    card = args.name if args.command == "bench" else ""
     if wrong := [option for option in OF_CARDS if not card and getattr(args, option, None)]:
         example = "flwr-regs bench fedadc-t1 (`flwr-regs protocols` shows all)"
         raise ValueError(f"--{wrong[0]} goes with a card, such as: {example}")
-    if "=" in (getattr(args, "key", "") or ""):  # argparse took a setting for it
-        args.settings, args.key = [args.key, *args.settings], None
     given = read_words(args.settings)
     out = str(given.pop("out", ""))
     heading, cases = _cases(args, given) if args.command == "sweep" else ("method", {})
@@ -126,24 +124,24 @@ def _cases(args: Namespace, given: dict[str, Any]) -> tuple[str, dict[str, dict[
             if not colon or not label.strip():
                 raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
             cases[" ".join(label.split())] = read_words(words(settings))
-        if args.key or args.values:
+        if args.name or args.values:
             raise ValueError("sweep takes a key and --values, or --case: not both")
         if len(cases) < len(args.case):
             raise ValueError(f"each --case needs a label of its own, not {args.case}")
         return "case", cases
-    if not args.key or not args.values:
+    if not args.name or not args.values:
         needs = "sweep needs a key and --values, such as: sweep lr --values 0.1,0.3; or a"
         raise ValueError(f"{needs} --case 'LABEL: key=value ...' for each row")
     several = values(args.values)
     if len({*several}) < len(several):
         raise ValueError(f"--values has a value twice: {args.values}")
-    if args.key.replace("_", "-") in given:
-        raise ValueError(f"'{args.key}' is given twice: by --values, and as a setting")
-    target, dot, _ = args.key.rpartition(".")
+    if args.name.replace("_", "-") in given:
+        raise ValueError(f"'{args.name}' is given twice: by --values, and as a setting")
+    target, dot, _ = args.name.rpartition(".")
     if dot:
         given.setdefault("methods", target)
-        return args.key, {value: {args.key: literal(value)} for value in several}
-    return args.key, {value: read_words([f"{args.key}={value}"]) for value in several}
+        return args.name, {value: {args.name: literal(value)} for value in several}
+    return args.name, {value: read_words([f"{args.name}={value}"]) for value in several}
 
 
 def _rows(label: str, case: Mapping[str, Any], experiment: Experiment) -> list[Row]:
@@ -161,15 +159,6 @@ def _rows(label: str, case: Mapping[str, Any], experiment: Experiment) -> list[R
     several = len(methods) > 1
     names = [f"{label}, {text_of(calls)}" if several else label for calls in methods]
     return [Row(name, calls, settings) for name, calls in zip(names, methods, strict=True)]
-
-
-def _card_of(args: Namespace) -> str:
-    """Return (and take out of the settings) the first word that is no setting: a card's name or path."""
-    named = [word for word in args.settings if "=" not in word or word.endswith(".toml")]
-    if len(named) > 1:
-        raise ValueError(f"one card at a time, not {' and '.join(named)}; settings are key=value")
-    args.settings = [word for word in args.settings if word not in named]
-    return named[0] if named else ""
 
 
 def first_run(args: Namespace) -> tuple[Run, str]:

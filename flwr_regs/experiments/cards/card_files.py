@@ -98,8 +98,7 @@ def read(text: str, name: str) -> Experiment:
 
 def _base(name: str, picked: tuple[str, ...] | None) -> Experiment:
     """Return the card that another one extends, with the panels that it picks, or all."""
-    if name not in names():
-        raise ValueError(f"'extends': there is no card '{name}'{nearest(name, names())}")
+    _known([name], names(), "'extends'", "there is no card")
     card = load(name)
     return card.only(*(panel_of(card, title) for title in picked)) if picked else card
 

@@ -56,6 +56,12 @@ class Data:
         """The number of classes: the largest label of both parts, plus 1."""
         return int(max(self.train_y.max(), self.test_y.max())) + 1
 
+    def tested(self, of_training: bool, rows: Any) -> tuple[Array, Array]:
+        """Return inputs and labels, as they are tested, of some rows of the training or the test data."""
+        if of_training:
+            return untouched(self.train_x[rows], self.augment), self.train_y[rows]
+        return self.test_x[rows], self.test_y[rows]
+
     @cached_property
     def hash(self) -> str:
         """16 hexadecimal digits of the arrays: equal data, in the same order, has the same ones."""

@@ -17,18 +17,15 @@ from flwr_regs.experiments.partition.partitions import (
     partition_hash,
 )
 from flwr_regs.experiments.partition.splits import test_split
-from flwr_regs.experiments.settings import OF_PARTITIONS, PERSONAL_SHARE, Settings, field_name
+from flwr_regs.experiments.settings import PERSONAL_SHARE, PROBLEM, Settings
 
 Array = np.ndarray[Any, Any]
 
 USUAL, SEQUENCES = 10_000, 2_000
 """The default of test-examples; of sequences it means fewer, as one takes a hundred images' time."""
-DATA_SETTINGS = (
-    *("seed", "dataset", "partition", "examples_per_client", "held_out_clients", "held_out_share"),
-    *("personalise", "test_split", "test_examples", "straggler_share", "straggler_speed"),
-    *("drop_out", "num_clients", *map(field_name, OF_PARTITIONS)),
-)
-"""The settings that decide which examples a client has: runs that share them share a `ClientData`."""
+DATA_SETTINGS = {*PROBLEM, "seed", "held-out-clients", "held-out-share", "personalise"}
+DATA_SETTINGS -= {"test-on-clients"}  # whoever tests, the examples are the same
+"""Settings that decide which examples a client has are among these: who shares them shares `ClientData`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,16 +163,14 @@ class ClientData:
         drawn = server_round, self.settings.seed, self.settings.swap_probability
         return np.asarray(shifts.swapped(self.data.num_classes, *drawn)[y], y.dtype)
 
-    def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
-        """Return how many local steps a client can take in a round; None means all.
+    def step_budget(self, server_round: int, pid: int, planned: int) -> int:
+        """Return how many of the planned local steps a client can take in a round.
 
         The straggler model: a share of the clients is slow. Each slow client has its own speed between
         ``straggler-speed`` and 1, the fraction of its steps that it takes. Any client may drop out of a
         round and take no step. All draws depend on (seed, partition, round) alone.
         """
         settings = self.settings
-        if settings.straggler_share == 0 and settings.drop_out == 0:
-            return None
         # the tag 2 separates these draws from the cohorts', from (seed, round, client)
         client = np.random.default_rng((settings.seed, pid, 0, 2))
         slow = client.random() < settings.straggler_share
@@ -189,7 +184,7 @@ def client_data_of(settings: Any) -> ClientData:
 
     Raises as :func:`data_of` does.
     """
-    shared = Settings(**{name: getattr(settings, name) for name in DATA_SETTINGS})
+    shared = Settings.of({name: settings.config[name] for name in DATA_SETTINGS})
     return _client_data(shared, data_of(settings))
 
 

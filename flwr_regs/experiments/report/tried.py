@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results
-from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from flwr_regs.experiments.space import Point, shown
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ def trials(folder: Path, rows: Collection[str]) -> tuple[list[RunRecord], list[P
     """Return the trials of these rows in a panel's folder, in order of their files; and all other files."""
     tuning, ours, others = folder / "tuning", [], []
     for path in sorted((tuning / "runs").glob("*.jsonl")):
-        run = records.read(path)
-        if run.row in rows and path == records.record_path(tuning, run.label, run.seed):
+        run = read(path)
+        if run.row in rows and path == record_path(tuning, run.label, run.seed):
             ours.append(run)
         else:
             others.append(path)

@@ -16,7 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from flwr_regs import Clients, client_app
 from flwr_regs.client.train.batches import Batches
 from flwr_regs.experiments.data.augment import Augmented
-from flwr_regs.experiments.data.datasets import untouched
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.models import models
@@ -104,13 +103,12 @@ class RunClients(Clients):
         examples = tensors(data.train_x[trained], data.train_y[trained], 0)
         train = Augmented(data.augment, *examples) if data.augment else TensorDataset(*examples)
         if settings.test_on_clients and not settings.held_out_share:
-            rows = clients.test_rows(pid)
-            x, y = data.test_x[rows], data.test_y[rows]
+            tested = data.tested(False, clients.test_rows(pid))
         elif len(held_out):
-            x, y = untouched(data.train_x[held_out], data.augment), data.train_y[held_out]
+            tested = data.tested(True, held_out)
         else:
             return train, None
-        return train, TensorDataset(*tensors(x, y, 1))
+        return train, TensorDataset(*tensors(*tested, 1))
 
     def new_model(self) -> nn.Module:
         """Return a new model; the server's weights replace its own.

@@ -25,8 +25,7 @@ from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of, left
-from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.run_records import RunRecord, recorded
 from flwr_regs.experiments.run.clients import RunClients, client_of
 from flwr_regs.experiments.run.costs import announcement
 from flwr_regs.experiments.run.process_family import WorkerKilled, adopt, end_descendants
@@ -82,7 +81,7 @@ def execute(
     RuntimeError
         A process that trains was killed.
     """
-    known = records.recorded(runs, folder) if folder else {}
+    known = recorded(runs, folder) if folder else {}
     ended = {key: record for key, record in known.items() if record.ended}
     lacking = [run for run in runs if run.key not in ended]
     if lacking and not progress.quiet:

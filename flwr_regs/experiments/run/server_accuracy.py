@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flwr_regs.client.train.batches import resolve_device
-from flwr_regs.experiments.data.datasets import untouched
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.partition.client_data import ClientData
 from flwr_regs.experiments.run.process_state import threads
@@ -45,15 +44,11 @@ class ServerTest:
     def __init__(
         self, model: nn.Module, clients: ClientData, many_threads: int, told: Told = lambda *_: None
     ) -> None:
-        data, (of_training, rows) = clients.data, clients.server_rows()
-        if of_training:
-            x, y = untouched(data.train_x[rows], data.augment), data.train_y[rows]
-        else:
-            x, y = data.test_x[rows], data.test_y[rows]
         self.device = resolve_device("auto")
         self.model, self.clients, self._told = model.to(self.device).eval(), clients, told
-        self.x, self.y = (torch.from_numpy(part).to(self.device) for part in (x, y))
-        self.loss = LOSSES[data.loss]
+        tested = clients.data.tested(*clients.server_rows())
+        self.x, self.y = (torch.from_numpy(part).to(self.device) for part in tested)
+        self.loss = LOSSES[clients.data.loss]
         recurrent = any(isinstance(layer, nn.RNNBase) for layer in model.modules())
         self._threads = many_threads if recurrent else 1
         self.ensemble: list[torch.Tensor] = []
