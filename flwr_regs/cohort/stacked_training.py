@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flwr_regs.abilities import Carries
-from flwr_regs.chain import layers_of
 from flwr_regs.client.local_training import has_risen
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attributes_kept, evaluating
+from flwr_regs.client.measure.classifier import Taps, attributes_kept, evaluating
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
@@ -41,7 +40,7 @@ from flwr_regs.cohort.member_view import (
     as_tensors,
     in_shape,
 )
-from flwr_regs.term import Arrays, Slot
+from flwr_regs.term import Arrays, Slot, changed
 from flwr_regs.wire import keys
 
 LOG = logging.getLogger("flwr")
@@ -229,14 +228,13 @@ class Stack:
         return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
 
     def _open_taps(self, stack: ExitStack) -> None:
-        view, terms = self._view, self._view.term.terms
-        if any("features" in t.needs for t in terms):
-            view.tap = tap = stack.enter_context(FeatureTap(view.model, view.classifier))
+        view = self._view
+        view.taps = taps = Taps(view.model, view.term.terms, view.classifier)
+        stack.callback(taps.close)
+        if taps.output_layer is not None:
             inputs, targets = to_device(self._members[0].plan.batch(0), view.device)
             with evaluating(view.model):
-                tap.check(view.task.output(view.model, inputs, targets))
-        layers = layers_of(terms)
-        view.layers = {n: stack.enter_context(OutputTap(view.model, n)) for n in layers}
+                taps.check(view.task.output(view.model, inputs, targets))
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -428,7 +426,7 @@ class Stack:
             base, shown = view.loss(output, targets), dict[str, Any]()
             loss, buffers = base, {n: given[n] for n in view.buffers}
             if self._reads:
-                ctx = view.at(row, inputs, targets, view.shown(output))
+                ctx = view.at(row, inputs, targets, {"output": output, **view.taps.seen()})
                 loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
                 shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
             return loss, base.detach(), buffers, mapped(shown, Tensor.detach)
@@ -498,8 +496,9 @@ class Stack:
             params = {n: values[n] for n in view.start}
             others = {n: v for n, v in values.items() if n not in params}
             there = {**row, "held": row["held"] | others}
-            again = partial(view.gradient_at, there, pair, self._before)
-            ctx = replace(view.at(row, *pair, shown), gradient_at=again)
+            ctx = view.at(row, *pair, shown)
+            again = partial(view.gradient_at, there, ctx, self._before)
+            ctx = changed(ctx, gradient_at=again)
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
             return term.correct(grads, params, ctx), as_tensors(slots, view.device)
 
@@ -581,10 +580,9 @@ class Stack:
         sizes = [m.plan.sizes for m in self._members]
         losses = [sum(map(mul, *of)) / sum(of[1]) for of in zip(by_row, sizes, strict=True)]
         rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
-        layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
-        return StackedResult(state, sent, uploads, slots, losses, rose, layer)
+        return StackedResult(state, sent, uploads, slots, losses, rose, view.taps.output_layer)
 
 
 def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:

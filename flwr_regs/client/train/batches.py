@@ -267,6 +267,11 @@ def label_counts(data: Pairs) -> Tensor:
     return torch.bincount(labels)
 
 
+def padded(counts: Tensor, classes: int) -> Tensor:
+    """Return label counts with an entry for each class of a model's output."""
+    return torch.nn.functional.pad(counts, (0, max(classes - len(counts), 0)))
+
+
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value, in order."""
     if isinstance(value, Tensor):
