@@ -16,41 +16,21 @@ from torch.overrides import TorchFunctionMode
 from flwr_regs.chain import Chain
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.member import Client
-from flwr_regs.client.memory import Begun, Memory
+from flwr_regs.client.member import Asked
+from flwr_regs.client.memory import Begun
 from flwr_regs.client.train.batches import Batches, Pairs, forked, padded
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
-from flwr_regs.wire.parcel import Parcel
 
 MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
-DIVISIONS = [
-    "__truediv__",
-    "__rdiv__",
-    "div",
-    "divide",
-    "true_divide",
-    "pow",
-    "__pow__",
-    "__rpow__",
-]
-"""Names of the functions that make fractions of whole numbers."""
+DIVISIONS = ("truediv", "rdiv", "div", "divide", "true_divide", "pow", "rpow")
+"""Names, without underscores, of the functions that make fractions of whole numbers."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
-
-
-@dataclass(eq=False)
-class Asked:
-    """A client that is asked to train: its message with the model in full, and what it remembers."""
-
-    pid: int
-    client: Client
-    message: Parcel
-    memory: Memory
 
 
 @dataclass(eq=False)
@@ -65,8 +45,8 @@ class Member:
         E; it takes ``len(plan)`` steps.
     private : Arrays
         The entries of its model that are not those of the others.
-    broadcast, client : Slot
-        The terms' slots that are its own.
+    broadcast : Slot
+        The terms' broadcasts that are its own.
     label_counts : Tensor or None
     asked, begun : Asked, Begun
         Its message, and what of its memory the round begins with.
@@ -78,7 +58,6 @@ class Member:
     planned_steps: int
     private: Arrays
     broadcast: Slot
-    client: Slot
     label_counts: Tensor | None
     asked: Asked
     begun: Begun
@@ -95,7 +74,7 @@ class Number(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
         plain = all(type(a) in (cls, int, float) for a in args)
-        divides = getattr(func, "__name__", "") in DIVISIONS or float in map(type, args)
+        divides = getattr(func, "__name__", "").strip("_") in DIVISIONS or float in map(type, args)
         with torch._C.DisableTorchFunctionSubclass():
             others = [a.dtype for a in args if isinstance(a, Tensor) and type(a) is not cls]
             precise = [kind for kind in others if kind.is_floating_point]

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flwr_regs.abilities import Carries
 from flwr_regs.client.local_training import has_risen
-from flwr_regs.client.measure.classifier import Taps, attributes_kept, evaluating
+from flwr_regs.client.measure.classifier import Taps, evaluating
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
 from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
@@ -206,7 +206,7 @@ class Stack:
         view.buffers = [*buffers]
         view.as_products = view.precision is None and view.randomness == "different"
         told: dict[str, Any] = {
-            "client": _stacked([m.client for m in members]),
+            "client": _stacked([m.begun.slots for m in members]),
             "broadcast": _stacked([m.broadcast for m in members]),
             "client_id": torch.tensor([c.get(keys.CLIENT_KEY, -1) for c in configs]),
         }
@@ -602,24 +602,6 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
 def _forms(given: Iterable[Tensor]) -> Hashable:
     """Return the shapes, strides, dtypes and devices of tensors."""
     return tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in given)
-
-
-@contextmanager
-def restored(*given: Any) -> Iterator[nn.Module]:
-    """Leave a model, and a loss that is a module, as they were; what is no module does not count.
-
-    That holds for attributes, parameters and buffers, also for those that do not travel. The block gets all
-    modules as one.
-    """
-    model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
-    held = [*model.parameters(), *model.buffers()]
-    before = [(t.data, t.detach().clone()) for t in held]
-    try:
-        with attributes_kept(model):
-            yield model
-    finally:
-        for tensor, (data, value) in zip(held, before, strict=True):
-            tensor.data = data.copy_(value)
 
 
 @contextmanager

@@ -246,6 +246,24 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def restored(*given: Any) -> Iterator[nn.Module]:
+    """Leave a model, and a loss that is a module, as they were; what is no module does not count.
+
+    That holds for attributes, parameters and buffers, also for those that do not travel. The block gets all
+    modules as one.
+    """
+    model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
+    held = [*model.parameters(), *model.buffers()]
+    before = [(t.data, t.detach().clone()) for t in held]
+    try:
+        with attributes_kept(model):
+            yield model
+    finally:
+        for tensor, (data, value) in zip(held, before, strict=True):
+            tensor.data = data.copy_(value)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode; then give each module its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
