@@ -107,9 +107,8 @@ class Batch:
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
-        tensors_ = iter(leaves)
-        inputs, targets = (mapped(part, lambda _: next(tensors_)) for part in self.like)
-        return inputs, targets
+        given = iter(leaves)
+        return mapped(self.like, lambda _: next(given))  # type: ignore[no-any-return]
 
 
 class Batches:

@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.measure.context_functions import OVER_DATA, Measures
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.member import Asked
 from flwr_regs.client.memory import Begun
@@ -24,7 +24,6 @@ from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
 
-MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
 DIVISIONS = ("truediv", "rdiv", "div", "divide", "true_divide", "pow", "rpow")
@@ -367,7 +366,7 @@ def _raise(name: str, *_: Any, **__: Any) -> Any:
     raise AsksFor(name)
 
 
-NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*MEASURED, "train")}
+NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*OVER_DATA, "train")}
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 

@@ -175,6 +175,7 @@ class Group:
         self.recipe, self.kind, self.members = recipe, kind, list[Member]()
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
+        params = list(self.layout.trained.values())
         first_of: dict[int, str] = {}
         places = model.state_dict(keep_vars=True).items()
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
@@ -184,8 +185,6 @@ class Group:
         default = ON_CPU if device.type == "cpu" else ELSEWHERE
         self.room = (settings.memory or default) - self._one
         came = recipe.common, recipe.step, self.layout.trained, config
-        named = dict(model.named_parameters())
-        params = [named[n] for n in trained]
         self.view = View(
             model=model,
             term=term,
@@ -226,9 +225,7 @@ class Group:
         if misread and torch.stack(misread).any():
             raise CannotStack("an embedding or one_hot gets an index that is out of range")
         held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
-        if odd := [
-            n for n, b in held.items() if n in result.state and (result.state[n] != b).any()
-        ]:
+        if odd := [n for n in held if n in result.state and (result.state[n] != held[n]).any()]:
             raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
         return result
 
@@ -242,10 +239,9 @@ class Group:
         sent, private, code = Table({}), Table({}), Table({})
         if not recipe.probes:
             common |= clients.model_entries(recipe.config, was, layout, result.output_layer)
-            sent = Table(
-                {n: self._ended(n, result).astype(a.dtype, copy=False) for n, a in was.items()}
-            )
-            private = Table({n: self._ended(n, result) for n in layout.private})
+            ended = {n: self._ended(n, result) for n in (*was, *layout.private)}
+            sent = Table({n: ended[n].astype(a.dtype, copy=False) for n, a in was.items()})
+            private = Table({n: ended[n] for n in layout.private})
             if recipe.term.coder("finish") is None:
                 sent = Table(narrow(sent, recipe.config.get(keys.HALF_KEY)))
             else:
@@ -336,8 +332,5 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
 
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
-    return tuple(
-        (t, k, a.shape, a.dtype)
-        for t, slot in sorted(slots.items())
-        for k, a in sorted(slot.items())
-    )
+    entries = ((t, k, a) for t, slot in slots.items() for k, a in slot.items())
+    return frozenset((t, k, a.shape, a.dtype) for t, k, a in entries)

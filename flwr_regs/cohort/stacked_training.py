@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -26,20 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flwr_regs.abilities import Carries
 from flwr_regs.client.local_training import has_risen
 from flwr_regs.client.measure.classifier import Taps, evaluating
+from flwr_regs.client.measure.context_functions import OVER_DATA
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
-from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
+from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of, total_norm
 from flwr_regs.cohort import batch_plan
 from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state
-from flwr_regs.cohort.member_view import (
-    MEASURED,
-    AsksFor,
-    Member,
-    OneMember,
-    View,
-    as_tensors,
-    in_shape,
-)
+from flwr_regs.cohort.member_view import AsksFor, Member, OneMember, View, as_tensors, in_shape
 from flwr_regs.term import Arrays, Slot, changed
 from flwr_regs.wire import keys
 
@@ -162,7 +155,7 @@ class Stack:
                 own, given = taken
                 pairs = [b.rebuilt(parts) for b, parts in zip(batches, leaves, strict=True)]
                 measured = OneMember(view, own, pairs, **how)
-                functions = {name: getattr(measured, name) for name in MEASURED}
+                functions = {name: getattr(measured, name) for name in OVER_DATA}
                 if training:
                     ctx = view.context(own["told"], num_steps=len(pairs))
                     functions = {"train": partial(measured.train, ctx, partial(_again, pairs))}
@@ -536,11 +529,8 @@ class Stack:
         grads = [p.grad for p in self._leaves.values() if p.grad is not None]
         if norm is None or not grads:
             return
-        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        # a member's number has no axis of its own
-        wide = [w.unsqueeze(-1).flatten(1) for w in wide]
-        each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
-        scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
+        totals = vmap(partial(total_norm, foreach=False))(grads)
+        scale = (norm / (totals + 1e-6)).clamp(max=1.0)
         for g in grads:
             g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
 
@@ -573,10 +563,9 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        by_row: list[list[float]] = [[] for _ in self._members]
-        each = torch.cat([losses for _, losses in self._seen]).cpu().tolist()
-        for row, loss in zip((row for rows, _ in self._seen for row in rows), each, strict=True):
-            by_row[row].append(loss)
+        seen = torch.tensor([row for rows, _ in self._seen for row in rows])
+        each = torch.cat([losses for _, losses in self._seen]).cpu()[seen.argsort(stable=True)]
+        by_row = [of.tolist() for of in torch.split(each, self._steps)]
         sizes = [m.plan.sizes for m in self._members]
         losses = [sum(map(mul, *of)) / sum(of[1]) for of in zip(by_row, sizes, strict=True)]
         rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
