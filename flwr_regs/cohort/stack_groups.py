@@ -239,7 +239,8 @@ class Group:
         sent, private, code = Table({}), Table({}), Table({})
         if not recipe.probes:
             common |= clients.model_entries(recipe.config, was, layout, result.output_layer)
-            ended = {n: self._ended(n, result) for n in (*was, *layout.private)}
+            first = self._first_names
+            ended = {n: to_numpy(result.state[first[n]]) for n in (*was, *layout.private)}
             sent = Table({n: ended[n].astype(a.dtype, copy=False) for n, a in was.items()})
             private = Table({n: ended[n] for n in layout.private})
             if recipe.term.coder("finish") is None:
@@ -273,14 +274,6 @@ class Group:
             reply = Parcel(records, config, metrics, decoded=Row(code, row) if code else None)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
-
-    def _ended(self, name: str, result: StackedResult) -> np.ndarray:
-        """Return what became of one of the model's entries in each client."""
-        value = result.state.get(self._first_names[name])
-        if value is None:  # what is not trained is the same for all
-            first = self.view.entries[name]
-            value = first.expand(len(self.members), *first.shape)
-        return to_numpy(value)
 
 
 def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:

@@ -56,7 +56,7 @@ class StackedResult:
     Attributes
     ----------
     state : Arrays
-        Trained parameters and buffers at the end.
+        The model's parameters and buffers at the end, by their first names.
     delta, upload, client : Arrays, Slot, Slot
         As in :class:`.local_training.LocalResult`.
     losses : sequence of float
@@ -571,6 +571,8 @@ class Stack:
         rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
+        rest = to_device(view.rest, "cpu")  # the same for all
+        state |= {n: v.expand(len(self._members), *v.shape) for n, v in rest.items()}
         return StackedResult(state, sent, uploads, slots, losses, rose, view.taps.output_layer)
 
 
