@@ -283,10 +283,6 @@ def _batches(given: Any, size: int, shuffle: bool) -> Batches:
     streamed = isinstance(given, data.IterableDataset)
     if not is_dataset(given) and not streamed:
         return given  # type: ignore[no-any-return]
-    if type(given) is data.TensorDataset:  # each batch is one indexing, in the order of any loader
-        order = data.RandomSampler(given) if shuffle else data.SequentialSampler(given)
-        rows = data.BatchSampler(order, size, drop_last=False)
-        return data.DataLoader(given, batch_size=None, sampler=rows)
     if not isinstance(given, data.Dataset) and given.format["type"] is None:  # Hugging Face's
         given = given.with_format("torch")
     return data.DataLoader(given, size, shuffle and not streamed)

@@ -100,8 +100,7 @@ def load(
     values = {n: entries[n] for n in private}
     as_found = kept = found(model, values)
     if own is not None:
-        kept = _as_held(own, values, "bfloat16")
-        check_arrays(kept, values, "this client's private entries")
+        kept = as_kept(own, values)
     model.load_state_dict({**entries, **given, **kept})
     if private:
         _LEFT[model] = as_found, kept
@@ -121,6 +120,13 @@ def found(model: nn.Module, private: Arrays) -> Arrays:
     if left.keys() == private.keys() and all(_equal(left[n], v) for n, v in private.items()):
         return first
     return {n: v.detach().clone() for n, v in private.items()}
+
+
+def as_kept(own: Slot, values: Arrays) -> Arrays:
+    """Return a client's private entries in the dtypes of a model's; ProtocolError if they do not fit."""
+    kept = _as_held(own, values, "bfloat16")
+    check_arrays(kept, values, "this client's private entries")
+    return kept
 
 
 def note_left(model: nn.Module) -> None:

@@ -22,18 +22,11 @@ from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
-from flwr_regs.chain import Chain, layers_of
-from flwr_regs.client.measure.classifier import FeatureTap, Hook, OutputTap
+from flwr_regs.chain import Chain
+from flwr_regs.client.measure.classifier import Hook, Taps
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
-from flwr_regs.client.train.task import (
-    LossFn,
-    OutputFn,
-    Task,
-    gradients,
-    returns_loss,
-    uncompiled,
-)
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, returns_loss, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import NOT_NEGATIVE, WHOLE, Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
@@ -204,11 +197,10 @@ class LocalTraining:
         self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
         needs = {need for t in term.terms for need in t.needs}
         self._teaches = "start_output" in needs
-        self._taps = taps = ExitStack()
-        finalize(self, taps.close)  # also after an error in the loop
-        features = "features" in needs
-        self._tap = taps.enter_context(FeatureTap(model, classifier)) if features else None
-        self._layers = {n: taps.enter_context(OutputTap(model, n)) for n in layers_of(term.terms)}
+        self._hooks = hooks = ExitStack()
+        finalize(self, hooks.close)  # also after an error in the loop
+        self._taps = Taps(model, term.terms, classifier)
+        hooks.callback(self._taps.close)
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = Measures(model, pairs, self._task, self.device, classifier)
         whole_gradients = any(t.acts("correct") and not t.elementwise for t in term.terms)
@@ -217,7 +209,7 @@ class LocalTraining:
         self._replay = data.Replay(pairs, self.device, batches=trains, forwards=whole_gradients)
         if whole_gradients and self._called is model:  # hooks would break a compiled one's graph
             hook = Hook(self._replay.note_forward)
-            taps.callback(model.register_forward_pre_hook(hook).remove)
+            hooks.callback(model.register_forward_pre_hook(hook).remove)
         me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = self._measures.context(
             {name: v.clone() for name, v in self._values.items()},
@@ -254,11 +246,6 @@ class LocalTraining:
     @property
     def _values(self) -> Arrays:
         return {n: p.detach() for n, p in self._params.items()}  # views of the model
-
-    def _tapped(self) -> dict[str, Any]:
-        """Return what the taps saw in the last forward pass, as fields of a context."""
-        layers = {name: tap.value for name, tap in self._layers.items()}
-        return {"features": None if self._tap is None else self._tap.value, "layers": layers}
 
     def optimizer(self, make: Factory = None) -> torch.optim.Optimizer:
         """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
@@ -311,7 +298,7 @@ class LocalTraining:
         `output` is what the model returned. Raises TypeError if it holds no logits, and ValueError for a
         method that reads features if the model was given compiled.
         """
-        if (self._tap or self._layers) and self._called is not self.model:
+        if self._taps and self._called is not self.model:
             raise ValueError(
                 "the method reads features, which a compiled model does not show: do without torch.compile"
             )
@@ -333,7 +320,7 @@ class LocalTraining:
         """
         self._perturb()  # again, if an optimiser calls its closure more than once
         # a compiled model does not run hooks
-        model = self.model if self._tap or self._layers else self._called
+        model = self.model if self._taps else self._called
         output, loss_fn = None, self._task.loss_fn
         first = not self._sizes and remedies.is_cross_entropy(loss_fn)
         try:
@@ -359,13 +346,10 @@ class LocalTraining:
         if not self._sizes:
             if not remedies.are_finite(data.tensors([inputs, targets])):
                 raise ValueError(remedies.not_finite(self._data))
-            if self._tap is not None:
-                self._tap.check(output)
+            self._taps.check(output)
             counts = self._ctx.label_counts
             if counts is not None and isinstance(output, Tensor) and output.ndim == 2:
-                # an entry for each class of the output
-                absent = max(output.shape[1] - len(counts), 0)
-                counts = nn.functional.pad(counts, (0, absent))
+                counts = data.padded(counts, output.shape[1])
             self._ctx = changed(self._ctx, label_counts=counts, batch_size=size)
         self._losses.append(base.detach())
         self._sizes.append(size)
@@ -390,13 +374,8 @@ class LocalTraining:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._adds_loss and not self._corrects:
             return self._ctx
-        more = self._tapped()  # before another forward pass
-        if self._teaches:
-            with torch.no_grad():
-                more["start_output"] = self._measures.output_at(inputs, None, self._ctx.start)
-        more["output_at"] = partial(self._measures.output_at, inputs, targets)
-        more["features_at"] = partial(self._measures.features_at, inputs)
-        return changed(self._ctx, inputs=inputs, targets=targets, output=output, **more)
+        shown = {"output": output, **self._taps.seen()}  # before another forward pass
+        return self._measures.of_step(self._ctx, inputs, targets, self._teaches, shown)
 
     def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
@@ -477,12 +456,8 @@ class LocalTraining:
             raise RuntimeError(IN_DDP)
         if self._passes > 1:
             raise RuntimeError(ACCUMULATES)
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        with torch.enable_grad(), self._replay.as_in_forward():
-            output = self._measures.call(ctx.inputs, ctx.targets, leaves)
-            there = changed(ctx, output=output, **self._tapped())
-            loss = self._term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
-        return gradients(loss, leaves)
+        with self._replay.as_in_forward():
+            return self._measures.step_gradient(self._term, ctx, self._taps, params)
 
     def _train(self, *args: Any, **how: Any) -> Arrays:
         if self._accumulates:
@@ -516,7 +491,7 @@ class LocalTraining:
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
-        self._taps.close()
+        self._hooks.close()
 
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
@@ -580,7 +555,7 @@ class LocalTraining:
             examples_processed=sum(self._sizes),
             loss=loss,
             rose=has_risen(loss, float(losses[0])),
-            output_layer=None if self._tap is None else self._tap.layer,
+            output_layer=self._taps.output_layer,
         )
 
 

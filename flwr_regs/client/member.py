@@ -89,6 +89,16 @@ class Client(Protocol):
         """Who it is, whatever round it takes part in."""
 
 
+@dataclass(eq=False)
+class Asked:
+    """A client that is asked for a reply: its message with the model in full, and what it remembers."""
+
+    pid: int
+    client: Client
+    message: Parcel
+    memory: Memory
+
+
 class Answer(NamedTuple):
     """A client's reply, what it remembers from now on, and the global model; None: as in the message."""
 
@@ -161,20 +171,24 @@ def train(client: Client, message: Parcel, held: Memory) -> Answer:
         if member.probing:
             reply, held = probe(member, over_data)
         else:
-            result = local_round(
-                client.model,
-                member.term,
-                client.train_data,
-                optimizer=client.optimizer,
-                device=over_data.device,
-                classifier=client.classifier,
-                max_steps=client.step_budget,
-                max_seconds=client.time_budget,
-                **vars(client.task),
-                **member.duration,
-            )
-            reply, held = end(member, result, over_data)
+            reply, held = end(member, trained(member, client, over_data), over_data)
     return Answer(reply, held, member.rebuilt)
+
+
+def trained(member: Member, client: Client, measures: Measures) -> LocalResult:
+    """Return the result of a client's training in the package's loop, on the data of `measures`."""
+    return local_round(
+        client.model,
+        member.term,
+        measures.data,
+        optimizer=client.optimizer,
+        device=measures.device,
+        classifier=client.classifier,
+        max_steps=client.step_budget,
+        max_seconds=client.time_budget,
+        **vars(client.task),
+        **member.duration,
+    )
 
 
 def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
@@ -283,11 +297,9 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
         "num-examples": result.num_examples,
     }
     new = {n: to_numpy(result.state[n]).astype(a.dtype, copy=False) for n, a in given.items()}
-    if (coder := term.coder("finish")) is not None:
-        sent = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
-        config[keys.STEPS_KEY] = [coder.encode(in_code_order(sent, sent))]
-        buffers = [n for n in given if n not in layout.trained and n not in layout.tied]
-        new = {n: new[n] for n in buffers if not np.array_equal(new[n], given[n])}
+    if term.coder("finish") is not None:
+        deltas = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
+        config[keys.STEPS_KEY], new = coded(term, deltas, new, given, layout)
     held, words = member.memory, [keys.LOSS_ROSE] * result.rose
     if result.num_steps:  # a client that took none is as it was
         private = {n: result.state[n] for n in layout.private}
@@ -302,11 +314,22 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 
+def coded(
+    term: Chain, deltas: Record, new: Record, given: NDArrays, layout: Layout
+) -> tuple[list[bytes], NDArrays]:
+    """Return (an update in its code, the arrays that travel beside it: buffers that have changed).
+
+    `new` are the client's arrays, `given` the global model's.
+    """
+    coder: Any = term.coder("finish")
+    buffers = [n for n in given if n not in layout.trained and n not in layout.tied]
+    changed = {n: new[n] for n in buffers if not np.array_equal(new[n], given[n])}
+    return [coder.encode(in_code_order(deltas, deltas))], changed
+
+
 def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
     """Return (the reply to the first exchange, the terms' probes at ``w_t``; what is remembered)."""
-    known = member.duration
-    told = {name: known[name] for name in ("lr", "client", "client_id", "config")}
-    upload, slots = first_exchange(measures, member.term, **told)
+    upload, slots = first_exchange(member, measures)
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
     metrics = {"num-examples": batches.count_examples(measures.data)}
     return Parcel(_uploads(upload), _ended(member, held), metrics), held
@@ -317,10 +340,11 @@ def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str,
 
     `words` are what it says, beside what it has lost.
     """
-    said = [*(f"lost {what}" for what in member.begun.lost), *words]
+    words = [*words]
     if member.folder and held is not member.memory and not member.folder.write(held, member.config):
-        said.append(keys.NOT_SAVED)
-    return {keys.METHOD_KEY: member.who.method, **reply_entries(member.config, said)}
+        words.append(keys.NOT_SAVED)
+    entries = reply_entries(member.config, member.begun, words)
+    return {keys.METHOD_KEY: member.who.method, **entries}
 
 
 def model_entries(
@@ -338,10 +362,11 @@ def model_entries(
     return entries
 
 
-def reply_entries(config: Config, said: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of any reply: the training and round of its message, what is `said` beside."""
+def reply_entries(config: Config, begun: Begun, words: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the entries of any reply: its message's training and round, what is lost, other `words`."""
     entries = {n: config[n] for n in (keys.START_KEY, keys.ROUND_KEY) if n in config}
-    return {**entries, **({keys.MEMORY_KEY: list(said)} if said else {})}
+    said = [*(f"lost {what}" for what in begun.lost), *words]
+    return {**entries, keys.MEMORY_KEY: said} if said else entries
 
 
 def _uploads(slots: Slot) -> dict[str, NDArrays]:
@@ -367,14 +392,15 @@ def evaluated(
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)
-    return term, begun.slots, reply_entries(config, [f"lost {what}" for what in begun.lost])
+    return term, begun.slots, reply_entries(config, begun)
 
 
-def first_exchange(measures: Measures, term: Chain, client: Slot, **told: Any) -> tuple[Slot, Slot]:
+def first_exchange(member: Member, measures: Measures) -> tuple[Slot, Slot]:
     """Return the terms' (uploads, client slots) of a first exchange, on the CPU.
 
-    The model of `measures` holds ``w_t``; `told` are `lr`, `client_id` and `config` of a context.
+    The model of `measures` holds ``w_t``.
     """
+    term, told = member.term, member.duration
     model, pairs, device = measures.model, measures.data, measures.device
     batches.count_batches(pairs)  # raises if there is no data
     model.to(device)
@@ -385,10 +411,10 @@ def first_exchange(measures: Measures, term: Chain, client: Slot, **told: Any) -
     ctx = measures.context(
         {n: p.detach() for n, p in trained_parameters(model, term).items() if n not in private},
         num_steps=0,
-        client=batches.to_device(client, device),
+        client=batches.to_device(told["client"], device),
         label_counts=batches.label_counts(pairs).to(device) if counts else None,
         batch_size=batches.batch_size(targets),
-        **told,
+        **{name: told[name] for name in ("lr", "client_id", "config")},
     )
     upload, kept = term.probe(ctx)
     return batches.to_device(upload, "cpu"), batches.to_device(kept, "cpu")

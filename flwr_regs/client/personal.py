@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from flwr_regs.abilities import FineTunes, Personalises
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client.local_training import LocalResult, local_round
-from flwr_regs.client.measure.classifier import FeatureTap
+from flwr_regs.client.measure.classifier import FeatureTap, restored
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Folder, Root, to_numpy
 from flwr_regs.client.train.batches import Batches, Replay, batch_size, on_device, seeded, to_device
@@ -107,13 +107,9 @@ def trained_model(term: Chain, measures: Measures, result: LocalResult, **round:
     if not kept or not result.num_steps:
         return {}
     model = measures.model
-    before, training = {n: v.clone() for n, v in model.state_dict().items()}, model.training
-    try:
+    with restored(model):
         model.load_state_dict(result.state)
         return entries_of(personalised(term, measures, result.client, **round), model)
-    finally:
-        model.load_state_dict(before)
-        model.train(training)
 
 
 def entries_of(personal_model: nn.Module, model: nn.Module) -> NDArrays:

@@ -1,7 +1,4 @@
-"""The batches of a client's local steps, drawn ahead as the client's own loop would draw them. Plain torch.
-
-A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn, its tensors are indexed.
-"""
+"""The batches of a client's local steps, drawn ahead as its own loop would draw them. Plain torch."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.train.batches import Pairs, batch_size, cycle, forked, mapped, tensors
+from flwr_regs.client.train.plain_loaders import Order, has_generator
 
 DATA = 2**26
 """Bytes of clients' whole data that go through a model at once."""
@@ -24,43 +21,6 @@ GATHERED = 2**28
 
 class CannotStack(Exception):
     """Why a client cannot train as one of a stack; it then trains by itself."""
-
-
-@dataclass(eq=False)
-class Order:
-    """How a plain loader over tensors goes through its examples.
-
-    Attributes
-    ----------
-    source : sequence of Tensor
-        Inputs and targets of the whole data set.
-    size : int
-        Of a batch.
-    drop_last, shuffle : bool
-    """
-
-    source: tuple[Tensor, ...]
-    size: int
-    drop_last: bool
-    shuffle: bool
-
-    def __post_init__(self) -> None:
-        whole, rest = divmod(len(self.source[0]), self.size)
-        self.sizes = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
-        self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
-
-    def draw(self, generator: torch.Generator, passes: int) -> Tensor:
-        """Return the rows of some passes, drawn as a loader draws them."""
-        number, shuffling = torch.empty((), dtype=torch.int64), torch.Generator()
-        used, rows = sum(self.sizes), list[Tensor]()
-        for _ in range(passes):
-            number.random_(generator=generator)  # the seed of its workers
-            if self.shuffle:
-                shuffling.manual_seed(int(number.random_(generator=generator)))
-                rows.append(torch.randperm(len(self.source[0]), generator=shuffling)[:used])
-            else:
-                rows.append(torch.arange(used))
-        return rows[0] if passes == 1 else torch.cat([torch.arange(0), *rows])
 
 
 @dataclass(eq=False)
@@ -100,9 +60,7 @@ class Plan:
         if self.order is None or self.rows is None:
             return self.batches[step]
         first = sum(self.sizes[:step])
-        rows = self.rows[first : first + self.sizes[step]]
-        inputs, targets = (t.index_select(0, rows) for t in self.order.source)
-        return inputs, targets
+        return self.order.batch(self.rows[first : first + self.sizes[step]])
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
@@ -149,9 +107,8 @@ class Batch:
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
-        tensors_ = iter(leaves)
-        inputs, targets = (mapped(part, lambda _: next(tensors_)) for part in self.like)
-        return inputs, targets
+        given = iter(leaves)
+        return mapped(self.like, lambda _: next(given))  # type: ignore[no-any-return]
 
 
 class Batches:
@@ -223,33 +180,13 @@ def order_of(data: Pairs) -> Order | None:
     Raises CannotStack for a loader with a random generator of its own, or with worker processes: their
     draws cannot be taken back.
     """
-    loader, torchs = data.source, torch.utils.data
-    if not isinstance(loader, torchs.DataLoader):
-        return None
-    batches: Any = loader.batch_sampler
-    whole = default_collate
-    if batches is None:  # its sampler makes the batches, and each is one indexing
-        batches, whole = loader.sampler, default_convert
-    sampler: Any = getattr(batches, "sampler", None)
-    if any(getattr(s, "generator", None) is not None for s in (loader, loader.sampler, sampler)):
-        raise CannotStack("its loader has a random generator of its own")
-    if loader.num_workers:
-        raise CannotStack("its loader has worker processes")
-    dataset: Any = loader.dataset
-    shuffle = type(sampler) is torchs.RandomSampler
-    kinds = torchs.DataLoader, torchs.TensorDataset, torchs.BatchSampler
-    plain = (
-        (type(loader), type(dataset), type(batches)) == kinds
-        and (shuffle or type(sampler) is torchs.SequentialSampler)
-        and len(dataset.tensors) == 2
-        and loader.collate_fn is whole
-        and not (loader.pin_memory or getattr(sampler, "replacement", False))
-        and sampler.data_source is dataset
-        and len(sampler) == len(dataset)
-    )
-    if not plain:
-        return None
-    return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
+    loader, order = data.source, data.order
+    if order is None and isinstance(loader, torch.utils.data.DataLoader):
+        if has_generator(loader):
+            raise CannotStack("its loader has a random generator of its own")
+        if loader.num_workers:
+            raise CannotStack("its loader has worker processes")
+    return order
 
 
 def _form(batch: Any) -> Any:

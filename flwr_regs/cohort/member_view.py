@@ -14,44 +14,22 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap
-from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.measure.context_functions import OVER_DATA, Measures
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.member import Client
-from flwr_regs.client.memory import Begun, Memory
-from flwr_regs.client.train.batches import Batches, Pairs, forked
+from flwr_regs.client.member import Asked
+from flwr_regs.client.memory import Begun
+from flwr_regs.client.train.batches import Batches, Pairs, forked, padded
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, called
 from flwr_regs.cohort.batch_plan import CannotStack, Plan
 from flwr_regs.term import Arrays, ClientContext, Slot
-from flwr_regs.wire.parcel import Parcel
 
-MEASURED = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 NUMBERS = ("client_id", "num_steps", "planned_steps")
 """Fields of a context that are a number of one member's own."""
-DIVISIONS = [
-    "__truediv__",
-    "__rdiv__",
-    "div",
-    "divide",
-    "true_divide",
-    "pow",
-    "__pow__",
-    "__rpow__",
-]
-"""Names of the functions that make fractions of whole numbers."""
+DIVISIONS = ("truediv", "rdiv", "div", "divide", "true_divide", "pow", "rpow")
+"""Names, without underscores, of the functions that make fractions of whole numbers."""
 MISREAD = (torch.embedding, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)
 """torch's functions whose indices under vmap may be of other members' rows, without an error."""
-
-
-@dataclass(eq=False)
-class Asked:
-    """A client that is asked to train: its message with the model in full, and what it remembers."""
-
-    pid: int
-    client: Client
-    message: Parcel
-    memory: Memory
 
 
 @dataclass(eq=False)
@@ -66,8 +44,8 @@ class Member:
         E; it takes ``len(plan)`` steps.
     private : Arrays
         The entries of its model that are not those of the others.
-    broadcast, client : Slot
-        The terms' slots that are its own.
+    broadcast : Slot
+        The terms' broadcasts that are its own.
     label_counts : Tensor or None
     asked, begun : Asked, Begun
         Its message, and what of its memory the round begins with.
@@ -79,7 +57,6 @@ class Member:
     planned_steps: int
     private: Arrays
     broadcast: Slot
-    client: Slot
     label_counts: Tensor | None
     asked: Asked
     begun: Begun
@@ -96,7 +73,7 @@ class Number(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
         plain = all(type(a) in (cls, int, float) for a in args)
-        divides = getattr(func, "__name__", "") in DIVISIONS or float in map(type, args)
+        divides = getattr(func, "__name__", "").strip("_") in DIVISIONS or float in map(type, args)
         with torch._C.DisableTorchFunctionSubclass():
             others = [a.dtype for a in args if isinstance(a, Tensor) and type(a) is not cls]
             precise = [kind for kind in others if kind.is_floating_point]
@@ -156,8 +133,8 @@ class View:
     misread : list of Tensor
         For each call that :class:`Kernels` watches, whether an index was out of range. The stack reads it
         at its end, since a step must not wait for a GPU.
-    tap, layers : FeatureTap, dict of str to OutputTap
-        On the model, where a term needs them.
+    taps : Taps
+        On the model, while it trains.
     classes : int
         Of the model's output; 0 before the first forward pass.
 
@@ -184,8 +161,7 @@ class View:
     buffers: Sequence[str] = ()
     as_products: bool = False
     misread: list[Tensor] = field(default_factory=list)
-    tap: FeatureTap | None = None
-    layers: Mapping[str, OutputTap] = field(default_factory=dict)
+    taps: Any = None
     classes: int = 0
 
     def vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,46 +196,27 @@ class View:
     def context(self, told: Mapping[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
         own = {n: v.as_subclass(Number) if n in NUMBERS else v for n, v in told.items()}
-        if "label_counts" in own:  # an entry for each class of the output, once there was one
-            counts = own["label_counts"]
-            absent = max(self.classes - counts.shape[0], 0)
-            own["label_counts"] = nn.functional.pad(counts, (0, absent))
+        if "label_counts" in own:
+            own["label_counts"] = padded(own["label_counts"], self.classes)
         own["broadcast"] = joined(self.broadcast, told["broadcast"])
         return ClientContext(**{**self.same, **NOT_IN_A_STACK, **own, **more})
 
-    def shown(self, output: Any) -> dict[str, Any]:
-        """Return the fields of a context that come of a forward pass."""
-        layers = {name: tap.value for name, tap in self.layers.items()}
-        features = None if self.tap is None else self.tap.value
-        return {"output": output, "features": features, "layers": layers}
-
     def at(self, row: Any, inputs: Any, targets: Any, shown: Mapping[str, Any]) -> ClientContext:
         """Return one member's context of a step, under vmap; `shown` is what the forward pass has shown."""
-        logits, member = shown.get("output"), OneMember(self, row)
+        logits = shown.get("output")
         if isinstance(logits, Tensor) and logits.ndim == 2:
             self.classes = logits.shape[1]
-        needs = any("start_output" in t.needs for t in self.term.terms)
-        if needs and "start_output" not in shown:
-            with torch.no_grad():
-                shown = {**shown, "start_output": member.output_at(inputs, None, self.start)}
-        functions = {"features_at": partial(member.features_at, inputs)}
-        functions["output_at"] = partial(member.output_at, inputs, targets)
-        return self.context(row["told"], inputs=inputs, targets=targets, **functions, **shown)
+        teaches = any("start_output" in t.needs for t in self.term.terms)
+        ctx = self.context(row["told"])
+        return OneMember(self, row).of_step(ctx, inputs, targets, teaches, shown)
 
-    def gradient_at(self, row: Any, pair: Any, before: Sequence[Tensor], params: Arrays) -> Arrays:
+    def gradient_at(self, row: Any, ctx: Any, before: Sequence[Tensor], params: Arrays) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
-        member, (inputs, targets) = OneMember(self, row), pair
-
-        def whole(params: Arrays) -> Tensor:
-            output = member.call(inputs, targets, params)
-            ctx = self.at(row, inputs, targets, self.shown(output))
-            return self.term.loss(self.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
-
         with forked(self.device):
             torch.set_rng_state(before[0])
             for state in before[1:]:
                 torch.cuda.set_rng_state(state, self.device)
-            return member.gradient(whole, params)
+            return OneMember(self, row).step_gradient(self.term, ctx, self.taps, params)
 
 
 class OneMember(Measures):
@@ -409,7 +366,7 @@ def _raise(name: str, *_: Any, **__: Any) -> Any:
     raise AsksFor(name)
 
 
-NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*MEASURED, "train")}
+NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*OVER_DATA, "train")}
 """Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flwr_regs.client.local_training import local_round
-from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.member import begin, first_exchange
+from flwr_regs.client.measure.classifier import restored
+from flwr_regs.client.member import begin, first_exchange, measures, trained
 from flwr_regs.client.train.batches import Batches, mapped, seeded, to_device, undisturbed
 from flwr_regs.client.train.task import uncompiled
 from flwr_regs.cohort.batch_plan import plan_of
 from flwr_regs.cohort.member_view import Member
 from flwr_regs.cohort.stack_groups import Group
-from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
 
@@ -143,30 +142,33 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     plan = member.plan
     batches = [_in(precision, plan.batch(step)) for step in range(len(plan))]
     data = replace(plan.data, source=Drawn(plan.data.source, precision))
-    own = {n: _in(precision, getattr(member, n)) for n in ("private", "broadcast", "client")}
-    return replace(member, plan=plan_of(data, plan.after, batches), **own)
+    plan, private = plan_of(data, plan.after, batches), _in(precision, member.private)
+    told: Member = _told(member, precision)
+    return replace(told, plan=plan, private=private)
+
+
+def _told(member: Any, precision: torch.dtype | None) -> Any:
+    """Return a client in a round, in a stack or alone, with what it is told in another precision."""
+    begun = replace(member.begun, slots=_in(precision, member.begun.slots))
+    return replace(member, broadcast=_in(precision, member.broadcast), begun=begun)
 
 
 def _alone(
     group: Group, c: Member, precision: torch.dtype | None, quiet: Quiet
 ) -> tuple[Arrays, Arrays]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
-    client, device, classifier = c.asked.client, group.view.device, group.view.classifier
-    model, task = client.model, client.task
-    data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
-    seed, both = c.asked.message.config[keys.SEED_KEY], (model, task.loss_fn)
-    with restored(*both), seeded(seed, device), quiet:
-        member = begin(c.asked.message, c.asked.memory, model, client.identity)
+    client, message = c.asked.client, c.asked.message
+    model, over_data = client.model, measures(client)
+    over_data.data = replace(over_data.data, source=Drawn(client.train_data, precision))
+    seed, both = message.config[keys.SEED_KEY], (model, client.task.loss_fn)
+    with restored(*both), seeded(seed, over_data.device), quiet:
+        member = begin(message, c.asked.memory, model, client.identity)
         model.to(precision)
         _use(model, group, _in(precision, c.plan.batch(0)))
-        how = _in(precision, member.duration)
+        member = _told(member, precision)
         if member.probing:
-            told = {name: how[name] for name in ("lr", "client", "client_id", "config")}
-            measures = Measures(model, data, task, device, classifier)
-            return _entries({}, *first_exchange(measures, member.term, **told)), {}
-        given = {**vars(task), **how, "device": device, "classifier": classifier}
-        given |= {"optimizer": client.optimizer, "max_steps": client.step_budget}
-        result = local_round(model, member.term, data, **given)
+            return _entries({}, *first_exchange(member, over_data)), {}
+        result = trained(member, client, over_data)
     return _entries(result.state, result.upload, result.client), result.delta
 
 

@@ -8,19 +8,21 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import flwr_regs.client.member as clients
 import flwr_regs.client.memory as memories
 import flwr_regs.client.train.batches as data
-from flwr_regs.abilities import Carries, Steers, Withholds
+from flwr_regs.abilities import Carries, Steers
 from flwr_regs.chain import Chain
-from flwr_regs.client.loading import Layout, check_custody, found, load
+from flwr_regs.client.loading import Layout, as_kept, check_custody, found, load
+from flwr_regs.client.measure.classifier import restored
 from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.optimizer import optimizer_of, over
+from flwr_regs.client.train.trainable import private_entries
 from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
-from flwr_regs.cohort.member_view import Asked, Member, View
-from flwr_regs.cohort.stacked_training import Stack, StackedResult, restored
+from flwr_regs.cohort.member_view import Member, View
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
@@ -120,7 +122,7 @@ class Recipe:
 class Recipes:
     """What a round says to its clients, read and checked once for all clients of a kind."""
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[clients.Asked]) -> None:
         first, *others = [one.message.records for one in asked] or [{}]
         common = dict(first)
         for records in others:
@@ -129,7 +131,7 @@ class Recipes:
                     common[name] = {k: a for k, a in entries.items() if record.get(k) is a}
         self._known, self._common = list[Recipe](), common
 
-    def of(self, asked: Asked) -> Recipe:
+    def of(self, asked: clients.Asked) -> Recipe:
         """Return what a client's message says to all clients of its kind."""
         who, message, model = asked.client.identity, asked.message, asked.client.model
         came: Any = message.records[keys.ARRAYS]
@@ -173,6 +175,7 @@ class Group:
         self.recipe, self.kind, self.members = recipe, kind, list[Member]()
         self.layout: Layout = load(model, term, recipe.arrays, config)
         private, trained = self.layout.private, list(self.layout.trained)
+        params = list(self.layout.trained.values())
         first_of: dict[int, str] = {}
         places = model.state_dict(keep_vars=True).items()
         self._first_names = {n: first_of.setdefault(id(v), n) for n, v in places}
@@ -182,8 +185,6 @@ class Group:
         default = ON_CPU if device.type == "cpu" else ELSEWHERE
         self.room = (settings.memory or default) - self._one
         came = recipe.common, recipe.step, self.layout.trained, config
-        named = dict(model.named_parameters())
-        params = [named[n] for n in trained]
         self.view = View(
             model=model,
             term=term,
@@ -224,9 +225,7 @@ class Group:
         if misread and torch.stack(misread).any():
             raise CannotStack("an embedding or one_hot gets an index that is out of range")
         held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
-        if odd := [
-            n for n, b in held.items() if n in result.state and (result.state[n] != b).any()
-        ]:
+        if odd := [n for n in held if n in result.state and (result.state[n] != held[n]).any()]:
             raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
         return result
 
@@ -237,54 +236,44 @@ class Group:
         recipe, layout, was = self.recipe, self.layout, self.recipe.arrays
         uploads, kept = _tables(result.upload), _tables(result.client)
         common: dict[str, Any] = {keys.METHOD_KEY: recipe.who.method}
-        coder, sent, private, code = None, Table({}), Table({}), Table({})
+        sent, private, code = Table({}), Table({}), Table({})
         if not recipe.probes:
             common |= clients.model_entries(recipe.config, was, layout, result.output_layer)
-            coder = recipe.term.coder("finish")
-            sent = Table(
-                {n: self._ended(n, result).astype(a.dtype, copy=False) for n, a in was.items()}
-            )
-            private = Table({n: self._ended(n, result) for n in layout.private})
-            if coder is None:
+            first = self._first_names
+            ended = {n: to_numpy(result.state[first[n]]) for n in (*was, *layout.private)}
+            sent = Table({n: ended[n].astype(a.dtype, copy=False) for n, a in was.items()})
+            private = Table({n: ended[n] for n in layout.private})
+            if recipe.term.coder("finish") is None:
                 sent = Table(narrow(sent, recipe.config.get(keys.HALF_KEY)))
             else:
                 deltas = in_code_order(result.delta, result.delta)
                 code = Table({n: to_numpy(d).astype(was[n].dtype) for n, d in deltas.items()})
-        uncoded = [n for n in sent if n not in code and n not in layout.tied]
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
             slots, entries = {t: Row(of_all, row) for t, of_all in kept.items()}, Row(private, row)
-            said = [f"lost {what}" for what in c.begun.lost]
+            said: list[str] = []
             records: dict[str, Any] = {f"{t}.upload": Row(u, row) for t, u in uploads.items()}
             metrics: dict[str, Any] = {"num-examples": data.count_examples(c.plan.data)}
             if not recipe.probes:
                 said += [f"keeps {what}" for what in memories.kinds(message, slots, entries)]
                 said += [keys.LOSS_ROSE] * result.rose[row]
                 records[keys.ARRAYS] = Row(sent, row)
-                if coder is not None:
-                    config[keys.STEPS_KEY] = [coder.encode(dict(Row(code, row)))]
-                    rest = {n: sent[n][row, ...] for n in uncoded}
-                    records[keys.ARRAYS] = {n: a for n, a in rest.items() if (a != was[n]).any()}
+                if code:
+                    update = Row(code, row), Row(sent, row), was, layout
+                    steps, records[keys.ARRAYS] = clients.coded(recipe.term, *update)
+                    config[keys.STEPS_KEY] = steps
                 metrics |= {
                     "train-loss": result.losses[row],
                     "local-steps": len(c.plan),
                     "planned-steps": c.planned_steps,
                     "examples-processed": sum(c.plan.sizes),
                 }
-            config |= clients.reply_entries(message, said)
+            config |= clients.reply_entries(message, c.begun, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
             reply = Parcel(records, config, metrics, decoded=Row(code, row) if code else None)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
-
-    def _ended(self, name: str, result: StackedResult) -> np.ndarray:
-        """Return what became of one of the model's entries in each client."""
-        value = result.state.get(self._first_names[name])
-        if value is None:  # what is not trained is the same for all
-            first = self.view.entries[name]
-            value = first.expand(len(self.members), *first.shape)
-        return to_numpy(value)
 
 
 def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:
@@ -299,14 +288,18 @@ def _tables(slots: Slot) -> dict[str, Table]:
     return {t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in given.items()}
 
 
-def member_of(asked: Asked, recipe: Recipe) -> Member:
+def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
     """Return a client with its data, its slots, and its batches of the round."""
     client, term, message = asked.client, recipe.term, asked.message
     pairs, seed = client.task.pairs(client.train_data), message.config[keys.SEED_KEY]
     if client.identity.private:
         check_custody(client.identity.private, client.model, term)
-    withholds = bool(term.able(Withholds))
-    begun = memories.begin(asked.memory, term, message.config, withholds)
+    names = private_entries(client.model, term)
+    begun = memories.begin(asked.memory, term, message.config, bool(names))
+    entries = client.model.state_dict() if names else {}
+    values = {n: v for n, v in entries.items() if n in names}
+    kept = begun.private
+    private = found(client.model, values) if kept is None else as_kept(kept, values)
     planned = recipe.steps(pairs)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
@@ -318,7 +311,6 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
         if len(record) > len(recipe.common.get(name, ()))
     }
     broadcast = clients.broadcast_of(term, own, None, (), {}) if own else {}
-    private = _private(client.model, term, begun.private) if withholds else {}
     counts = None
     if any("label_counts" in t.needs for t in term.terms):
         with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
@@ -328,23 +320,10 @@ def member_of(asked: Asked, recipe: Recipe) -> Member:
     classes = len(counts) if reads and counts is not None else 0
     form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
-    return Member(plan, planned, private, broadcast, begun.slots, counts, asked, begun, form)
-
-
-def _private(model: nn.Module, term: Chain, kept: Slot | None) -> dict[str, Tensor]:
-    """Return a client's private entries: those that it kept, or those that `found` returns."""
-    entries = model.state_dict()
-    chosen = term.private(list(entries))
-    private = {n: v for n, v in entries.items() if n in chosen}
-    if not private or kept is None:
-        return found(model, private)
-    return {n: kept[n].to(v.dtype) for n, v in private.items()}
+    return Member(plan, planned, private, broadcast, counts, asked, begun, form)
 
 
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
-    return tuple(
-        (t, k, a.shape, a.dtype)
-        for t, slot in sorted(slots.items())
-        for k, a in sorted(slot.items())
-    )
+    entries = ((t, k, a) for t, slot in slots.items() for k, a in slot.items())
+    return frozenset((t, k, a.shape, a.dtype) for t, k, a in entries)

@@ -9,8 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from flwr_regs.client.client_sets import ClientSets
-from flwr_regs.client.member import Answer, Identity
-from flwr_regs.cohort.member_view import Asked
+from flwr_regs.client.member import Answer, Asked, Identity
 from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.wire.worker_pool import Ended, WorkerPool

@@ -18,30 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flwr_regs.abilities import Carries
-from flwr_regs.chain import layers_of
 from flwr_regs.client.local_training import has_risen
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, attributes_kept, evaluating
+from flwr_regs.client.measure.classifier import Taps, evaluating
+from flwr_regs.client.measure.context_functions import OVER_DATA
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
-from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
+from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of, total_norm
 from flwr_regs.cohort import batch_plan
 from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state
-from flwr_regs.cohort.member_view import (
-    MEASURED,
-    AsksFor,
-    Member,
-    OneMember,
-    View,
-    as_tensors,
-    in_shape,
-)
-from flwr_regs.term import Arrays, Slot
+from flwr_regs.cohort.member_view import AsksFor, Member, OneMember, View, as_tensors, in_shape
+from flwr_regs.term import Arrays, Slot, changed
 from flwr_regs.wire import keys
 
 LOG = logging.getLogger("flwr")
@@ -64,7 +56,7 @@ class StackedResult:
     Attributes
     ----------
     state : Arrays
-        Trained parameters and buffers at the end.
+        The model's parameters and buffers at the end, by their first names.
     delta, upload, client : Arrays, Slot, Slot
         As in :class:`.local_training.LocalResult`.
     losses : sequence of float
@@ -163,7 +155,7 @@ class Stack:
                 own, given = taken
                 pairs = [b.rebuilt(parts) for b, parts in zip(batches, leaves, strict=True)]
                 measured = OneMember(view, own, pairs, **how)
-                functions = {name: getattr(measured, name) for name in MEASURED}
+                functions = {name: getattr(measured, name) for name in OVER_DATA}
                 if training:
                     ctx = view.context(own["told"], num_steps=len(pairs))
                     functions = {"train": partial(measured.train, ctx, partial(_again, pairs))}
@@ -207,7 +199,7 @@ class Stack:
         view.buffers = [*buffers]
         view.as_products = view.precision is None and view.randomness == "different"
         told: dict[str, Any] = {
-            "client": _stacked([m.client for m in members]),
+            "client": _stacked([m.begun.slots for m in members]),
             "broadcast": _stacked([m.broadcast for m in members]),
             "client_id": torch.tensor([c.get(keys.CLIENT_KEY, -1) for c in configs]),
         }
@@ -229,14 +221,13 @@ class Stack:
         return mapped(self._own, lambda t: t[some])  # type: ignore[no-any-return]
 
     def _open_taps(self, stack: ExitStack) -> None:
-        view, terms = self._view, self._view.term.terms
-        if any("features" in t.needs for t in terms):
-            view.tap = tap = stack.enter_context(FeatureTap(view.model, view.classifier))
+        view = self._view
+        view.taps = taps = Taps(view.model, view.term.terms, view.classifier)
+        stack.callback(taps.close)
+        if taps.output_layer is not None:
             inputs, targets = to_device(self._members[0].plan.batch(0), view.device)
             with evaluating(view.model):
-                tap.check(view.task.output(view.model, inputs, targets))
-        layers = layers_of(terms)
-        view.layers = {n: stack.enter_context(OutputTap(view.model, n)) for n in layers}
+                taps.check(view.task.output(view.model, inputs, targets))
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -428,7 +419,7 @@ class Stack:
             base, shown = view.loss(output, targets), dict[str, Any]()
             loss, buffers = base, {n: given[n] for n in view.buffers}
             if self._reads:
-                ctx = view.at(row, inputs, targets, view.shown(output))
+                ctx = view.at(row, inputs, targets, {"output": output, **view.taps.seen()})
                 loss = view.term.loss(base, {n: values[n] for n in view.start}, ctx)
                 shown = {n: v for n in fields if (v := getattr(ctx, n)) is not None}
             return loss, base.detach(), buffers, mapped(shown, Tensor.detach)
@@ -498,8 +489,9 @@ class Stack:
             params = {n: values[n] for n in view.start}
             others = {n: v for n, v in values.items() if n not in params}
             there = {**row, "held": row["held"] | others}
-            again = partial(view.gradient_at, there, pair, self._before)
-            ctx = replace(view.at(row, *pair, shown), gradient_at=again)
+            ctx = view.at(row, *pair, shown)
+            again = partial(view.gradient_at, there, ctx, self._before)
+            ctx = changed(ctx, gradient_at=again)
             slots = term.evolve(grads, params, ctx) if self._evolves else {}
             return term.correct(grads, params, ctx), as_tensors(slots, view.device)
 
@@ -537,11 +529,8 @@ class Stack:
         grads = [p.grad for p in self._leaves.values() if p.grad is not None]
         if norm is None or not grads:
             return
-        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        # a member's number has no axis of its own
-        wide = [w.unsqueeze(-1).flatten(1) for w in wide]
-        each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
-        scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
+        totals = vmap(partial(total_norm, foreach=False))(grads)
+        scale = (norm / (totals + 1e-6)).clamp(max=1.0)
         for g in grads:
             g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
 
@@ -574,17 +563,17 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        by_row: list[list[float]] = [[] for _ in self._members]
-        each = torch.cat([losses for _, losses in self._seen]).cpu().tolist()
-        for row, loss in zip((row for rows, _ in self._seen for row in rows), each, strict=True):
-            by_row[row].append(loss)
+        seen = torch.tensor([row for rows, _ in self._seen for row in rows])
+        each = torch.cat([losses for _, losses in self._seen]).cpu()[seen.argsort(stable=True)]
+        by_row = [of.tolist() for of in torch.split(each, self._steps)]
         sizes = [m.plan.sizes for m in self._members]
         losses = [sum(map(mul, *of)) / sum(of[1]) for of in zip(by_row, sizes, strict=True)]
         rose = [has_risen(loss, of[0]) for of, loss in zip(by_row, losses, strict=True)]
-        layer = None if view.tap is None else view.tap.layer
         ended = {**values, **self._own["held"]}, sent if changes else delta, uploads, slots
         state, sent, uploads, slots = to_device(ended, "cpu")
-        return StackedResult(state, sent, uploads, slots, losses, rose, layer)
+        rest = to_device(view.rest, "cpu")  # the same for all
+        state |= {n: v.expand(len(self._members), *v.shape) for n, v in rest.items()}
+        return StackedResult(state, sent, uploads, slots, losses, rose, view.taps.output_layer)
 
 
 def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
@@ -604,24 +593,6 @@ def _compiled_once(graph: torch.fx.GraphModule, given: Any) -> Any:
 def _forms(given: Iterable[Tensor]) -> Hashable:
     """Return the shapes, strides, dtypes and devices of tensors."""
     return tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in given)
-
-
-@contextmanager
-def restored(*given: Any) -> Iterator[nn.Module]:
-    """Leave a model, and a loss that is a module, as they were; what is no module does not count.
-
-    That holds for attributes, parameters and buffers, also for those that do not travel. The block gets all
-    modules as one.
-    """
-    model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
-    held = [*model.parameters(), *model.buffers()]
-    before = [(t.data, t.detach().clone()) for t in held]
-    try:
-        with attributes_kept(model):
-            yield model
-    finally:
-        for tensor, (data, value) in zip(held, before, strict=True):
-            tensor.data = data.copy_(value)
 
 
 @contextmanager

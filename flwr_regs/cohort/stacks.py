@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from flwr_regs.client import memory as memories
-from flwr_regs.client.member import Answer, Client, evaluate, evaluated, reply_entries
+from flwr_regs.client.measure.classifier import restored
+from flwr_regs.client.member import Answer, Asked, Client, evaluate, evaluated, reply_entries
 from flwr_regs.client.personal import means
 from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.client.train.task import Task, uncompiled
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, draw, order_of, together
-from flwr_regs.cohort.member_view import Asked, Kernels, View
+from flwr_regs.cohort.member_view import Kernels, View
 from flwr_regs.cohort.result_check import difference
 from flwr_regs.cohort.stack_groups import Group, Kind, Recipe, Recipes, Settings, member_of
-from flwr_regs.cohort.stacked_training import restored, unwritten
+from flwr_regs.cohort.stacked_training import unwritten
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
@@ -330,8 +331,8 @@ def _evaluated(group: Sequence[tuple[Asked, Plan]]) -> Iterator[tuple[int, Parce
             some = [group[place] for place in places]
             for (one, plan), score in zip(some, _scores(client.task, model, batches), strict=True):
                 metrics = {"num-examples": sum(plan.sizes), **score}
-                lost = memories.latest(one.memory, one.message.config).lost
-                entries = reply_entries(one.message.config, [f"lost {what}" for what in lost])
+                begun = memories.latest(one.memory, one.message.config)
+                entries = reply_entries(one.message.config, begun)
                 yield one.pid, Parcel({}, entries, metrics)
         if any(map(operator.is_not, held, [*model.parameters(), *model.buffers()])):
             raise CannotStack("its model replaces its buffers")

@@ -6,12 +6,15 @@ And its features: its input, or the output of another layer, read by hooks on th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Self
 
 from torch import Tensor, nn
+
+from flwr_regs.chain import layers_of
+from flwr_regs.term import Term
 
 LOG = logging.getLogger("flwr")
 
@@ -185,6 +188,46 @@ class FeatureTap(Tap):
             )
 
 
+class Taps:
+    """The hooks on a model that a method's terms need; they are there until `close`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    terms : iterable of Term
+    classifier : str, optional
+        As of `FeatureTap`. ValueError for a layer that the model has not.
+    """
+
+    def __init__(
+        self, model: nn.Module, terms: Iterable[Term], classifier: str | None = None
+    ) -> None:
+        with ExitStack() as hooks:
+            features = any("features" in t.needs for t in terms)
+            tap = hooks.enter_context(FeatureTap(model, classifier)) if features else None
+            self._features: FeatureTap | None = tap
+            self._layers = {n: hooks.enter_context(OutputTap(model, n)) for n in layers_of(terms)}
+            self.close = hooks.pop_all().close
+
+    def __bool__(self) -> bool:
+        return self._features is not None or bool(self._layers)
+
+    @property
+    def output_layer(self) -> str | None:
+        """The name of the output layer, if the terms read features."""
+        return None if self._features is None else self._features.layer
+
+    def check(self, logits: Any) -> None:
+        """Check the output layer, if the terms read features: see :meth:`FeatureTap.check`."""
+        if self._features is not None:
+            self._features.check(logits)
+
+    def seen(self) -> dict[str, Any]:
+        """Return what the last forward pass has shown, as fields of a context."""
+        features = None if self._features is None else self._features.value
+        return {"features": features, "layers": {n: t.value for n, t in self._layers.items()}}
+
+
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Leave the attributes of a model's modules as they were, and which buffers they have.
@@ -200,6 +243,24 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             attributes.update(values)
             values["_buffers"].clear()
             values["_buffers"].update(buffers)
+
+
+@contextmanager
+def restored(*given: Any) -> Iterator[nn.Module]:
+    """Leave a model, and a loss that is a module, as they were; what is no module does not count.
+
+    That holds for attributes, parameters and buffers, also for those that do not travel. The block gets all
+    modules as one.
+    """
+    model = nn.ModuleList(m for m in given if isinstance(m, nn.Module))
+    held = [*model.parameters(), *model.buffers()]
+    before = [(t.data, t.detach().clone()) for t in held]
+    try:
+        with attributes_kept(model):
+            yield model
+    finally:
+        for tensor, (data, value) in zip(held, before, strict=True):
+            tensor.data = data.copy_(value)
 
 
 @contextmanager

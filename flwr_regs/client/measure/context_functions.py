@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, evaluating
+from flwr_regs.chain import Chain
+from flwr_regs.client.measure.classifier import FeatureTap, OutputTap, Taps, evaluating
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA, Replay, batch_size, forked, on_device
 from flwr_regs.client.train.task import Task, gradients
-from flwr_regs.term import Arrays, ClientContext
+from flwr_regs.term import Arrays, ClientContext, changed
 
 OVER_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 """The functions of a context that are over the client's data."""
@@ -77,6 +78,30 @@ class Measures:
         if "train" in more:
             return ctx
         return replace(ctx, train=partial(self.train, ctx, Replay(self.data, self.device).again))
+
+    def of_step(
+        self, ctx: ClientContext, inputs: Any, targets: Any, teaches: bool, shown: Mapping[str, Any]
+    ) -> ClientContext:
+        """Return the context of a step on a batch; `shown` are fields that its forward pass has shown.
+
+        If a term `teaches`, the model's output at the start is among them.
+        """
+        functions: dict[str, Any] = {"output_at": partial(self.output_at, inputs, targets)}
+        functions["features_at"] = partial(self.features_at, inputs)
+        if teaches and "start_output" not in shown:
+            with torch.no_grad():
+                shown = {**shown, "start_output": self.output_at(inputs, None, ctx.start)}
+        return changed(ctx, inputs=inputs, targets=targets, **functions, **shown)
+
+    def step_gradient(self, term: Chain, ctx: ClientContext, taps: Taps, params: Arrays) -> Arrays:
+        """Return the gradient of a step's whole loss at other parameters; `ctx` is that of the step."""
+
+        def whole(leaves: Arrays) -> Any:
+            output = self.call(ctx.inputs, ctx.targets, leaves)
+            there = changed(ctx, output=output, **taps.seen())
+            return term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
+
+        return self.gradient(whole, params)
 
     def train(
         self,

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from flwr_regs.client.train.plain_loaders import Order, order_of
+
 Batches = Iterable[Any]
 """Batches, such as a DataLoader: pairs of (inputs, targets), or mappings with an entry for the targets."""
 
@@ -70,8 +72,14 @@ class Pairs:
     target_key: str | None = None
     keywords: bool = False
 
+    @property
+    def order(self) -> Order | None:
+        """How a plain loader goes through its examples; None for any other data."""
+        return order_of(self.source)
+
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return map(self._pair, self.source)
+        order = self.order
+        return map(self._pair, self.source) if order is None else order.batches()
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
@@ -265,6 +273,11 @@ def label_counts(data: Pairs) -> Tensor:
     if bool((labels < 0).any()):
         raise ValueError(f"label counts need labels from 0 on, but there is {int(labels.min())}")
     return torch.bincount(labels)
+
+
+def padded(counts: Tensor, classes: int) -> Tensor:
+    """Return label counts with an entry for each class of a model's output."""
+    return torch.nn.functional.pad(counts, (0, max(classes - len(counts), 0)))
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -244,7 +244,11 @@ def clip(params: Collection[nn.Parameter], norm: float) -> None:
     As ``torch.nn.utils.clip_grad_norm_``, but the norm of half-precision gradients is taken in float32,
     where their squares do not overflow.
     """
-    grads = [p.grad for p in params if p.grad is not None]
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    total = nn.utils.get_total_norm(wide)
+    total = total_norm([p.grad for p in params if p.grad is not None])
     nn.utils.clip_grads_with_norm_(params, norm, total)
+
+
+def total_norm(grads: Sequence[Tensor], foreach: bool | None = None) -> Tensor:
+    """Return the norm of gradients as one vector, in float32 at least; under vmap not by `foreach`."""
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    return nn.utils.get_total_norm(wide, foreach=foreach)

@@ -18,11 +18,10 @@ import numpy as np
 from flwr.app import Context, RecordDict
 
 from flwr_regs.client import member
-from flwr_regs.client.member import Identity
+from flwr_regs.client.member import Asked, Identity
 from flwr_regs.client.memory import Memory, latest, written
 from flwr_regs.client.train.batches import label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.member_view import Asked
 from flwr_regs.cohort.stack_processes import StackProcesses
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.flower.app import NumPyClientApp
