@@ -138,7 +138,7 @@ class Batches:
                 leaf = first.new_empty(self._firsts[-1], *first.shape[1:])
                 parts = leaf.split_with_sizes([len(rows) for _, rows in given])
                 for (source, rows), part in zip(given, parts, strict=True):
-                    torch.index_select(source[k], 0, rows, out=part)
+                    torch.index_select(source[k], 0, rows.to(part.device), out=part)
                 self._leaves.append(leaf.to(device))
 
     def of(self, step: int, members: Sequence[int]) -> Batch:

@@ -54,7 +54,7 @@ class Order:
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of some rows."""
-        inputs, targets = (t.index_select(0, rows) for t in self.source)
+        inputs, targets = (t.index_select(0, rows.to(t.device)) for t in self.source)
         return inputs, targets
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -79,7 +79,6 @@ def order_of(loader: Any) -> Order | None:
         (type(loader), type(dataset), type(batches)) == kinds
         and (shuffle or type(sampler) is data.SequentialSampler)
         and len(dataset.tensors) == 2
-        and all(t.device.type == "cpu" for t in dataset.tensors)
         and loader.collate_fn is whole
         and not (loader.num_workers or loader.pin_memory or getattr(sampler, "replacement", False))
         and not has_generator(loader)
