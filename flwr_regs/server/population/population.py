@@ -100,8 +100,8 @@ class Population(Snapshots):
         PopulationError
             Fewer than `minimum` clients came in time, or could take part when all expected ones were there.
         """
-        deadline = time.monotonic() + self._timeout
-        logged = time.monotonic()
+        logged = began = time.monotonic()
+        deadline = began + self._timeout
         while True:
             present = set(network.nodes())
             self._known &= present  # a node that comes back is asked again
@@ -115,7 +115,7 @@ class Population(Snapshots):
             late = time.monotonic() > deadline
             if len(came) >= wanted or (late and len(came) >= least):
                 if not self._complete and len(came) < max(wanted, expected):
-                    without = f"{self.missing} after {self._timeout:.0f} s"
+                    without = f"{self.missing} after {time.monotonic() - began:.0f} s"
                     LOG.warning("training starts without %s", without)
                 self._complete, self._awaited = True, set()
                 return came

@@ -73,6 +73,10 @@ def test_the_wait_ends_with_those_who_came_and_the_others_are_named(log: Log) ->
     assert said == "training starts without partitions [3, 4] after 0 s"
     assert who.refresh(network) == [0, 1, 2]  # and does not wait again
     assert not log(level=logging.WARNING)
+    resumed = Population(2, None, 300.0)
+    resumed.restore(who.snapshot())  # it waits for those who were there
+    assert resumed.refresh(network_of(3, total=5)) == [0, 1, 2]
+    assert log("training starts without partitions [3, 4] after 0 s")
     odd = Population(2, 5, 0.2)
     assert odd.refresh(network_of(3, {0: 70, 1: 80, 2: 90})) == [70, 80, 90]
     assert log("training starts without 2 of 5 clients")
