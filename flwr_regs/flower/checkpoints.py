@@ -64,6 +64,8 @@ class TrainingResult(Result):
 
     def note(self, entry: Mapping[str, Any]) -> None:
         """Take over the metrics of a round's entry of the history."""
+        if (initial := entry.get("initial_metrics")) is not None:
+            self.evaluate_metrics_serverapp[0] = MetricRecord({**initial})
         for key, phase in _PHASES.items():
             if (metrics := entry.get(key)) is not None:
                 getattr(self, phase)[entry["round"]] = MetricRecord({**metrics})
@@ -174,7 +176,7 @@ class Checkpoints:
                 restore({n: _records(s) for n, s in state["clients"].items()})
             if state.get("test") is not None and (restore := getattr(self._test, "restore", None)):
                 restore(state["test"])
-            for entry in ({"round": 0, "server_metrics": state["initial"]}, *resumed.history):
+            for entry in resumed.history:
                 self._result.note(entry)
             if (best := state["best"]) is not None:
                 number, value, arrays = best
@@ -198,12 +200,10 @@ class Checkpoints:
         """
         if self._folder is None or self._training is None:
             return
-        best, initial = self._result.best, self._result.evaluate_metrics_serverapp.get(0)
-        kept = getattr(self._grid, "snapshot", None)
+        best, kept = self._result.best, getattr(self._grid, "snapshot", None)
         state = {
             "fingerprint": self._same,
             "best": best and [best.round, best.value, _parts(best.arrays)],
-            "initial": None if initial is None else dict(initial),
             "clients": None if kept is None else {n: _plain(s) for n, s in kept().items()},
             "configs": [dict(config) for config in self.configs],
             "training": self._training.snapshot(),

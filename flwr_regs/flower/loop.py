@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from logging import INFO, WARNING
 from typing import Any
@@ -21,8 +21,7 @@ from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.stopping import sign, values
-from flwr_regs.wire.config import with_plain_numbers
-from flwr_regs.wire.records import to_record
+from flwr_regs.wire.records import metric_record, to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 SHOWN = {
@@ -64,12 +63,14 @@ class Loop:
     num_rounds: int
     result: TrainingResult
     saved: Checkpoints
+    _initial: MetricRecord | None = field(default=None, init=False)
+    """What `evaluate_fn` says of the initial model, for the first entry of the history."""
 
     def run(self, arrays: ArrayRecord) -> TrainingResult:
         """Train from `arrays` on; return the result."""
         began, first = time.monotonic(), 1
         if self.saved.resumed is None:
-            self.result.note({"round": 0, "server_metrics": self._tested(0, arrays)})
+            self._initial = self._tested(0, arrays)
         else:
             self.result.arrays, first = arrays, self.saved.resumed.round + 1
             if self._stopped(last := self.strategy.training.history[-1]):
@@ -117,47 +118,45 @@ class Loop:
                 time.sleep(pause)
         if new is not None:
             self.result.arrays = arrays = new
-        if (
-            metrics is not None
-        ):  # a user's own aggregate_train may return others than the history has
-            self._entry(number)["train_metrics"] = with_plain_numbers(metrics)
+        self._note(number, "train_metrics", metrics)
         self.strategy.follow(arrays)
         return arrays
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
         metrics = self.strategy.run_round("evaluate", number, arrays, self.evaluate, self.grid)
-        entry = self._entry(number)
-        if metrics is not None:
-            entry["evaluate_metrics"] = with_plain_numbers(metrics)
+        self._note(number, "evaluate_metrics", metrics)
         if (metrics := self._tested(number, arrays)) is not None:
-            entry["server_metrics"] = dict(metrics)
+            self._note(number, "server_metrics", metrics)
             averaged = self.strategy.training.model.averaged
             if averaged and (metrics := self._tested(number, to_record(averaged))):
-                entry["averaged_metrics"] = dict(metrics)
+                self._note(number, "averaged_metrics", metrics)
+        self._note(number, "initial_metrics", self._initial)
+        self._initial = None
+        entry: dict[str, Any] = self.strategy.training.history[-1]
         self.result.note(entry)
         return entry
 
-    def _entry(self, number: int) -> dict[str, Any]:
-        """Return the round's entry of the history, also if nobody trained and nobody evaluated."""
-        history: list[dict[str, Any]] = self.strategy.training.history
+    def _note(self, number: int, key: str, metrics: MetricRecord | None) -> None:
+        """Let the round's entry of the history have these metrics, also in place of the package's own.
+
+        There may be no entry yet: nobody has trained, or evaluated.
+        """
+        history = self.strategy.training.history
         if not history or history[-1]["round"] != number:
             history.append({"round": number, "seconds": {}})
-        return history[-1]
+        if metrics is None:
+            history[-1].pop(key, None)
+        else:
+            history[-1][key] = dict(metrics)
 
     def _tested(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Return the metrics of `evaluate_fn`; raise TypeError if it returns something else."""
         metrics = self.evaluate_fn(number, arrays.copy())  # it may put other arrays into its record
-        if metrics is None or isinstance(metrics, MetricRecord):
-            return metrics
-        given = type(metrics).__name__
-        try:
-            return MetricRecord(with_plain_numbers(metrics))
-        except (AttributeError, TypeError) as error:
-            expected = "a MetricRecord or None"
-            raise TypeError(
-                f"evaluate_fn must return {expected}, not a {given}: {error}"
-            ) from error
+        if metrics is not None and not isinstance(metrics, Mapping):
+            given = type(metrics).__name__
+            raise TypeError(f"evaluate_fn must return a MetricRecord or None, not a {given}")
+        return metric_record("evaluate_fn", metrics)
 
     def _keep_best(self, entry: dict[str, Any], arrays: ArrayRecord) -> None:
         """Keep the round's model if it is better than all before."""

@@ -36,9 +36,8 @@ from flwr_regs.wire.config import (
     OPTIMIZER_KEYS,
     check_arguments,
     check_evaluate_config,
-    with_plain_numbers,
 )
-from flwr_regs.wire.records import record_of_state, to_record, views_of
+from flwr_regs.wire.records import metric_record, record_of_state, to_record, views_of
 
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... do not know all that a "
@@ -343,10 +342,10 @@ class RegStrategy(Strategy):
             replies = by_grid.exchange(list(messages), self.options.deadline)
             returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
             match kind, returned:
-                case ("train", (None | ArrayRecord(), None | Mapping())):
-                    return returned
-                case ("evaluate", None | Mapping()):
-                    return returned
+                case ("train", (None | ArrayRecord() as model, None | Mapping() as metrics)):
+                    return model, metric_record("aggregate_train", metrics)
+                case ("evaluate", None | Mapping() as metrics):
+                    return metric_record("aggregate_evaluate", metrics)
             raise TypeError(f"aggregate_{kind} must return {RETURNS[kind]}, not {returned!r:.80}")
         trains, given = kind == "train", (server_round, arrays, config, network)
         paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
@@ -440,7 +439,7 @@ class RegStrategy(Strategy):
         if not isinstance(averaged, Mapping):
             given = type(averaged).__name__
             raise TypeError(f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {given}")
-        return with_plain_numbers(averaged)
+        return metric_record(f"{kind}_metrics_aggr_fn", averaged) or {}
 
 
 def _as_record(metrics: Mapping[str, Any] | None) -> MetricRecord | None:

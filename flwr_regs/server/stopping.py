@@ -116,11 +116,13 @@ def sign(metric: str, mode: str | None) -> int:
 def values(history: History, metric: str) -> list[tuple[int, float]]:
     """Return (round, value) of a metric, from the best source that has it; warn once if none has.
 
-    A list of numbers is no value.
+    The server has it too if it has tested the initial model alone by now. A list of numbers is no value.
     """
+    tested = any(metric in entry.get("initial_metrics", {}) for entry in history)
     for source in SOURCES:
         entries = [(e["round"], e.get(source, {}).get(metric)) for e in history]
-        if numbers := [(t, float(value)) for t, value in entries if isinstance(value, Real)]:
+        numbers = [(t, float(value)) for t, value in entries if isinstance(value, Real)]
+        if numbers or tested:
             return numbers
     if len(history) == 1:
         known = sorted({name for source in SOURCES for name in history[0].get(source, {})})

@@ -206,8 +206,8 @@ def check_evaluate_config(config: Mapping[str, Any], also: Iterable[str] = ()) -
 
 
 def with_plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics in which 0-d arrays and tensors are Python's numbers."""
-    return {n: v.item() if getattr(v, "ndim", None) == 0 else v for n, v in metrics.items()}
+    """Return metrics in which arrays and tensors of up to one axis are Python's numbers and lists."""
+    return {n: v.tolist() if getattr(v, "ndim", 2) < 2 else v for n, v in metrics.items()}
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
+from flwr_regs.wire.config import with_plain_numbers
 from flwr_regs.wire.keys import ARRAYS, CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
 from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
@@ -136,6 +137,20 @@ class Writer:
             if value is not known and not (type(value) is int is type(known) and value == known):
                 record[name] = value
         return record
+
+
+def metric_record(who: str, metrics: Mapping[str, Any] | None) -> MetricRecord | None:
+    """Return the metrics that a function of the user's, `who`, has returned; TypeError for no numbers."""
+    if metrics is None or isinstance(metrics, MetricRecord):
+        return metrics
+    record = MetricRecord()
+    for name, value in with_plain_numbers(metrics).items():
+        try:
+            record[name] = value
+        except TypeError as error:
+            what = f"{who}: the metric '{name}' is {value!r:.80}"
+            raise TypeError(f"{what}, expected a number or a list of numbers") from error
+    return record
 
 
 def reply_of(parcel: Parcel) -> RecordDict:

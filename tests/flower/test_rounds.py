@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 import flwr_regs as fr
 from flwr_regs.flower.writers import numbers
 from flwr_regs.wire.records import from_record
-from tests.conftest import Log, close, start
+from tests.conftest import Log, Tampered, close, start
 from tests.flower.test_strategy import app_of, freezing
 
 
@@ -194,6 +194,25 @@ def test_patience_counts_the_rounds_that_were_tested() -> None:
         entry["server_metrics"] = {"loss": 1.0}
     stops = [bool(fr.Patience(2)(tested[:t])) for t in range(1, 11)]
     assert stops == [False] * 6 + [True] * 4  # the second test after the first, in round 7
+
+
+def test_a_clients_claims_end_nothing_where_the_server_tests_some_rounds() -> None:
+    def test(number: int, model: ArrayRecord) -> MetricRecord | None:
+        return MetricRecord({"accuracy": number / 10}) if number % 3 == 0 else None
+
+    def lie(kind: str, pid: int, message: Message, reply: Message) -> Message:
+        if kind == "evaluate":
+            reply.content["metrics"]["accuracy"] = 1.0  # type: ignore[index]
+        return reply
+
+    strategy = fr.FedAvg(seed=1, stop_when=fr.Target(0.5), keep_best="accuracy")
+    grid = Tampered(app_of(fr.FedAvgClient), 3, lie)
+    result = start(strategy, grid, 7, evaluate_fn=test)
+    assert len(strategy.history) == 6
+    assert result.best
+    assert (result.best.round, result.best.value) == (6, 0.6)
+    assert strategy.history[0]["initial_metrics"] == {"accuracy": 0.0}
+    assert sorted(result.evaluate_metrics_serverapp) == [0, 3, 6]
 
 
 @pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5])

@@ -281,6 +281,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"return \(ArrayRecord or None, M",
     ),
     (
+        lambda: returning("aggregate_evaluate", {"x": "y"}),
+        TypeError,
+        "aggregate_evaluate: the metric 'x' is 'y', expected a number",
+    ),
+    (
         lambda: returning("aggregate_evaluate", (0.5, {})),
         TypeError,
         r"a MetricRecord .*, not \(0.5",
