@@ -2,7 +2,8 @@
 
 `node_mod` is the outermost mod. It makes the message plain, so that the user's mods see the global model in
 float32 and nothing beside it. What else came waits in ``Context.state`` under `BESIDE`. :func:`opened`
-gives it to the code inside, with what the client remembers; :func:`closed` takes what it leaves.
+gives it to the code inside, with what the client remembers; :func:`closed` takes what it leaves, which
+waits there too. So a mod may call the code inside again, and it begins as it did the first time.
 
 Another strategy's message is refused by a reply that ends the server's run. Flower's own strategies leave
 out clients that reply with an error; if all do, the run "completes" with the initial model. So the reply
@@ -55,6 +56,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         check_incoming(_config(message.content), context)
         return _served(message, context, call_next)
     except OutOfSync:  # the server then sends the model
+        context.state = before
         return told(message, {keys.MEMORY_KEY: [keys.LOST_MODEL]})
     except ForeignStrategy as error:
         context.state = before
@@ -93,9 +95,15 @@ def _served(message: Message, context: Context, call_next: ClientAppCallable) ->
     if not isinstance(reply, Message):
         returned = f"the app's {message_type} function, or a mod, returned {reply!r:.200}"
         raise TypeError(f"{returned}, expected a Message such as ClientRound.reply()")
-    model = _taken(context).get(keys.MODEL, given)
-    if reply.has_error() or message_type.startswith("evaluate"):
+    names = (keys.MEMORY, keys.MODEL, *waiting)
+    left = {name: context.state.pop(BESIDE + name, None) for name in names}
+    if reply.has_error():
         return reply
+    if (memory := left[keys.MEMORY]) is not None:
+        state.remember(dict(memory))  # type: ignore[arg-type]
+    if message_type.startswith("evaluate"):
+        return reply
+    model = left[keys.MODEL] or given
     if half and keys.ARRAYS in reply.content:
         fitted = views_of(_arrays(reply.content))
         reply.content[keys.ARRAYS] = to_record(narrow(fitted, str(half)))
@@ -145,12 +153,17 @@ def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, by
 
     Raises ProtocolError if what came beside the model is gone.
     """
-    config, taken = _config(message.content), _taken(context)
-    waiting: Any = config.pop(keys.WAITING_KEY, [])
-    if missing := sorted({*waiting} - taken.keys()):
+    config = _config(message.content)
+    waiting: Any = config.get(keys.WAITING_KEY, [])
+    beside = {n: context.state[BESIDE + n] for n in waiting if BESIDE + n in context.state}
+    if missing := sorted({*waiting} - beside.keys()):
         why = f"a mod has replaced or emptied Context.state, where {missing} of the message waited"
         raise ProtocolError(f"{why}: keep its entries that begin with 'flwr_regs.'")
-    return RecordDict({**message.content, **taken}), NodeState(context, config).memory
+    content = RecordDict({**message.content, **beside})
+    if waiting:
+        rest = {key: value for key, value in config.items() if key != keys.WAITING_KEY}
+        content[keys.CONFIG] = ConfigRecord(rest)
+    return content, NodeState(context, config).memory
 
 
 def closed(
@@ -158,15 +171,9 @@ def closed(
 ) -> None:
     """Keep what the code inside leaves for the next round: its memory, and a model that came coded."""
     if memory is not None:
-        NodeState(context, _config(message.content)).remember(memory)
+        context.state[BESIDE + keys.MEMORY] = ConfigRecord({**memory})
     if model is not None:
         context.state[BESIDE + keys.MODEL] = model
-
-
-def _taken(context: Context) -> dict[str, Any]:
-    """Take the records that wait in ``Context.state``."""
-    names = [key for key in context.state if key.startswith(BESIDE)]
-    return {key.removeprefix(BESIDE): context.state.pop(key) for key in names}
 
 
 def _config(content: RecordDict) -> ConfigRecord:

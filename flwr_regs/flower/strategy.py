@@ -325,7 +325,7 @@ class RegStrategy(Strategy):
     def follow(self, arrays: ArrayRecord) -> None:
         """Go on from the model that a user's `aggregate_train` has returned; checkpoints hold it."""
         if self._training is not None and not self._is_ours("aggregate_train"):
-            self._training.adopt(views_of(arrays))
+            self._training.adopt(views_of(arrays), "the arrays that aggregate_train returned")
             self._released = arrays
 
     def run_round(

@@ -188,16 +188,17 @@ class GlobalModel(Snapshots):
         params = self._trainable(self.model)
         return ServerContext(server_round, lr, params, step, self.previous_lr, population, **more)
 
-    def adopt(self, model: NDArrays) -> bool:
+    def adopt(self, model: NDArrays, what: str) -> bool:
         """Continue from `model`; return whether it differs from the current one.
 
-        The caller may have changed it between rounds. The last step then ends at the new model.
+        The caller may have changed it between rounds. The last step then ends at the new model. `what`
+        names the arrays in a ProtocolError.
         """
-        wire.check_arrays(model, self.model, "the arrays handed to configure_train")
+        wire.check_arrays(model, self.model, what)
         model = wire.tie(model, self.tied or {})  # a tied weight has one value under all its names
         if wire.digest(model) == wire.digest(self.model):
             return False
-        check_finite(model, "the arrays handed to configure_train", self.model)
+        check_finite(model, what, self.model)
         if self.step is not None:
             floats = {n: s for n, s in self.step.items() if s.dtype.kind == "f"}
             moved = {n: np.asarray(s + (model[n] - self.model[n])) for n, s in floats.items()}

@@ -117,9 +117,12 @@ class Training:
         """Go on with other settings; a round refuses another of `FIXED`."""
         self.options = self.guard.options = self.participation.options = options
 
-    def adopt(self, model: NDArrays) -> bool:
-        """Continue from `model`, which the caller may have changed between rounds; return if it has."""
-        changed = self.model.adopt(_shared(self.options, model))
+    def adopt(self, model: NDArrays, what: str = "the arrays handed to configure_train") -> bool:
+        """Continue from `model`, which the caller may have changed between rounds; return if it has.
+
+        Raises ProtocolError, which names the arrays by `what`, if they do not fit.
+        """
+        changed = self.model.adopt(_shared(self.options, model), what)
         if changed:
             self.remembered.held = {}
         return changed

@@ -41,16 +41,18 @@ class Order:
 
     def draw(self, generator: torch.Generator, passes: int) -> Tensor:
         """Return the rows of some passes, drawn as a loader draws them."""
-        number, shuffling = torch.empty((), dtype=torch.int64), torch.Generator()
+        # on the CPU, whatever the user's default device is
+        number, shuffling = torch.empty((), dtype=torch.int64, device="cpu"), torch.Generator("cpu")
         used, rows = sum(self.sizes), list[Tensor]()
         for _ in range(passes):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
                 shuffling.manual_seed(int(number.random_(generator=generator)))
-                rows.append(torch.randperm(len(self.source[0]), generator=shuffling)[:used])
+                order = torch.randperm(len(self.source[0]), generator=shuffling, device="cpu")
+                rows.append(order[:used])
             else:
-                rows.append(torch.arange(used))
-        return rows[0] if passes == 1 else torch.cat([torch.arange(0), *rows])
+                rows.append(torch.arange(used, device="cpu"))
+        return rows[0] if passes == 1 else torch.cat([torch.arange(0, device="cpu"), *rows])
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of some rows."""
@@ -79,6 +81,7 @@ def order_of(loader: Any) -> Order | None:
         (type(loader), type(dataset), type(batches)) == kinds
         and (shuffle or type(sampler) is data.SequentialSampler)
         and len(dataset.tensors) == 2
+        and all(t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
         and loader.collate_fn is whole
         and not (loader.num_workers or loader.pin_memory or getattr(sampler, "replacement", False))
         and not has_generator(loader)

@@ -354,6 +354,28 @@ def test_a_mod_that_loses_what_came_beside_the_model_is_told_so() -> None:
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 
+def twice(message: Message, context: Context, call_next: Any) -> Any:
+    call_next(message, context)
+    return call_next(message, context)
+
+
+@pytest.mark.parametrize("method", ["FedFOR", "SCAFFOLD", "FedADC", "RFedAvgPlus"])
+def test_a_mod_may_call_the_client_again(method: str) -> None:
+    kind, client, ends = getattr(fr, method), getattr(fr, f"{method}Client"), []
+    how: dict[str, Any] = {"FedADC": {"downlink": "delta"}, "RFedAvgPlus": {"lam": 0.1}}
+    data = make_clients(4)
+    for mods in ([], [twice]):
+
+        def client_fn(context: Context) -> Any:
+            pid = context.node_config["partition-id"]
+            return client(make_model(), data[int(pid)], data[int(pid)])
+
+        grid = fr.InProcessGrid(fr.client_app(client_fn, mods), 4)
+        strategy = kind(seed=3, fraction_train=0.5, **how.get(method, {}))
+        ends.append(run(strategy, client, grid=grid))
+    close(*ends, 0.0)
+
+
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
     app = own_app(fr.FedFORClient, target="y")
     with pytest.raises(fr.RoundFailed, match=r"no argument 'target'.*'target_key'"):
