@@ -240,6 +240,8 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
     """
     config = message.config
     term = method_of(who, config)
+    if missing := [key for key in (keys.ROUND_KEY, keys.SEED_KEY) if key not in config]:
+        raise ProtocolError(f"the message lacks {missing}, which each round's has")
     check_custody(who.private, model, term)
     arrays, step = model_of(message, model, term)
     folder = None if who.folder is None else Folder(who.folder, config)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from logging import DEBUG, ERROR, INFO
+from numbers import Integral
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
@@ -27,6 +28,7 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.common import log
 
 from flwr_regs.flower.compat import ClientAppCallable, ErrorCode, Mod
+from flwr_regs.term import NOT_NEGATIVE, Range
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, statistics
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
@@ -37,6 +39,18 @@ from flwr_regs.wire.records import arrays_in, identity, refusal, to_record, view
 Memory = Mapping[str, bytes]
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
+COUNTED = Range("a whole number of 0 to 2**63 - 1", lambda v: 0 <= v < 2**63, Integral)
+NUMBERS = {
+    **dict.fromkeys((keys.ROUND_KEY, keys.SEED_KEY, keys.CLIENT_KEY), COUNTED),
+    keys.PREVIOUS_LR_KEY: NOT_NEGATIVE,
+}
+NEEDS = {
+    WHOLE: (),
+    "kept": (keys.DIGEST_KEY,),
+    "delta": (keys.DIGEST_KEY, keys.PREVIOUS_LR_KEY),
+    "coded": (keys.DIGEST_KEY, keys.PREVIOUS_LR_KEY, keys.STEPS_KEY),
+}
+"""What ``regs.downlink`` may be -> the entries that such a message cannot do without."""
 _LOGGED: set[str] = set()
 
 
@@ -123,7 +137,29 @@ def copied(state: RecordDict) -> RecordDict:
 
 
 def check_incoming(config: Mapping[str, Any], context: Context) -> None:
-    """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
+    """Raise ProtocolError for a config that would reach another client's state, or replace this one's.
+
+    So do entries of the protocol that are missing, or of another kind.
+    """
+    downlink = config.get(keys.DOWNLINK_KEY, WHOLE)
+    if downlink not in [*NEEDS]:  # a list has no hash
+        must = f"'{keys.DOWNLINK_KEY}' must be one of {', '.join(NEEDS)}"
+        raise ProtocolError(f"{must}, not {downlink!r:.80}")
+    if missing := [key for key in NEEDS[downlink] if key not in config]:
+        raise ProtocolError(
+            f"a message whose '{keys.DOWNLINK_KEY}' is '{downlink}' lacks {missing}"
+        )
+    for key, good in NUMBERS.items():
+        if key in config and not good.fits(config[key]):
+            raise ProtocolError(f"'{key}' must be {good.expected}, not {config[key]!r:.80}")
+    rounds = config.get(keys.SNAPSHOTS_KEY, [0])
+    if (
+        not isinstance(rounds, list)
+        or len(rounds) not in (1, 2)
+        or not all(map(COUNTED.fits, rounds))
+    ):
+        must = f"'{keys.SNAPSHOTS_KEY}' must be one or two rounds"
+        raise ProtocolError(f"{must}, not {rounds!r:.80}")
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
         raise ProtocolError(f"'{keys.START_KEY}' must be hexadecimal digits, not {start!r:.80}")

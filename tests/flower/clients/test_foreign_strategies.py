@@ -1,10 +1,10 @@
-"""Flower's own strategies with our clients: refused, so that no run completes without training."""
+"""What is refused by a client: Flower's own strategies, and messages that are not of the protocol."""
 
 from functools import partial
 from typing import Any
 
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
@@ -66,3 +66,47 @@ def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
     its = (ClientApp if app == "ClientApp" else fr.client_app)(lambda context: client_of(context))
     with pytest.raises(ValueError, match=why):
         server(fr.InProcessGrid(its, 6), Context(1, 1, {}, RecordDict(), {}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("server-round", "a", "'server-round' must be a whole number of .* not 'a'"),
+        ("server-round", 1.5, "'server-round' must be a whole number"),
+        ("server-round", None, r"the message lacks \['server-round'\]"),
+        ("regs.seed", -1, "'regs.seed' must be a whole number"),
+        ("regs.seed", None, r"the message lacks \['regs.seed'\]"),
+        ("regs.partition", "0", "'regs.partition' must be a whole number"),
+        ("regs.snapshots", 5, "'regs.snapshots' must be one or two rounds, not 5"),
+        ("regs.snapshots", ["round-9"], "must be one or two rounds"),
+        ("regs.snapshots", [1, 2, 3], "must be one or two rounds"),
+        ("regs.downlink", "half", "'regs.downlink' must be one of .*, not 'half'"),
+        ("regs.downlink", [1], "'regs.downlink' must be one of"),
+        (
+            "regs.downlink",
+            "coded",
+            "'coded' lacks .*'regs.digest', 'regs.previous-lr', 'regs.steps'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("app", ["client_app", "own loop"])
+def test_messages_outside_the_protocol_are_refused_by_name(
+    app: str, key: str, value: Any, why: str
+) -> None:
+    """Also of a right method; the client is as it was."""
+    served = APPS[app]()
+
+    def altering(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            config: Any = message.content["config"]
+            kept = RecordDict({name: record.copy() for name, record in context.state.items()})
+            config.pop(key, None)
+            config.update({} if value is None else {key: value})
+            reply = served(message, context)
+            assert reply.has_error()
+            assert context.state == kept
+            return reply
+        return served(message, context)
+
+    with pytest.raises(RuntimeError, match=why):
+        start(fr.FedFOR(alpha=0.1), SerialisingGrid(altering, 6))
