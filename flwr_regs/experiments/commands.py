@@ -126,27 +126,31 @@ def _resumed(args: Namespace) -> Experiment:
     """Return the experiment to go on with; ValueError if the words ask for other things too."""
     if args.name:
         raise ValueError(f"--resume takes the rest from the folder: leave {args.name} out")
-    experiment, here = _taken_up(args.resume, args.settings)
+    experiment = _taken_up(args.resume, args.settings)
     if experiment.baseline != (args.command == "bench"):
         what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
         raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
-    return experiment.given(here)
+    return experiment
 
 
-def _taken_up(folder: Path, settings: Sequence[str]) -> tuple[Experiment, dict[str, Any]]:
-    """Return the experiment of a folder, and the settings that say where its files are here.
+def _taken_up(folder: Path, settings: Sequence[str], code_dir: str | None = None) -> Experiment:
+    """Return the experiment of a folder, perhaps from another machine, with its files where they are here.
 
-    The folder may come from another machine. Raises ValueError for other settings, and for a damaged
-    record, before anything else is loaded.
+    The settings say where that is; if they do not, and the folder of a user's code is not here, it is
+    `code_dir`. Raises ValueError for other settings, and for a damaged record, before anything else is
+    loaded but a user's code: which argument is tuned may depend on it.
     """
     here = words.read_words(settings)
     if wrong := [name for name in here if name not in MOVED]:
         raise ValueError(f"only {' and '.join(MOVED)} may change, not {', '.join(wrong)}")
     experiment, _ = card_files.of_folder(folder)
+    if code_dir and not Path(experiment.settings.get("code-dir", "")).is_dir():
+        here = {"code-dir": code_dir, **here}
+    experiment = experiment.given(here)
     for panel, place in places(experiment, folder):
         recorded(experiment.tests(panel), place)
         recorded(experiment.trial_runs(panel), place / "tuning")
-    return experiment, here
+    return experiment
 
 
 def _train_panel(
@@ -454,18 +458,16 @@ def _is_same(kept: float | None, new: float | None) -> bool:
 def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
     """Return the experiment of a folder, and what of it is trained again: its seeds that are asked for.
 
-    The latter has its files where they are here, the only settings that may differ; a user's code in the
+    Both have their files where they are here, the only settings that may differ; a user's code in the
     current folder, unless the words say otherwise or the results' own folder for it is here.
     """
-    kept, here = _taken_up(folder, args.settings)
-    if not Path(kept.settings.get("code-dir", "")).is_dir():  # the results come from elsewhere
-        here = {"code-dir": str(Path.cwd()), **here}
+    kept = _taken_up(folder, args.settings, str(Path.cwd()))
     seeds = words.numbers(args.seeds, "--seeds") or kept.seeds
     if gone := [seed for seed in seeds if seed not in kept.seeds]:
         raise ValueError(f"{folder} has no run of seed {gone[0]}, only of {[*kept.seeds]}")
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be a number of at least 0, not {args.tolerance:g}")
-    return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds)).given(here)
+    return kept, replace(kept, seeds=tuple(s for s in kept.seeds if s in seeds))
 
 
 def reproduce(args: Namespace) -> int:

@@ -191,7 +191,9 @@ def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, by
     """
     config = _config(message.content)
     waiting: Any = config.get(keys.WAITING_KEY, [])
-    beside = {n: context.state[BESIDE + n] for n in waiting if BESIDE + n in context.state}
+    # a mod may have made a new config without that list: what waits is taken all the same
+    there = {n.removeprefix(BESIDE): r for n, r in context.state.items() if n.startswith(BESIDE)}
+    beside = {n: record for n, record in there.items() if n not in (keys.MEMORY, keys.MODEL)}
     if missing := sorted({*waiting} - beside.keys()):
         why = f"a mod has replaced or emptied Context.state, where {missing} of the message waited"
         raise ProtocolError(f"{why}: keep its entries that begin with 'flwr_regs.'")

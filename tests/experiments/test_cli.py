@@ -233,6 +233,21 @@ def test_bench_tunes_on_data_that_the_test_has_not_and_goes_on(
     assert chosen == made["chosen"] | {"FedProx(mu=0.1)": chosen.get("FedProx(mu=0.1)")}
 
 
+def test_own_code_that_was_moved_is_found_also_where_its_argument_without_a_name_was_tuned() -> (
+    None
+):
+    code = "import flwr_regs\n\nclass Mine(flwr_regs.FedProx):\n    pass\n"
+    for folder in ("old", "new"):
+        Path(folder).mkdir()
+        Path(folder, "mine.py").write_text(code)
+    line = ["bench", "methods=mine.py:Mine(0.5)", *QUICK, "--tune", "mine.py:Mine.mu=0.1,0.3"]
+    line += ["--seeds", "1", "--tuning-seeds", "9", "code-dir=old", "out=here"]
+    status = run(*line)
+    shutil.rmtree("old")
+    assert run("bench", "--resume", "here", "code-dir=new") == status
+    assert run("reproduce", "here", "code-dir=new") == 0
+
+
 def test_what_is_tuned_and_where_own_code_is_are_not_in_the_name_of_a_row() -> None:
     methods = "FedProx(mu=0.1); EFL(lam=1, density_up=0.1); FedADC(beta=0.6); FedADC(beta=0.9); "
     methods += "mine.py:Mine(); FedAvg+mine.py:Two(x=1); a.py:Same; b.py:Same"

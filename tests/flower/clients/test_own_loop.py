@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -354,17 +354,29 @@ def test_a_mod_that_loses_what_came_beside_the_model_is_told_so() -> None:
         run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
 
 
+def listless(message: Message, context: Context, call_next: Any) -> Any:
+    entries = message.content["config"].items()
+    message.content["config"] = ConfigRecord({k: v for k, v in entries if not isinstance(v, list)})
+    return call_next(message, context)
+
+
 def twice(message: Message, context: Context, call_next: Any) -> Any:
     call_next(message, context)
     return call_next(message, context)
 
 
-@pytest.mark.parametrize("method", ["FedFOR", "SCAFFOLD", "FedADC", "RFedAvgPlus"])
-def test_a_mod_may_call_the_client_again(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "mod"),
+    [
+        *product(["FedFOR", "SCAFFOLD", "FedADC", "RFedAvgPlus"], [twice]),
+        *product(["FedFOR", "FedADC"], [listless]),
+    ],
+)
+def test_a_mod_may_call_the_client_again_and_leave_lists_out(method: str, mod: Any) -> None:
     kind, client, ends = getattr(fr, method), getattr(fr, f"{method}Client"), []
     how: dict[str, Any] = {"FedADC": {"downlink": "delta"}, "RFedAvgPlus": {"lam": 0.1}}
     data = make_clients(4)
-    for mods in ([], [twice]):
+    for mods in ([], [mod]):
 
         def client_fn(context: Context) -> Any:
             pid = context.node_config["partition-id"]
