@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -225,7 +226,9 @@ class Group:
         if misread and torch.stack(misread).any():
             raise CannotStack("an embedding or one_hot gets an index that is out of range")
         held = {n: b.cpu() for n, b in model.named_buffers() if n not in self._first_names}
-        if odd := [n for n in held if n in result.state and (result.state[n] != held[n]).any()]:
+        also = [n for n in held if n in result.state]
+        equal = partial(torch.isclose, rtol=0, atol=0, equal_nan=True)
+        if odd := [n for n in also if not equal(result.state[n], held[n]).all()]:
             raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
         return result
 

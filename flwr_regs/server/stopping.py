@@ -119,13 +119,15 @@ def values(history: History, metric: str) -> list[tuple[int, float]]:
     The server has it too if it has tested the initial model alone by now. A list of numbers is no value.
     """
     tested = any(metric in entry.get("initial_metrics", {}) for entry in history)
-    for source in SOURCES:
+    sources = SOURCES[:1] if tested else SOURCES
+    for source in sources:
         entries = [(e["round"], e.get(source, {}).get(metric)) for e in history]
-        numbers = [(t, float(value)) for t, value in entries if isinstance(value, Real)]
-        if numbers or tested:
+        if numbers := [(t, float(value)) for t, value in entries if isinstance(value, Real)]:
             return numbers
     if len(history) == 1:
-        known = sorted({name for source in SOURCES for name in history[0].get(source, {})})
-        text = "round %d has no metric '%s' that is a number, only %s"
-        LOG.warning(text, history[0]["round"], metric, known)
+        known = sorted({name for source in sources for name in history[0].get(source, {})})
+        text = "round %d has no metric '%s' that is a number, only %s%s"
+        but = "; the server tested the initial model, so its tests alone count" * tested
+        level = logging.INFO if tested else logging.WARNING  # it may test some rounds alone
+        LOG.log(level, text, history[0]["round"], metric, known, but)
     return []

@@ -223,7 +223,7 @@ def test_the_check_changes_nothing() -> None:
     def trained(check: Any) -> Any:
         models = [perceptron(nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in SIZES]
         for model in models:
-            model.register_buffer("held", torch.ones(3), persistent=False)
+            model.register_buffer("held", torch.tensor([1, torch.nan]), persistent=False)
 
         def client_fn(context: Any) -> Any:
             k = int(context.node_config["partition-id"])
