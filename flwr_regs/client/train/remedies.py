@@ -97,5 +97,6 @@ def _lost(name: str) -> str:
 
 
 def are_finite(parts: list[Tensor]) -> bool:
-    """Whether the floating-point tensors are finite."""
-    return all(bool(t.isfinite().all()) for t in parts if t.is_floating_point())
+    """Whether the dense floating-point tensors are finite."""
+    dense = [t for t in parts if t.is_floating_point() and t.layout is torch.strided]
+    return all(bool(t.isfinite().all()) for t in dense)
