@@ -365,11 +365,13 @@ def plot(args: Namespace) -> int:
         return 0
     if args.export:
         raise ValueError("--export goes with a partition: flwr-regs plot partition --export")
-    if wrong := [word for word in args.settings if not word.startswith("out=")]:
+    if wrong := [w for w in args.settings if not w.startswith(("out=", "code-dir="))]:
         raise ValueError(f"results are drawn as they are: leave out {wrong[0]}")
-    folder = Path(args.what)
-    target = Path(words.read_words(args.settings).get("out", folder))
+    folder, given = Path(args.what), words.read_words(args.settings)
+    target = Path(given.pop("out", folder))
     experiment, _ = card_files.of_folder(folder)
+    if given:  # else none of the user's code is loaded: it may be gone
+        experiment = experiment.given(given)
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
     each = {place: results_of(experiment, panel, place) for panel, place in begun or every[:1]}

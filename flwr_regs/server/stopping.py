@@ -97,7 +97,8 @@ class Patience(Spelled):
                 since = 0
         if since < self.rounds:
             return ""
-        return f"{self.metric} has not improved on {factor * best:.6g} since round {at}"
+        shown = factor * best if math.isfinite(best) else math.nan
+        return f"{self.metric} has not improved on {shown:.6g} since round {at}"
 
 
 def sign(metric: str, mode: str | None) -> int:

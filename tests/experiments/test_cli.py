@@ -246,6 +246,7 @@ def test_own_code_that_was_moved_is_found_also_where_its_argument_without_a_name
     shutil.rmtree("old")
     assert run("bench", "--resume", "here", "code-dir=new") == status
     assert run("reproduce", "here", "code-dir=new") == 0
+    assert run("plot", "here", "code-dir=new") == 0
 
 
 def test_what_is_tuned_and_where_own_code_is_are_not_in_the_name_of_a_row() -> None:

@@ -197,6 +197,8 @@ def test_patience_counts_the_rounds_that_were_tested() -> None:
         entry["server_metrics"] = {"loss": 1.0}
     stops = [bool(fr.Patience(2)(tested[:t])) for t in range(1, 11)]
     assert stops == [False] * 6 + [True] * 4  # the second test after the first, in round 7
+    diverged = [{"round": t, "server_metrics": {"loss": float("nan")}} for t in range(1, 4)]
+    assert fr.Patience(2)(diverged) == "loss has not improved on nan since round 1"
 
 
 def test_a_clients_claims_end_nothing_where_the_server_tests_some_rounds() -> None:
