@@ -28,7 +28,7 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.common import log
 
 from flwr_regs.flower.compat import ClientAppCallable, ErrorCode, Mod
-from flwr_regs.term import NOT_NEGATIVE, Range
+from flwr_regs.term import Range
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, statistics
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
@@ -40,10 +40,7 @@ Memory = Mapping[str, bytes]
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
 COUNTED = Range("a whole number of 0 to 2**63 - 1", lambda v: 0 <= v < 2**63, Integral)
-NUMBERS = {
-    **dict.fromkeys((keys.ROUND_KEY, keys.SEED_KEY, keys.CLIENT_KEY), COUNTED),
-    keys.PREVIOUS_LR_KEY: NOT_NEGATIVE,
-}
+NUMBERS = (keys.ROUND_KEY, keys.SEED_KEY, keys.CLIENT_KEY)
 NEEDS = {
     WHOLE: (),
     "kept": (keys.DIGEST_KEY,),
@@ -149,9 +146,13 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
         raise ProtocolError(
             f"a message whose '{keys.DOWNLINK_KEY}' is '{downlink}' lacks {missing}"
         )
-    for key, good in NUMBERS.items():
-        if key in config and not good.fits(config[key]):
-            raise ProtocolError(f"'{key}' must be {good.expected}, not {config[key]!r:.80}")
+    for key in NUMBERS:
+        if key in config and not COUNTED.fits(config[key]):
+            raise ProtocolError(f"'{key}' must be {COUNTED.expected}, not {config[key]!r:.80}")
+    rate = config.get(keys.PREVIOUS_LR_KEY, 0.0)
+    if not isinstance(rate, float | int) or rate < 0:  # NaN: the clients choose it
+        must = f"'{keys.PREVIOUS_LR_KEY}' must be a number of at least 0"
+        raise ProtocolError(f"{must}, not {rate!r:.80}")
     rounds = config.get(keys.SNAPSHOTS_KEY, [0])
     if (
         not isinstance(rounds, list)

@@ -77,6 +77,7 @@ def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
         ("regs.seed", -1, "'regs.seed' must be a whole number"),
         ("regs.seed", None, r"the message lacks \['regs.seed'\]"),
         ("regs.partition", "0", "'regs.partition' must be a whole number"),
+        ("regs.previous-lr", "0.1", "'regs.previous-lr' must be a number of at least 0"),
         ("regs.snapshots", 5, "'regs.snapshots' must be one or two rounds, not 5"),
         ("regs.snapshots", ["round-9"], "must be one or two rounds"),
         ("regs.snapshots", [1, 2, 3], "must be one or two rounds"),

@@ -160,7 +160,7 @@ def test_a_strategy_that_withholds_more_is_served_and_gets_no_pinned_value() -> 
         (keys.START_KEY, "abc.regs", "hexadecimal digits"),
         (keys.START_KEY, "", "hexadecimal digits"),
         (keys.CLIENT_KEY, 7, "this node serves"),
-        (keys.CLIENT_KEY, "../1", "this node serves"),
+        (keys.CLIENT_KEY, "../1", "must be a whole number"),
     ],
 )
 def test_a_message_that_reaches_for_a_nodes_state_is_refused(
