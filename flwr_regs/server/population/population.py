@@ -124,7 +124,8 @@ class Population(Snapshots):
                 raise PopulationError(self._too_few(came, wanted))
             if time.monotonic() - logged > 10:
                 missing = f", {self.missing} missing" if self.missing else ""
-                count = f"{len(came)} of {wanted} are connected{missing}"
+                slow = f", {self._slow}" if self._slow else ""
+                count = f"{len(came)} of {wanted} have come{missing}{slow}"
                 logged = time.monotonic()
                 LOG.info("waiting for clients: %s; at most %.0f s more", count, deadline - logged)
             time.sleep(0.1)
@@ -135,7 +136,15 @@ class Population(Snapshots):
         verb, hint = f"came within {self._timeout:.0f} s", TOO_FEW
         if self.refused:
             verb, hint = "can take part", name_failures(self.refused, "node", "id", "refused")
+        elif slow := self._slow:
+            hint = f"{slow}: with a larger wait_timeout they have more time; else {hint}"
         return f"{len(came)} of {wanted} clients {verb}{which}; {hint}"
+
+    @property
+    def _slow(self) -> str:
+        """How many nodes are connected and have not replied to the first question, in words; "" if none."""
+        many = len(self._retry.keys() - self._known - self.refused.keys())
+        return f"{many} connected without a report of their partition" if many else ""
 
     @property
     def missing(self) -> str:

@@ -88,6 +88,14 @@ def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
         Population(4, 5, 0.2).refresh(network_of(3))
 
 
+def test_nodes_that_are_there_and_do_not_reply_in_time_are_told_from_missing_ones() -> None:
+    network = network_of(3)
+    network.mute.update({1: None, 2: None})  # type: ignore[attr-defined]
+    sentence = "1 of 3 clients came within 0 s .*2 connected without a report .*wait_timeout"
+    with pytest.raises(PopulationError, match=sentence):
+        Population(2, 3, 0.2).refresh(network)
+
+
 @pytest.mark.parametrize("odd", [[1], -1, math.nan, True], ids=str)
 @pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
 def test_a_node_that_reports_nonsense_is_refused_by_name_and_not_waited_for(
