@@ -234,7 +234,7 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
         The strategy is not of this package.
     ProtocolError
         The strategy is for another method or protocol version, does not withhold a pinned entry, or its
-        arrays do not fit the model.
+        arrays do not fit the model; the message lacks its round or seed.
     ValueError
         The config lacks a key, or holds an unknown one.
     """

@@ -39,9 +39,8 @@ from flwr_regs.wire.records import arrays_in, identity, refusal, to_record, view
 Memory = Mapping[str, bytes]
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
-COUNTED = Range("a whole number of 0 to 2**63 - 1", lambda v: 0 <= v < 2**63, Integral)
-NUMBERS = (keys.ROUND_KEY, keys.SEED_KEY, keys.CLIENT_KEY)
-NEEDS = {
+INT64 = Range("a whole number of 0 to 2**63 - 1", lambda v: 0 <= v < 2**63, Integral)
+DOWNLINKS = {
     WHOLE: (),
     "kept": (keys.DIGEST_KEY,),
     "delta": (keys.DIGEST_KEY, keys.PREVIOUS_LR_KEY),
@@ -136,19 +135,19 @@ def copied(state: RecordDict) -> RecordDict:
 def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     """Raise ProtocolError for a config that would reach another client's state, or replace this one's.
 
-    So do entries of the protocol that are missing, or of another kind.
+    Also for entries of the protocol that are missing, or of another kind.
     """
     downlink = config.get(keys.DOWNLINK_KEY, WHOLE)
-    if downlink not in [*NEEDS]:  # a list has no hash
-        must = f"'{keys.DOWNLINK_KEY}' must be one of {', '.join(NEEDS)}"
+    if downlink not in [*DOWNLINKS]:  # a list has no hash
+        must = f"'{keys.DOWNLINK_KEY}' must be one of {', '.join(DOWNLINKS)}"
         raise ProtocolError(f"{must}, not {downlink!r:.80}")
-    if missing := [key for key in NEEDS[downlink] if key not in config]:
+    if missing := [key for key in DOWNLINKS[downlink] if key not in config]:
         raise ProtocolError(
             f"a message whose '{keys.DOWNLINK_KEY}' is '{downlink}' lacks {missing}"
         )
-    for key in NUMBERS:
-        if key in config and not COUNTED.fits(config[key]):
-            raise ProtocolError(f"'{key}' must be {COUNTED.expected}, not {config[key]!r:.80}")
+    for key in (keys.ROUND_KEY, keys.SEED_KEY, keys.CLIENT_KEY):
+        if key in config and not INT64.fits(config[key]):
+            raise ProtocolError(f"'{key}' must be {INT64.expected}, not {config[key]!r:.80}")
     rate = config.get(keys.PREVIOUS_LR_KEY, 0.0)
     if not isinstance(rate, float | int) or rate < 0:  # NaN: the clients choose it
         must = f"'{keys.PREVIOUS_LR_KEY}' must be a number of at least 0"
@@ -157,7 +156,7 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     if (
         not isinstance(rounds, list)
         or len(rounds) not in (1, 2)
-        or not all(map(COUNTED.fits, rounds))
+        or not all(map(INT64.fits, rounds))
     ):
         must = f"'{keys.SNAPSHOTS_KEY}' must be one or two rounds"
         raise ProtocolError(f"{must}, not {rounds!r:.80}")

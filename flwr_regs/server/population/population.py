@@ -142,7 +142,7 @@ class Population(Snapshots):
 
     @property
     def _slow(self) -> str:
-        """How many nodes are connected and have not replied to the first question, in words; "" if none."""
+        """How many connected nodes have not reported their partition, in words; "" if none."""
         many = len(self._retry.keys() - self._known - self.refused.keys())
         return f"{many} connected without a report of their partition" if many else ""
 
