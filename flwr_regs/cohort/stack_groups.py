@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -101,10 +101,20 @@ class Recipe:
     step: Mapping[str, np.ndarray] | None
     common: Records
 
-    @property
+    @cached_property
     def probes(self) -> bool:
         """Whether this is a round's first exchange, without training."""
         return bool(self.config.get(keys.PROBE_KEY))
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether a term needs each client's label counts."""
+        return any("label_counts" in t.needs for t in self.term.terms)
+
+    @cached_property
+    def reads_first(self) -> bool:
+        """Whether a term may see them before the first forward pass: no more classes than the client has."""
+        return self.probes or any(t.acts("start") for t in self.term.terms)
 
     def steps(self, pairs: data.Pairs) -> int:
         """Return E; for a first exchange, the batches of one pass.
@@ -315,12 +325,10 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
     }
     broadcast = clients.broadcast_of(term, own, None, (), {}) if own else {}
     counts = None
-    if any("label_counts" in t.needs for t in term.terms):
+    if recipe.counts:
         with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = data.label_counts(pairs)
-    # before the first forward pass, a term sees no more classes than the client has
-    reads = recipe.probes or any(t.acts("start") for t in term.terms)
-    classes = len(counts) if reads and counts is not None else 0
+    classes = len(counts) if counts is not None and recipe.reads_first else 0
     form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, counts, asked, begun, form)
