@@ -68,6 +68,9 @@ class Row(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self.stack[name][self.at, ...]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.stack
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.stack)
 

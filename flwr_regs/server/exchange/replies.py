@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,8 @@ class Reader:
     method: str
     options: Options
     model: GlobalModel
+    _said: list[Any] = field(default_factory=list)
+    """What the last client said it does not train, and `_parts` of it: most say the same."""
 
     def read_all(self, this_round: Round) -> None:
         """Check a round's replies one by one and against each other; note who failed, and why.
@@ -127,8 +129,7 @@ class Reader:
         arrays = Widened(sent, half) if half else sent
         try:
             uploads = read_uploads(what, parcel)
-            buffers, tied = wire.not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
-            trained = {n: a for n, a in model.items() if n not in buffers}
+            buffers, tied, trained = self._parts(entries.get(keys.NOT_TRAINED_KEY))
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
                 raise ProtocolError(f"'{keys.FROZEN_DIGEST_KEY}' is no digest: {quoted(digest)}")
@@ -149,12 +150,22 @@ class Reader:
         if half == "float16":  # Flower's own clients may send float32
             floats = {n: a for n, a in arrays.items() if a.dtype == np.float32}
             check_finite(floats, what, expected, 65504.0)
-        check_finite(update, what, largest=LARGEST)
+        if update:
+            check_finite(update, what, largest=LARGEST)
         for t in self.options.term.able(Folds):
             if t.name in uploads:  # copied again when it is folded
                 uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
         again = None if coded is None else held(update, coded)
         return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
+
+    def _parts(self, said: Any) -> tuple[frozenset[str], Mapping[str, str], Model]:
+        """Return (the arrays that a client does not train, its tied weights, the arrays that it trains)."""
+        if not self._said or said != self._said[0]:
+            model = self.model.model
+            buffers, tied = wire.not_trained(said, model)
+            trained = {n: a for n, a in model.items() if n not in buffers}
+            self._said[:] = said, (buffers, tied, trained)
+        return self._said[1]  # type: ignore[no-any-return]
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
