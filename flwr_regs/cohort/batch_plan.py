@@ -69,7 +69,9 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
-        return sum(t.nbytes for t in tensors([self.rows, self.batches]))
+        if self.rows is not None:
+            return self.rows.nbytes
+        return sum(t.nbytes for t in tensors(self.batches))
 
 
 def plan_of(data: Pairs, after: torch.Generator, batches: Sequence[Any]) -> Plan:

@@ -113,7 +113,7 @@ class Recipe:
 
     @cached_property
     def reads_first(self) -> bool:
-        """Whether a term may see them before the first forward pass: no more classes than the client has."""
+        """Whether a term may see them before the first forward pass: of the client's classes alone."""
         return self.probes or any(t.acts("start") for t in self.term.terms)
 
     def steps(self, pairs: data.Pairs) -> int:

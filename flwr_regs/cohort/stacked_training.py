@@ -337,9 +337,7 @@ class Stack:
             places = set[int]()
             for n, g in self._gradients(step, rows, where).items():
                 p = self._leaves[n]
-                if self._moved:
-                    self._values[n] = p.data = g
-                elif len(parts) == 1:
+                if len(parts) == 1:
                     # clipping and optimisers write to it: it must be of this parameter alone
                     place = g.untyped_storage().data_ptr()
                     p.grad = g.to(p.dtype, copy=place in places or 0 in g.stride())
@@ -432,16 +430,16 @@ class Stack:
 
         It is traced once for `whose`, (training, build), and the names and forms of what goes in. So what
         it reads beside its arguments, such as a global, is that of this training. Where the optimiser is
-        plain SGD and no term acts, the graph makes its update: the parameters behind it come in place of
-        the gradients. Where the step cannot be traced or there is no compiler, a sentence in the log says
-        so, and no other step of the training is tried.
+        plain SGD and no term acts, the graph itself updates the parameters, and there are no gradients.
+        Where the step cannot be traced or there is no compiler, a sentence in the log says so, and no other
+        step of the training is tried.
         """
         training, build = whose
         if training in _STEPS:
             return None
         view, lr, size = self._view, self._lr, len(batch.leaves[0])
         read = len(view.misread)
-        values = {n: v.detach() for n, v in values.items()}
+        values = {n: v.data for n, v in values.items()}  # the graph may write to them
         held = {**{n: v.expand(size, *v.shape) for n, v in view.rest.items()}, **held}
         rate = torch.full((), lr, dtype=torch.float64, device=view.device)
         given, form = tree_flatten((values, held, batch.leaves, rate))
@@ -453,11 +451,15 @@ class Stack:
 
         def step(*given: Tensor) -> Any:
             *inputs, rate = tree_unflatten(given, form)
-            grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*inputs)
-            moved = [v - rate * grads[n] if lr else grads[n] for n, v in inputs[0].items()]
+            with unwritten("parameters", inputs[0].values()):
+                grads, (_, (losses, buffers, _)) = grad_and_value(total, has_aux=True)(*inputs)
             misread = torch.stack([losses.new_zeros((), dtype=torch.bool), *view.misread[read:]])
             del view.misread[read:]
-            return *moved, losses, misread.any(), *buffers.values()
+            if lr:
+                for n, g in grads.items():
+                    inputs[0][n].sub_(rate * g)
+                grads = {}
+            return losses, misread.any(), *buffers.values(), *grads.values()
 
         try:
             if build is None:
@@ -476,9 +478,10 @@ class Stack:
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
             return None
         self._moved = bool(lr)
-        moved, losses = {n: next(out) for n in values}, next(out)
+        losses = next(out)
         view.misread.append(next(out))
-        return moved, losses, dict(zip(view.buffers, out, strict=True)), {}
+        buffers = {n: next(out) for n in view.buffers}
+        return dict(zip(values, out, strict=False)), losses, buffers, {}
 
     def _corrected(self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any) -> Any:
         """Return what the terms make of the gradients, and the clients' slots after the step."""

@@ -51,7 +51,7 @@ class Order:
     def is_of(self, loader: Any) -> bool:
         """Whether the loader from which this was read is as it was, of what torch lets one change."""
         same = loader.dataset.tensors is self.source and loader.collate_fn is self.collate
-        return same and loader.generator is None and self.sampler.batch_size == self.size
+        return same and self.sampler.batch_size == self.size and not has_generator(loader)
 
     def draw(self, generator: torch.Generator, passes: int) -> Tensor:
         """Return the rows of some passes, drawn as a loader draws them."""
