@@ -24,7 +24,7 @@ from flwr_regs.client.train.trainable import private_entries
 from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Member, View
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
-from flwr_regs.term import Slot
+from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.config import plain
@@ -309,10 +309,11 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
         check_custody(client.identity.private, client.model, term)
     names = private_entries(client.model, term)
     begun = memories.begin(asked.memory, term, message.config, bool(names))
-    entries = client.model.state_dict() if names else {}
-    values = {n: v for n, v in entries.items() if n in names}
-    kept = begun.private
-    private = found(client.model, values) if kept is None else as_kept(kept, values)
+    private: Arrays = {}
+    if names:
+        values = {n: v for n, v in client.model.state_dict().items() if n in names}
+        kept = begun.private
+        private = found(client.model, values) if kept is None else as_kept(kept, values)
     planned = recipe.steps(pairs)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
