@@ -158,7 +158,7 @@ class Reader:
         again = None if coded is None else held(update, coded)
         return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, again)
 
-    def _parts(self, said: Any) -> tuple[frozenset[str], Mapping[str, str], Model]:
+    def _parts(self, said: Any) -> tuple[frozenset[str], dict[str, str], NDArrays]:
         """Return (the arrays that a client does not train, its tied weights, the arrays that it trains)."""
         if not self._said or said != self._said[0]:
             model = self.model.model
