@@ -44,9 +44,6 @@ class Order:
         self.sizes = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
         self.used = sum(self.sizes)
         self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
-        # on the CPU, whatever the user's default device is
-        self._number = torch.empty((), dtype=torch.int64, device="cpu")
-        self._shuffling = torch.Generator("cpu")
 
     def is_of(self, loader: Any) -> bool:
         """Whether the loader from which this was read is as it was, of what torch lets one change."""
@@ -55,7 +52,9 @@ class Order:
 
     def draw(self, generator: torch.Generator, passes: int) -> Tensor:
         """Return the rows of some passes, drawn as a loader draws them."""
-        number, shuffling, rows = self._number, self._shuffling, list[Tensor]()
+        # on the CPU, whatever the user's default device is
+        number, shuffling = torch.empty((), dtype=torch.int64, device="cpu"), torch.Generator("cpu")
+        rows: list[Tensor] = []
         for _ in range(passes):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
