@@ -26,6 +26,7 @@ PLAIN = {
     "bare loop, DataLoader": jobs.bare_loader,
     "bare loop, tensors indexed": jobs.bare_indexed,
     "bare torch.func.vmap": jobs.bare_vmap,
+    "bare torch.func.vmap, two processes": jobs.bare_vmap_halves,
 }
 BASE = "bare loop, DataLoader"
 POPULATION = 100
