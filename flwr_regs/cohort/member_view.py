@@ -316,9 +316,8 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
         picked = below.gather(0, chosen).squeeze(0) - below.exp().sum(0).log()
     else:
         picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
-    n = counts.sum()
-    # of no example torch's is NaN, and its gradient 0
-    mean: Tensor = -(picked * counts).sum() / n.clamp(min=1) + torch.where(n == 0, torch.nan, 0.0)
+    # of no example it is NaN, and its gradient 0, as torch's are
+    mean: Tensor = -torch.where(counts, picked, 0.0).sum() / counts.sum()
     return mean
 
 
