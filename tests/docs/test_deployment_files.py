@@ -92,3 +92,6 @@ def test_the_certificates_are_made_and_fit(tmp_path: Path) -> None:
     assert subprocess.run(wrong, cwd=tmp_path, capture_output=True).returncode != 0
     for key in ("ca.key", "server.key"):
         assert (tmp_path / key).stat().st_mode & 0o077 == 0
+    two_years = [*"openssl x509 -noout -in ca.crt -checkend".split(), str(2 * 365 * 86400)]
+    done = subprocess.run(two_years, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0  # the authority outlives a certificate that is renewed
