@@ -219,6 +219,9 @@ class Training:
         self._close(this_round)
         for replies in acknowledged:
             self.remembered.held |= dict.fromkeys(replies.came, number)
+            if replies.failures:  # the round has waited for them
+                what = f"got no model ahead of round {number + 1}"
+                LOG.warning("%s", name_failures(replies.failures, what=what))
 
     def _opened(
         self, this_round: Round, config: Mapping[str, Any], network: Network

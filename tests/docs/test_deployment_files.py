@@ -4,6 +4,8 @@ import argparse
 import re
 import shlex
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from flwr.app import Context, RecordDict
 from flwr.cli.app import app as flwr_app
+from flwr.clientapp import ClientApp
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Watching
 from tests.docs.test_tutorials import blocks
 
 FILES = ROOT / "docs/examples/deployment"
@@ -92,3 +96,30 @@ def test_the_certificates_are_made_and_fit(tmp_path: Path) -> None:
     assert subprocess.run(wrong, cwd=tmp_path, capture_output=True).returncode != 0
     for key in ("ca.key", "server.key"):
         assert (tmp_path / key).stat().st_mode & 0o077 == 0
+    ends = ["openssl", "x509", "-noout", "-in", "ca.crt", "-checkend"]
+    done = subprocess.run([*ends, str(2 * 365 * 86400)], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0  # the authority outlives a certificate that is renewed
+
+
+def test_the_app_refuses_what_would_cost_its_results_before_it_asks_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.syspath_prepend(str(FILES / "app"))
+    settings = tomllib.loads((FILES / "app/pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    cases = {
+        "Not a directory": {"out": str(tmp_path / "file" / "results")},
+        "resume=true needs the checkpoint-dir": {"resume": True},
+    }
+    try:
+        import server
+
+        for words, given in cases.items():
+            config = settings["config"] | given
+            grid = Watching(ClientApp(), 2)
+            with pytest.raises((OSError, ValueError), match=words):
+                server.app(grid, Context(1, 1, {}, RecordDict(), config))
+            assert not grid.kinds
+    finally:
+        for name in ("server", "task"):
+            sys.modules.pop(name, None)

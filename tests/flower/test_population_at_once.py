@@ -1,17 +1,19 @@
 """Clients of this process: known without messages, and saved if they hold something."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 
 from flwr_regs import SCAFFOLD, InProcessGrid, SCAFFOLDClient, StackedGrid
+from flwr_regs.flower.grids import grid_network
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.testing.problem import app_of, make_clients
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import Watching, close, run
+from tests.conftest import Log, Watching, close, run
 
 CLIENTS = 6
 APP = app_of(SCAFFOLDClient, make_clients(CLIENTS))
@@ -43,6 +45,30 @@ def test_what_a_grid_knows_is_what_its_clients_say() -> None:
     assert asked.kinds.count(keys.IDENTIFY) == 2 * CLIENTS
     close(a, b, 0.0)
     assert cohorts == same
+
+
+class Busy(Watching):
+    """Node 1000 replies at the third look."""
+
+    replies_at_once, looks = False, 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        (i,) = message_ids
+        first = self._replies[i].metadata.src_node_id == 1000
+        self.looks += first
+        return super().pull_messages([] if first and self.looks < 3 else [i])
+
+
+def test_the_log_says_once_that_nodes_are_slow_to_report_their_partition(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid_network, "SLOW", 0.0)
+    trained(Busy(APP, CLIENTS), 2)
+    (said,) = log("connected nodes")
+    assert (
+        said
+        == "1 of 6 connected nodes have not reported their partition after 0 s; at most 60 s more"
+    )
 
 
 def test_a_snapshot_holds_those_that_keep_something_and_goes_back() -> None:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # certificates.sh NAME ADDRESS: a certificate authority of your own (ca.key, ca.crt), and with it the certificate
-# of a SuperLink (server.key, server.crt) that is reached by this host name and IP address. They end after a year.
+# of a SuperLink (server.key, server.crt) that is reached by this host name and IP address. The authority ends after
+# ten years, and the SuperLink's certificate after one: run this again for a new one.
 set -euo pipefail
 name=$1 address=$2
 umask 077  # keys are for their owner alone
 if [ ! -e ca.key ]; then
-  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 365 -keyout ca.key -out ca.crt -subj "/CN=federation" \
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -keyout ca.key -out ca.crt -subj "/CN=federation" \
     -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign"
 fi
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout server.key -out server.csr -subj "/CN=$name"

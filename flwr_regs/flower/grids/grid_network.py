@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import zip_longest
-from logging import WARNING
+from logging import INFO, WARNING
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,8 @@ from flwr_regs.wire.text import one_line
 T = TypeVar("T")
 PATIENCE, LEAST = 1.0, 0.01
 """Seconds that slow replies may hold up the others: all of them together, and each of them at least."""
+SLOW = 10.0
+"""Seconds after which the log says who has not reported its partition yet."""
 AT_ONCE = 16
 """Pulls that begin together: most of their time is the network's."""
 DEAD = ("ray.exceptions.ActorDiedError", "ray.exceptions.OutOfMemoryError")
@@ -89,16 +91,23 @@ class GridNetwork:
         if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
             return known
         messages = messages_of([request])
-        (replies,) = replies_to([request], messages, self.exchange(messages, timeout))
-        if request.kind == keys.IDENTIFY:
+        identifies = request.kind == keys.IDENTIFY
+        came = self.exchange(messages, timeout, "reported their partition" if identifies else "")
+        (replies,) = replies_to([request], messages, came)
+        if identifies:
             _name_other_versions(replies)
         return replies
 
-    def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
+    def exchange(
+        self, messages: Sequence[Message], timeout: float | None = None, what: str = ""
+    ) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
 
         Only the grid's ``push_messages`` and ``pull_messages`` are used. A grid that has all replies
         when a push returns says so with an attribute ``replies_at_once = True``.
+
+        `what` is what the nodes do by their replies, such as "reported their partition": if it is given,
+        the log names once, after some seconds, how many nodes have not.
         """
         if not messages:
             return []
@@ -118,6 +127,10 @@ class GridNetwork:
                 for key in waiting:
                     self._pulls.pop(key, None)
                 return replies
+            if what and spent > SLOW:
+                count = f"{len(waiting)} of {len(messages)} connected nodes have not {what}"
+                log(INFO, "%s after %.0f s; at most %.0f s more", count, spent, limit - spent)
+                what = ""
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, limit - spent))
 
     def send(self, request: Request) -> None:

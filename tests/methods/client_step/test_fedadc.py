@@ -1,5 +1,6 @@
 """FedADC beyond the laws: bytes, K_k, distillation, class-covering cohorts, and overlap."""
 
+import logging
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -7,12 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 
 import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
+from flwr_regs.testing import problem
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import Attended, budgeted, close, make_clients, make_model, to_numpy, wide
+from flwr_regs.wire import keys
+from tests.conftest import (
+    Attended,
+    Log,
+    Tampered,
+    budgeted,
+    close,
+    make_clients,
+    make_model,
+    to_numpy,
+    wide,
+)
 from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 
@@ -80,6 +94,27 @@ def test_overlap_gives_the_same_weights_and_sends_only_the_step_last(fraction: f
         ahead = set(later["cohort"]) - set(entry["cohort"])
         assert set(entry.get("bytes_ahead", {})) == ahead
     assert "bytes_ahead" not in histories[2][-1]  # nobody comes after the last round
+
+
+def test_a_model_that_does_not_go_ahead_is_named_and_goes_with_its_round(log: Log) -> None:
+    def change(kind: str, pid: int, message: Message, reply: Message) -> Message | str:
+        return "the disk is full" if kind == keys.PREFETCH else reply
+
+    def trained(grid: fr.InProcessGrid) -> Any:
+        ends.append(train(strategy, fr.FedADCClient, rounds=6, grid=grid)[-1])
+
+    app, ends = problem.app_of(fr.FedADCClient, make_clients(4)), list[Any]()
+    settings: dict[str, Any] = {"seed": 5, "fraction_train": 0.5, "fraction_evaluate": 0.0}
+    strategy = fr.FedADC(**settings, downlink="delta", overlap=True)
+    trained(fr.InProcessGrid(app, 4))
+    assert not log(level=logging.WARNING)
+    trained(Tampered(app, 4, change))
+    said = log(level=logging.WARNING)
+    sent = [e["round"] for e in strategy.history if e.get("bytes_ahead")]
+    assert sent
+    for number, line in zip(sent, said, strict=True):
+        assert line.endswith(f" got no model ahead of round {number + 1}: the disk is full")
+    close(*ends, 1e-6)
 
 
 # K_k

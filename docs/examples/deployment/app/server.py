@@ -1,6 +1,7 @@
 """The server: trains with any method of the package, and writes the history and the final model."""
 
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -19,6 +20,11 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     torch.set_num_threads(1)
     out, checkpoints = str(config["out"]), str(config["checkpoint-dir"])
+    if config["resume"] and not checkpoints:
+        raise ValueError("resume=true needs the checkpoint-dir of the run that ended")
+    if out:  # a folder that cannot be written ends the run before it trains
+        Path(out).mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
     trained = strategy(
         str(config["method"]),
         seed=7,
