@@ -203,8 +203,7 @@ class ClientSets(Spelled):
 
     def client(self, pid: int, identity: Identity, server_round: int = 0) -> OneClient:
         """Return a client of a method."""
-        train, test = self.sets_of(pid, server_round)
-        sets = self.task.pairs(train), None if test is None else self.task.pairs(test)
+        sets = self.sets_of(pid, server_round)
         return OneClient(
             self.model, *sets, self.task, identity, self.optimizer, self.device, self.classifier
         )

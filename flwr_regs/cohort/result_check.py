@@ -159,8 +159,7 @@ def _alone(
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
     client, message = c.asked.client, c.asked.message
     model, over_data = client.model, measures(client)
-    data = over_data.data
-    over_data.data = replace(data, source=Drawn(data.source, precision))
+    over_data.data = replace(over_data.data, source=Drawn(client.train_data, precision))
     seed, both = message.config[keys.SEED_KEY], (model, client.task.loss_fn)
     with restored(*both), seeded(seed, over_data.device), quiet:
         member = begin(message, c.asked.memory, model, client.identity)

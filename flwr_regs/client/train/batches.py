@@ -74,11 +74,8 @@ class Pairs:
 
     @property
     def order(self) -> Order | None:
-        """How a plain loader goes through its examples; None for any other data. It is read once."""
-        known: Order | None = vars(self).get("_order")
-        if known is None or not known.is_of(self.source):
-            known = vars(self)["_order"] = order_of(self.source)
-        return known
+        """How a plain loader goes through its examples; None for any other data."""
+        return order_of(self.source)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         order = self.order

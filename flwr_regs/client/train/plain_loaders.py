@@ -27,42 +27,32 @@ class Order:
     size : int
         Of a batch.
     drop_last, shuffle : bool
-    sampler, collate : object, callable
-        The loader's sampler of batches, and what puts one together.
     """
 
     source: tuple[Tensor, ...]
     size: int
     drop_last: bool
     shuffle: bool
-    sampler: Any
-    collate: Any
 
     def __post_init__(self) -> None:
         self.length = len(self.source[0])
         whole, rest = divmod(self.length, self.size)
         self.sizes = (self.size,) * whole + (rest,) * (rest > 0 and not self.drop_last)
-        self.used = sum(self.sizes)
         self.kind = tuple((t.shape[1:], t.dtype) for t in self.source)
-
-    def is_of(self, loader: Any) -> bool:
-        """Whether the loader from which this was read is as it was, of what torch lets one change."""
-        same = loader.dataset.tensors is self.source and loader.collate_fn is self.collate
-        return same and self.sampler.batch_size == self.size and not has_generator(loader)
 
     def draw(self, generator: torch.Generator, passes: int) -> Tensor:
         """Return the rows of some passes, drawn as a loader draws them."""
         # on the CPU, whatever the user's default device is
         number, shuffling = torch.empty((), dtype=torch.int64, device="cpu"), torch.Generator("cpu")
-        rows: list[Tensor] = []
+        used, rows = sum(self.sizes), list[Tensor]()
         for _ in range(passes):
             number.random_(generator=generator)  # the seed of its workers
             if self.shuffle:
                 shuffling.manual_seed(int(number.random_(generator=generator)))
                 order = torch.randperm(self.length, generator=shuffling, device="cpu")
-                rows.append(order if self.used == self.length else order[: self.used])
+                rows.append(order if used == self.length else order[:used])
             else:
-                rows.append(torch.arange(self.used, device="cpu"))
+                rows.append(torch.arange(used, device="cpu"))
         return rows[0] if passes == 1 else torch.cat([torch.arange(0, device="cpu"), *rows])
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +91,7 @@ def order_of(loader: Any) -> Order | None:
     )
     if not plain:
         return None
-    how = batches.batch_size, batches.drop_last, shuffle
-    return Order(dataset.tensors, *how, batches, whole)
+    return Order(dataset.tensors, batches.batch_size, batches.drop_last, shuffle)
 
 
 def has_generator(loader: Any) -> bool:
