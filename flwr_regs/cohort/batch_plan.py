@@ -69,9 +69,8 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
-        if self.rows is not None:
-            return self.rows.nbytes
-        return sum(t.nbytes for t in tensors(self.batches))
+        drawn = tensors(self.batches) if self.rows is None else [self.rows]
+        return sum(t.nbytes for t in drawn)
 
 
 def plan_of(data: Pairs, after: torch.Generator, batches: Sequence[Any]) -> Plan:
@@ -92,7 +91,7 @@ def draw(
         passes = -(-steps // len(order.sizes)) if order.sizes else 0
         sizes = (order.sizes * passes)[:steps]
         rows = order.draw(generator, passes)
-        if len(sizes) < passes * len(order.sizes):
+        if len(sizes) < passes * len(order.sizes):  # a slice takes as long as a draw
             rows = rows[: sum(sizes)]
         return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
     with forked():
