@@ -78,8 +78,11 @@ class Remembered(Snapshots):
     def entries(self, pid: int, seed: int, number: int) -> dict[str, Any]:
         """Return the entries of a client's own in a message of a round; `seed` is the run's."""
         labels = [rounds[pid] for rounds in (self.used, self.came) if pid in rounds]
+        key: Any = (seed, number, pid)
+        if max(key) < 2**32:  # as an array, in half the time
+            key = np.array(key, np.uint32)
         return {
-            keys.SEED_KEY: int(np.random.SeedSequence((seed, number, pid)).generate_state(1)[0]),
+            keys.SEED_KEY: int(np.random.SeedSequence(key).generate_state(1)[0]),
             keys.CLIENT_KEY: pid,
             **({keys.SNAPSHOTS_KEY: labels} if labels else {}),
         }
