@@ -432,7 +432,8 @@ class Stack:
         it reads beside its arguments, such as a global, is that of this training. Where the optimiser is
         plain SGD and no term acts, the graph itself updates the parameters, and there are no gradients.
         Where the step cannot be traced or there is no compiler, a sentence in the log says so, and no other
-        step of the training is tried.
+        step of the training is tried. Raises CannotStack for a step that fails while it updates parameters:
+        some may hold new values.
         """
         training, build = whose
         if training in _STEPS:
@@ -461,6 +462,7 @@ class Stack:
                 grads = {}
             return losses, misread.any(), *buffers.values(), *grads.values()
 
+        updating = False
         try:
             if build is None:
                 raise TypeError("its model or loss cannot be pickled, so changes would not be seen")
@@ -470,12 +472,15 @@ class Stack:
                 copies = [t.clone() for t in given]  # it is run, and may write to buffers
                 with forked(view.device):
                     _STEPS[key] = _compiled_once(make_fx(step)(*copies), given)
+            updating = bool(lr)
             out = iter(_STEPS[key](*given))
         except Exception as error:  # whatever torch or a compiler raises
             _STEPS[training] = None
             del view.misread[read:]
             why = str(error).strip().partition("\n")[0]
             LOG.warning("StackedGrid: the step is not compiled: %s", why)
+            if updating:
+                raise CannotStack("a compiled step has failed within its update") from error
             return None
         self._moved = bool(lr)
         losses = next(out)

@@ -301,6 +301,34 @@ def test_a_compiled_step_gives_the_same_up_to_rounding(
     close(first, end(0.5, False), 1e-5)
 
 
+def test_clients_train_alone_where_a_compiled_step_fails_within_its_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that runs out of a GPU's memory: some of the parameters are new, others are not."""
+
+    def compiled(graph: Any, given: Any, options: Any) -> Any:
+        def step(*now: Any) -> Any:
+            calls.append(now)
+            if len(calls) == 2:
+                now[0].add_(1.0)
+                raise RuntimeError("out of memory")
+            return graph(*now)
+
+        return step
+
+    def end(compile: bool) -> Any:
+        grid = fr.StackedGrid(clients_of([pair(0)] * 5), compile=compile)
+        return trained(grid, "FedAvg"), grid.fallbacks
+
+    calls: list[Any] = []
+    monkeypatch.setattr(stacked_training, "_STEPS", {})
+    monkeypatch.setattr(torch._inductor, "compile", compiled)
+    model, fallbacks = end(True)
+    assert len(calls) == 2
+    assert fallbacks == {"a compiled step has failed within its update": 5}
+    close(model, end(False)[0], 1e-5)
+
+
 class Scaled(nn.Module):
     """A model with an embedding that reads its attributes, its class, and a number of the batch."""
 
