@@ -310,7 +310,7 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
     names = private_entries(client.model, term)
     begun = memories.begin(asked.memory, term, message.config, bool(names))
     private: Arrays = {}
-    if names:
+    if names or begun.private:
         values = {n: v for n, v in client.model.state_dict().items() if n in names}
         kept = begun.private
         private = found(client.model, values) if kept is None else as_kept(kept, values)
