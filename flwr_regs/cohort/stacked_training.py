@@ -486,7 +486,8 @@ class Stack:
         losses = next(out)
         view.misread.append(next(out))
         buffers = {n: next(out) for n in view.buffers}
-        return dict(zip(values, out, strict=False)), losses, buffers, {}
+        grads = {} if lr else dict(zip(values, out, strict=True))
+        return grads, losses, buffers, {}
 
     def _corrected(self, given: Arrays, values: Arrays, batch: Batch, row: Any, shown: Any) -> Any:
         """Return what the terms make of the gradients, and the clients' slots after the step."""

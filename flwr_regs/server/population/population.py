@@ -106,7 +106,7 @@ class Population(Snapshots):
             present = set(network.nodes())
             self._known &= present  # a node that comes back is asked again
             self.refused = {n: why for n, why in self.refused.items() if n in present}
-            self._identify(network, present)
+            self._identify(network, present, deadline)
             self.connected = came = sorted(p for p, n in self.nodes.items() if n in present)
             expected, least = self.expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
@@ -215,15 +215,18 @@ class Population(Snapshots):
             self.uncounted |= failures
         self.labels |= counted | {pid: [] for pid in failures}
 
-    def _identify(self, network: Network, present: set[int]) -> None:
-        """Ask nodes that are not known for their partitions; in training, leave out one without a reply."""
+    def _identify(self, network: Network, present: set[int], deadline: float) -> None:
+        """Ask nodes that are not known for their partitions; in training, leave out one without a reply.
+
+        They have until the `deadline`, but at least a second.
+        """
         began = time.monotonic()
         self._retry = {n: again for n, again in self._retry.items() if n in present}
         due = sorted(n for n in present - self._known if self._retry.get(n, (0,))[0] <= began)
         if not due:
             return
         request = Request(keys.IDENTIFY, dict.fromkeys(due, Parcel()), {n: n for n in due})
-        replies = network.ask(request, min(self._timeout, LONGEST))
+        replies = network.ask(request, min(self._timeout, LONGEST, max(deadline - began, 1.0)))
         before = dict(self.refused)
         self._place(replies, present)
         for node in [n for n in due if n not in self._known]:

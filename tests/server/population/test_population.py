@@ -4,11 +4,13 @@ import logging
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.exchange.network import Replies, Request
+from flwr_regs.server.population import population
 from flwr_regs.server.population.population import Population, PopulationError
 from flwr_regs.wire.parcel import Parcel
 from tests.conftest import Log
@@ -94,6 +96,25 @@ def test_nodes_that_are_there_and_do_not_reply_in_time_are_told_from_missing_one
     sentence = "1 of 3 clients came within 0 s .*2 connected without a report .*wait_timeout"
     with pytest.raises(PopulationError, match=sentence):
         Population(2, 3, 0.2).refresh(network)
+
+
+def test_nodes_that_do_not_reply_take_no_longer_than_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(request: Request, timeout: float) -> Replies:
+        clock.now += timeout
+        return inner(request, timeout)
+
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(population, "time", clock)
+    network = network_of(3)
+    network.mute.update({1: None, 2: None})  # type: ignore[attr-defined]
+    inner, network.ask = network.ask, ask  # type: ignore[assignment, method-assign]
+    with pytest.raises(PopulationError, match="1 of 3 clients came within 100 s"):
+        Population(2, 3, 100.0).refresh(network)
+    assert 100 < clock.now < 103
 
 
 @pytest.mark.parametrize("odd", [[1], -1, math.nan, True], ids=str)
