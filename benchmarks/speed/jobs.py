@@ -236,7 +236,7 @@ def _two_processes() -> ProcessPoolExecutor:
 
 
 def bare_vmap_halves(clients: int) -> float:
-    """As `bare_vmap`, half of the clients in each of two processes: how much more two cores get done."""
+    """As `bare_vmap`, half of the clients in each of two processes: what a second core adds."""
     began = time.perf_counter()
     list(_two_processes().map(bare_vmap, [clients // 2] * 2))
     return time.perf_counter() - began

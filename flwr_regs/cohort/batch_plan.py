@@ -91,7 +91,7 @@ def draw(
         passes = -(-steps // len(order.sizes)) if order.sizes else 0
         sizes = (order.sizes * passes)[:steps]
         rows = order.draw(generator, passes)
-        if len(sizes) < passes * len(order.sizes):  # a slice takes as long as a draw
+        if len(sizes) < passes * len(order.sizes):
             rows = rows[: sum(sizes)]
         return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
     with forked():

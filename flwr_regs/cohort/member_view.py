@@ -316,7 +316,7 @@ def _cross_entropy(quick: bool, logits: Tensor, targets: Tensor, **how: Any) -> 
         picked = below.gather(0, chosen).squeeze(0) - below.exp().sum(0).log()
     else:
         picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
-    # of no example it is NaN, and its gradient 0, as torch's are
+    # without examples it is NaN, and its gradient 0, as in torch
     mean: Tensor = -torch.where(counts, picked, 0.0).sum() / counts.sum()
     return mean
 

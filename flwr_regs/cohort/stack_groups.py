@@ -24,7 +24,7 @@ from flwr_regs.client.train.trainable import private_entries
 from flwr_regs.cohort.batch_plan import CannotStack, draw, order_of
 from flwr_regs.cohort.member_view import Member, View
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
-from flwr_regs.term import Arrays, Slot
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.config import plain
@@ -107,13 +107,13 @@ class Recipe:
         return bool(self.config.get(keys.PROBE_KEY))
 
     @cached_property
-    def counts(self) -> bool:
+    def needs_counts(self) -> bool:
         """Whether a term needs each client's label counts."""
         return any("label_counts" in t.needs for t in self.term.terms)
 
     @cached_property
-    def reads_first(self) -> bool:
-        """Whether a term may see them before the first forward pass: of the client's classes alone."""
+    def reads_counts_early(self) -> bool:
+        """Whether a term may see label counts before a forward pass has told the number of classes."""
         return self.probes or any(t.acts("start") for t in self.term.terms)
 
     def steps(self, pairs: data.Pairs) -> int:
@@ -309,11 +309,10 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
         check_custody(client.identity.private, client.model, term)
     names = private_entries(client.model, term)
     begun = memories.begin(asked.memory, term, message.config, bool(names))
-    private: Arrays = {}
-    if names or begun.private:
-        values = {n: v for n, v in client.model.state_dict().items() if n in names}
-        kept = begun.private
-        private = found(client.model, values) if kept is None else as_kept(kept, values)
+    entries = client.model.state_dict() if names else {}
+    values = {n: v for n, v in entries.items() if n in names}
+    kept = begun.private
+    private = found(client.model, values) if kept is None else as_kept(kept, values)
     planned = recipe.steps(pairs)
     budget = None if recipe.probes else client.step_budget
     most = planned if budget is None else min(planned, budget)
@@ -326,10 +325,10 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
     }
     broadcast = clients.broadcast_of(term, own, None, (), {}) if own else {}
     counts = None
-    if recipe.counts:
+    if recipe.needs_counts:
         with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = data.label_counts(pairs)
-    classes = len(counts) if counts is not None and recipe.reads_first else 0
+    classes = len(counts) if counts is not None and recipe.reads_counts_early else 0
     form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, counts, asked, begun, form)

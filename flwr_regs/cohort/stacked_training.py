@@ -323,7 +323,6 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Take a step: the members whose batches have one shape together."""
-        self._moved = False  # whether a compiled step has made the optimiser's update
         parts: dict[Any, list[int]] = {}
         if self._batches.alike:
             parts[None] = [*range(self._rows)]
@@ -335,7 +334,8 @@ class Stack:
             if len(parts) > 1:
                 where = torch.tensor(rows, device=self._view.device)
             places = set[int]()
-            for n, g in self._gradients(step, rows, where).items():
+            grads = self._gradients(step, rows, where)
+            for n, g in grads.items():
                 p = self._leaves[n]
                 if len(parts) == 1:
                     # clipping and optimisers write to it: it must be of this parameter alone
@@ -345,7 +345,7 @@ class Stack:
                 else:
                     p.grad = torch.zeros_like(p) if rows[0] == 0 else p.grad
                     p.grad[where] = g.to(p.dtype)
-        if not self._moved:
+        if grads:  # else a compiled step has updated the parameters
             self._clip()
             self._optimizer.step()
 
@@ -482,7 +482,6 @@ class Stack:
             if updating:
                 raise CannotStack("a compiled step has failed within its update") from error
             return None
-        self._moved = bool(lr)
         losses = next(out)
         view.misread.append(next(out))
         buffers = {n: next(out) for n in view.buffers}

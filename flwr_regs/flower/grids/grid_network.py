@@ -91,23 +91,18 @@ class GridNetwork:
         if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
             return known
         messages = messages_of([request])
-        identifies = request.kind == keys.IDENTIFY
-        came = self.exchange(messages, timeout, "reported their partition" if identifies else "")
-        (replies,) = replies_to([request], messages, came)
-        if identifies:
+        (replies,) = replies_to([request], messages, self.exchange(messages, timeout))
+        if request.kind == keys.IDENTIFY:
             _name_other_versions(replies)
         return replies
 
-    def exchange(
-        self, messages: Sequence[Message], timeout: float | None = None, what: str = ""
-    ) -> list[Message]:
+    def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
 
         Only the grid's ``push_messages`` and ``pull_messages`` are used. A grid that has all replies
         when a push returns says so with an attribute ``replies_at_once = True``.
 
-        `what` is what the nodes do by their replies, such as "reported their partition": if it is given,
-        the log names once, after some seconds, how many nodes have not.
+        Where nodes are slow to report their partition, the log says once how many have not.
         """
         if not messages:
             return []
@@ -118,6 +113,7 @@ class GridNetwork:
         if self.at_once:
             return list(self._grid.pull_messages(list(waiting)))
         replies = list[Message]()
+        identifies = messages[0].metadata.message_type == keys.IDENTIFY
         while True:
             for key, came in self._pull(waiting).items():
                 del waiting[key]
@@ -127,10 +123,11 @@ class GridNetwork:
                 for key in waiting:
                     self._pulls.pop(key, None)
                 return replies
-            if what and spent > SLOW:
-                count = f"{len(waiting)} of {len(messages)} connected nodes have not {what}"
-                log(INFO, "%s after %.0f s; at most %.0f s more", count, spent, limit - spent)
-                what = ""
+            if identifies and spent > SLOW:
+                identifies = False  # it is said once
+                late = f"{len(waiting)} of {len(messages)} connected nodes have not reported their"
+                said = "%s partition after %.0f s; at most %.0f s more"
+                log(INFO, said, late, spent, limit - spent)
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, limit - spent))
 
     def send(self, request: Request) -> None:

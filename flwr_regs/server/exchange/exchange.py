@@ -79,7 +79,7 @@ class Remembered(Snapshots):
         """Return the entries of a client's own in a message of a round; `seed` is the run's."""
         labels = [rounds[pid] for rounds in (self.used, self.came) if pid in rounds]
         key: Any = (seed, number, pid)
-        if max(key) < 2**32:  # as an array, in half the time
+        if max(key) < 2**32:  # the same seed from 32-bit words, in half the time
             key = np.array(key, np.uint32)
         return {
             keys.SEED_KEY: int(np.random.SeedSequence(key).generate_state(1)[0]),

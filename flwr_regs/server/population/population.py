@@ -218,7 +218,7 @@ class Population(Snapshots):
     def _identify(self, network: Network, present: set[int], deadline: float) -> None:
         """Ask nodes that are not known for their partitions; in training, leave out one without a reply.
 
-        They have until the `deadline`, but at least a second.
+        They have until the `deadline`, or a second where less is left.
         """
         began = time.monotonic()
         self._retry = {n: again for n, again in self._retry.items() if n in present}
