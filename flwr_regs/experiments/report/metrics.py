@@ -308,7 +308,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             run, entry = absent[0]
             first = f"round {entry['round']} of seed {run.seed}: {entry['missing']}"
             sentences.append(f"{label}: rounds that lacked clients: {len(absent)}, first {first}")
-        if whole:
+        if len(whole) == len(of_label):
             every = sorted((run.seed, str(run.test)) for run in whole)
             same.setdefault(str(every), []).append(label)
     equal = [" and ".join(labels) for labels in same.values() if len(labels) > 1]

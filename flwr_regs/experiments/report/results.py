@@ -145,7 +145,7 @@ class Results:
             Replies that were rejected, over all seeds.
         last5_interval, final_interval
             Half the width of the mean's 95 % interval (Student's t over seeds); None for one seed.
-        difference, difference_interval, p, p_holm, decided, detectable
+        pairs, difference, difference_interval, p, p_holm, decided, detectable
             With a `baseline`: the paired difference of ``last5`` to the baseline's, and what
             :func:`flwr_regs.experiments.report.statistics.differences` says of that.
         epsilon, delta, clipped, own, personal, averaged
@@ -208,11 +208,12 @@ class Results:
             if not (rows := self.compared()):
                 needs = "a baseline, two seeds of it and of a method, when all runs have ended"
                 raise ValueError(f"differences need {needs}")
-            seeds = {row["method"]: row["n"] for row in rows}
+            seeds = {row["method"]: row["pairs"] for row in rows}
             how: Any = {"last": self._last, "seeds": seeds, "title": title, "look": look}
             return plots.differences({"": rows}, self.baseline, **how)
         points = self._clients() if x == "clients" else self._points()
-        if x == "seconds" and points["processor_seconds"].notna().all():
+        filled = points["part"] == "filled"  # after a run's end, and before its first test
+        if x == "seconds" and points.loc[~filled, "processor_seconds"].notna().all():
             x = "processor_seconds"
         kind = "expected" if x == "clients" and not self._clients_test else ""
         target = self.target if y == "accuracy" and x != "clients" else None
@@ -253,8 +254,9 @@ class Results:
         if known.empty:
             raise ValueError("no whole run holds the clients' accuracies")
         each = known.groupby(["method", "seed"], sort=False)["accuracy"]
-        # of few clients, each one
-        points = each.apply(lambda of: of.quantile(np.linspace(0, 1, min(len(of), POINTS))))
+        # of few clients, each one; the same shares for all, also where a client has no accuracy
+        shares = np.linspace(0, 1, min(each.size().max(), POINTS))
+        points = each.apply(lambda of: of.quantile(shares))
         points = (100 * points).rename_axis(["label", "seed", "round"]).reset_index()
         return points.assign(clients=100 * points["round"], part="whole")
 
@@ -389,22 +391,27 @@ class Results:
             runs = f"{len(self.lacking)} of {len(self.lacking) + there} runs have not ended"
             first = f"{'first ' * (len(self.lacking) > 1)}{self.lacking[0]}"
             return [f"Interim: {runs} ({first}); differences are tested when all have."]
-        compared = self.compared()
-        tested = [row for row in compared if row["p"] is not None]  # else they are equal
-        if not tested:
+        if len(self.seeds) < 3:  # two differences say too little of how far they spread
             return []
-        labels = [[r["method"] for r in compared if r["decided"] == yes] for yes in (True, False)]
-        decided, others = (", ".join(of) or "none" for of in labels)
-        number = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
-        holm = f"Holm's adjusted p < 0.05 over {number}; never if the interval contains 0"
-        verdict = f"Decided ({holm}): {decided}. Not decided: {others}."
-        said = [f"vs {self.baseline}, paired by seed. {verdict}"]
-        if len(self.seeds) > 2:  # two differences say too little of how far they spread
+        without, said = metrics.references(self.runs), list[str]()
+        compared = [row for row in self.rows() if row.get("pairs") is not None]
+        compared = [row for row in compared if row["method"] not in without]
+        if tested := [row for row in compared if row["p"] is not None]:
+            labels = [[r["method"] for r in tested if r["decided"] == yes] for yes in (True, False)]
+            decided, others = (", ".join(of) or "none" for of in labels)
+            number = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
+            holm = f"Holm's adjusted p < 0.05 over {number}; never if the interval contains 0"
+            verdict = f"Decided ({holm}): {decided}. Not decided: {others}."
+            said.append(f"vs {self.baseline}, paired by seed. {verdict}")
             shown = np.quantile([row["detectable"] for row in tested], (0, 0.5, 1))
             low, middle, high = map(metrics.per_cent, shown)
             several = f" for the median method ({low} to {high})" * (len(tested) > 1)
             least = "Smallest difference that these seeds detect with 80 % power, in a comparison by itself"
             said.append(f"{least}: {middle} points{several}.")
+        silent = {r["method"]: r["pairs"] for r in compared if r["p"] is None}
+        if why := [f"{r} ({'equal' if n > 2 else f'pairs: {n}'})" for r, n in silent.items()]:
+            needs = "a test needs three pairs, and differences that are not all equal"
+            said.append(f"Not tested: {', '.join(why)}; {needs}.")
         return said
 
     def _beside(self) -> list[str]:
@@ -426,7 +433,8 @@ class Results:
         kinds = "l" + "r" * (len(cells.columns) - 1)
         body = style.to_latex(hrules=True, column_format=kinds)
         said = [*self._legend(), *self.decisions(), *("Bold: decided." for _ in bold[:1])]
-        return f"% {' '.join(said)}\n{body}"
+        said += [f"{warning}." for warning in metrics.warnings(self.runs)]
+        return f"% {' '.join(' '.join(said).split())}\n{body}"
 
     def save_tables(self, folder: Path) -> None:
         """Write the tables into a folder: as text, LaTeX, and every column as CSV."""

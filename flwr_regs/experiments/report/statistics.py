@@ -40,11 +40,11 @@ def differences(
     Returns
     -------
     DataFrame
-        ``difference``, the mean over the pairs, and ``difference_interval``, half its 95 % interval;
-        ``p`` of the paired t test, and ``p_holm``, adjusted over the rows; ``decided``, whether that is
-        below 0.05; ``detectable``, see :func:`detectable`. NaN, and not decided, where a test would say
-        nothing: for fewer than `FEWEST` pairs, and for differences that are all the same, as those of
-        accuracies on few examples may be by chance.
+        ``pairs``, how many there are; ``difference``, the mean over them, and ``difference_interval``, half
+        its 95 % interval; ``p`` of the paired t test, and ``p_holm``, adjusted over the rows; ``decided``,
+        whether that is below 0.05; ``detectable``, see :func:`detectable`. NaN, and not decided, where a
+        test would say nothing: for fewer than `FEWEST` pairs, and for differences that are all the same, as
+        those of accuracies on few examples may be by chance.
     """
     gaps = values[values.index != baseline] - values.loc[baseline]
     mean, pairs = gaps.mean(axis=1), gaps.count(axis=1)
@@ -52,7 +52,8 @@ def differences(
         p = pd.Series(2 * stats.t.sf((mean / gaps.sem(axis=1)).abs(), pairs - 1), gaps.index)
     silent = (pairs < FEWEST) | (gaps.std(axis=1) < ROUNDING)
     p[silent | p.index.isin([*untested])] = np.nan
-    table = pd.DataFrame({"difference": mean, "difference_interval": half_interval(gaps), "p": p})
+    table = pd.DataFrame({"pairs": pairs.astype("Int64"), "difference": mean, "p": p})
+    table["difference_interval"] = half_interval(gaps)
     table["p_holm"] = holm(p)
     table["decided"] = table["p_holm"] < LEVEL
     table["detectable"] = [*map(detectable, gaps.std(axis=1), pairs)]

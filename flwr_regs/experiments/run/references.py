@@ -109,6 +109,7 @@ class References(Trainer):
                 seconds = {"clients": float(sum(sum(of["seconds"].values()) for of in each))}
                 examples = sum(of["examples_processed"] for of in each)
                 entry = {"round": t, "seconds": seconds, "examples_processed": examples}
+                entry["steps"] = dict(enumerate(sum(of["steps"].values()) for of in each))
                 record.rounds.append(entry)
             self.recorder.round()
         if not record.error:

@@ -144,6 +144,21 @@ def test_the_table_says_what_is_decided_and_what_these_seeds_could_show() -> Non
         interim.plot("differences")
 
 
+def test_a_difference_that_no_test_can_judge_is_named_with_its_pairs() -> None:
+    ends = {"Base": (0.5, 0.6, 0.7, 0.8), "A": (0.5, 0.6, 0.7, 0.8), "B": (0.9, 0.7, 0.8, 0.9)}
+    every = [run(label, [v], seed) for label, of in ends.items() for seed, v in enumerate(of)]
+    for failed in every[6:10]:  # two seeds of A, two of B
+        vars(failed).update(error="OSError: disk", ended=False)
+    every[1].error, every[1].ended = "OSError: disk", False
+    results = Results(every, baseline="Base")
+    text = " ".join(results.text().split())
+    assert "Not tested: A (pairs: 1), B (pairs: 2); a test needs three pairs" in text
+    assert "ecided" not in text
+    assert "A: 2 of 4 seeds failed" in results.latex()
+    assert "same in every round" not in text
+    assert "n = 2 seeds" in "".join(t.get_text() for t in results.plot("differences").texts)
+
+
 def test_a_collapse_rejected_replies_and_clients_that_were_missing_are_said() -> None:
     fallen = run("A", [0.5, 0.8, 0.85, 0.86, 0.85, 0.84, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1])
     fallen.rounds[9]["failures"] = {"41": "array 'w' holds NaN or infinity"}
