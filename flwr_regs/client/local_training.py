@@ -240,6 +240,7 @@ class LocalTraining:
         self._before: Arrays | None = None  # the parameters, while the model is perturbed
         self._begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
         self._would_move = False  # whether plain SGD's first step moves the model
+        self._begins_finite = True  # whether the first step's gradients are finite
         if self._begin is not self._ctx.start:
             _write(self._values, self._begin)
 
@@ -435,7 +436,8 @@ class LocalTraining:
             clip(self._trained.values(), norm)
         if not self._taken:
             with torch.no_grad():
-                self._would_move = any(
+                self._begins_finite = remedies.are_finite([p.grad for p in self._params.values()])
+                self._would_move = self._begins_finite and any(
                     not torch.equal(p, p - self._ctx.lr * cast(Tensor, p.grad))
                     for p in self._params.values()
                 )
@@ -498,8 +500,14 @@ class LocalTraining:
         if self._finished:
             raise RuntimeError("the round has ended: finish() or reply() was called before")
         self._go_back()
+        self.model.to(self.device)  # a trainer may have moved it
+        start = self._ctx.start
+        begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())
+        moved = any(not torch.equal(v, first) for v, first in begin)
         # AMP's scaler leaves steps out; the steps of an optimiser of the loop's own are not counted
         stepped = min(self._taken, self._optimizer.steps or self._taken)
+        if not (self._optimizer.steps or self._begins_finite or moved):
+            stepped = 0
         taken = stepped if steps is None else index(steps)
         if not 0 <= taken <= self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
@@ -508,10 +516,6 @@ class LocalTraining:
                 "the loop has set requires_grad=True where it was False: do so before"
             )
         self._finished = True
-        self.model.to(self.device)  # a trainer may have moved it
-        start = self._ctx.start
-        begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())
-        moved = any(not torch.equal(v, first) for v, first in begin)
         if not taken:  # an inactive client: its model and state do not change
             if moved:
                 raise RuntimeError("the model has moved, but correct() was never called")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, ClassVar
@@ -90,9 +91,10 @@ class ClientOptimizer:
         given = over(list(self._trained.values()), optimizer_of(self._ctx.config, make))
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
-        if isinstance(made, Optimizer):  # a user's own may be another
-            self._counts = counts = [] if self._counts is None else self._counts
+        counts = [] if self._counts is None else self._counts
+        with suppress(AttributeError):  # a class of the user's own may be no torch.optim.Optimizer
             made.register_step_post_hook(lambda *_: counts.append(None))
+            self._counts = counts
         if self._carrying:
             others = [t.name for t in self._carrying if not isinstance(t, Steers)]
             if make is not given and others:
@@ -106,8 +108,9 @@ class ClientOptimizer:
             self._made = made
         for t in self._term.terms:
             if isinstance(t, Steers) and t.counts_on_sgd and t.acts("client_optimizer"):
-                made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd))
-                self._watches = True
+                with suppress(AttributeError):
+                    made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd))
+                    self._watches = True
         return made
 
     def corrected(self) -> None:
@@ -231,7 +234,7 @@ def momentum_of(optimizer: Optimizer, lr: float) -> float | None:
     the same value as its momentum, a step is η, so m is 0. Of several groups, the largest m counts.
     """
     each = list[float]()
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         own, damped = group["lr"], 1 - group.get("dampening", 0)
         if "momentum" in group and min(own, damped) > 0:
             each.append(float(1 - (1 - group["momentum"]) / damped * (lr / own)))

@@ -24,7 +24,7 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
     optimiser of the user's own counts as SGD if its class declares ``plain_sgd = True``.
     """
     made = optimizer(Trial([torch.zeros(1, requires_grad=True)]), lr=1.0)
-    groups = made.param_groups
+    groups = getattr(made, "param_groups", ())
     odd = [key for key in settings if key != "lr" and any(group.get(key) for group in groups)]
     if "lr" in settings and any(group["lr"] != 1.0 for group in groups):
         odd.append("a learning rate of its own")

@@ -302,6 +302,21 @@ def test_a_step_that_amps_scaler_leaves_out_is_none(method: Any) -> None:
     close(got, want, 1e-12)
 
 
+def test_a_client_whose_steps_amps_scaler_leaves_out_all_is_inactive() -> None:
+    def left_out(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        optimizer = loop.optimizer(make)
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            loss = loop.loss(cross_entropy(output, targets), inputs, targets, output)
+            (torch.inf * loss).backward()
+            loop.correct()
+
+    grid = fr.InProcessGrid(own_app(fr.FedAvgClient, left_out), 4)
+    with pytest.raises(fr.RoundFailed, match="inactive"):
+        run(fr.FedAvg(seed=3), fr.FedAvgClient, grid=grid)
+
+
 def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batches() -> None:
     def loaded(loop: fr.ClientRound, *more: Any) -> None:
         with loop.seeded():
