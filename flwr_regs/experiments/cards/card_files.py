@@ -69,6 +69,9 @@ def of_folder(folder: Path) -> tuple[Experiment, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         made = _table(tomllib.loads(text).get("made"), "made")
+        for key in ("chosen", "tuning"):
+            for label, of in _table(made.get(key, {}), key).items():
+                _table(of, f"{key}, {label}")
         return read(text, made.get("card", "")), made
     except ValueError as error:
         raise ValueError(f"{path} is damaged, or of another version: {error}") from error
