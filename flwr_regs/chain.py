@@ -469,7 +469,7 @@ def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     for term in _list(terms, who, "classes of terms, such as [Proximal]"):
         if not _is_term_class(term):
             hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
-            raise TypeError(f"{who}'s terms are classes, such as Proximal, not {named(term)}{hint}")
+            raise TypeError(f"{who} takes classes, such as Proximal, not {named(term)}{hint}")
     return tuple(terms)
 
 

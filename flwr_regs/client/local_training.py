@@ -326,8 +326,7 @@ class LocalTraining:
         first = not self._sizes and remedies.is_cross_entropy(loss_fn)
         try:
             output = self._task.output(model, inputs, targets)
-            on_gpu = self.device.type != "cpu" and isinstance(targets, Tensor)
-            if on_gpu and first and (wrong := remedies.wrong_label(output, targets, loss_fn)):
+            if first and (wrong := self._lost_label(output, targets)):
                 raise ValueError(wrong)  # a GPU's own error says nothing, and stays
             base = self._task.loss(output, targets)
             if first and remedies.are_probabilities(output):
@@ -481,15 +480,34 @@ class LocalTraining:
         given = output.float() if half and not own_loss else output  # as autocast takes it
         near = 1e-2 if half else 1e-4
         with torch.no_grad(), self._replay.restored():
-            own = self._task.loss(given, targets)
-            differs = not torch.allclose(own.double(), base.double(), near, near**2, equal_nan=True)
-            # one that draws, or counts its calls, differs from itself
-            if not differs or not torch.equal(own, self._task.loss(given, targets)):
-                return ""
+            try:
+                if wrong := self._lost_label(given, targets):
+                    raise ValueError(wrong)
+                own = self._task.loss(given, targets)
+                differs = not torch.allclose(
+                    own.double(), base.double(), near, near**2, equal_nan=True
+                )
+                # one that draws, or counts its calls, differs from itself
+                if not differs or not torch.equal(own, self._task.loss(given, targets)):
+                    return ""
+                other = f"is {own.item():.6g}"
+            except Exception as error:  # whatever loss_fn raises for what it was not made for
+                other = f"cannot be taken of the same batch ({error})"
         return (
-            f"a step's loss in the loop is {base.item():.6g}, but loss_fn's is {own.item():.6g}, and "
-            "the method takes losses or gradients itself: give ClientRound, as loss_fn=, the loop's"
+            f"a step's loss in the loop is {base.item():.6g}, but loss_fn's {other}, and the method takes "
+            "losses or gradients itself: give ClientRound, as loss_fn=, the loop's"
         )
+
+    def _lost_label(self, output: Any, targets: Any) -> str:
+        """Say which label a GPU's cross-entropy would end the process for; "" if none, or elsewhere."""
+        tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
+        if (
+            self.device.type == "cpu"
+            or not tensors
+            or not remedies.is_cross_entropy(self._task.loss_fn)
+        ):
+            return ""
+        return remedies.wrong_label(output, targets, self._task.loss_fn)
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""

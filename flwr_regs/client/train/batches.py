@@ -215,6 +215,7 @@ def count_examples(data: Pairs) -> int:
 def batch_size(targets: Any) -> int:
     """Return the number of examples in a batch: the length of its first tensor, at any depth.
 
+    A list that has a dict for each example, or tensors of different lengths, has an entry for each example.
     Raises TypeError for a tensor without dimensions: it is one example, not a batch.
     """
     leaves = [targets] if type(targets) is Tensor else tensors(targets)
@@ -222,6 +223,10 @@ def batch_size(targets: Any) -> int:
         raise TypeError(
             "the targets of a batch have no dimension, so it is one example: give the loader a batch_size"
         )
+    if isinstance(targets, list) and (
+        isinstance(next(iter(targets), None), Mapping) or len({t.shape[:1] for t in leaves}) > 1
+    ):
+        return len(targets)
     return len(leaves[0]) if leaves else len(targets)
 
 

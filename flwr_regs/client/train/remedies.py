@@ -51,14 +51,14 @@ def wrong_kind(output: Tensor, targets: Tensor) -> str:
 
 def wrong_label(output: Tensor, targets: Tensor, loss_fn: Any) -> str:
     """Say which class label is none of the output's classes; "" if all are, or the loss ignores it."""
-    if targets.is_floating_point() or targets.ndim != 1 or output.ndim != 2:
+    if targets.is_floating_point() or not targets.ndim or output.ndim != targets.ndim + 1:
         return ""
     classes = output.shape[1]
     ignored = getattr(loss_fn, "ignore_index", -100)  # torch's default
     wrong = (((targets < 0) | (targets >= classes)) & (targets != ignored)).nonzero()
     if not len(wrong):
         return ""
-    label = int(targets[wrong[0, 0]])
+    label = int(targets[tuple(wrong[0])])
     return (
         f"a label is {label}, but the model has {classes} outputs, for labels from 0 to {classes - 1}: "
         "number the classes from 0, or give the model more outputs"

@@ -282,6 +282,24 @@ def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
             run(fr.FedSAM(0.1), fr.FedSAMClient, grid=grid)
 
 
+def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_for_it() -> None:
+    def listed(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        optimizer = loop.optimizer(make)
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            loop.loss(cross_entropy(output, targets), inputs, [targets], output).backward()
+            loop.correct()
+            optimizer.step()
+
+    grids = (fr.InProcessGrid(own_app(fr.FedFORClient, loop), 4) for loop in (listed, plain_loop))
+    got, want = (run(fr.FedFOR(0.1, seed=3), fr.FedFORClient, grid=grid) for grid in grids)
+    close(got, want, 0.0)
+    grid = fr.InProcessGrid(own_app(fr.FedCurvClient, listed), 4)
+    with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
+        run(fr.FedCurv(0.1, seed=3), fr.FedCurvClient, grid=grid)
+
+
 @pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
 def test_a_step_that_amps_scaler_leaves_out_is_none(method: Any) -> None:
     def skipping(overflows: bool, loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
