@@ -475,7 +475,7 @@ def _kept(args: Namespace, folder: Path) -> tuple[Experiment, Experiment]:
 def reproduce(args: Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
     kept, again = _kept(args, args.folder)
-    _check_runner(args, replace(again, tune=()).checked())
+    _check_runner(args, again.checked())
     equal: list[bool] = []
     for panel, place in places(kept, args.folder):
         chosen = chosen_of(kept, place)

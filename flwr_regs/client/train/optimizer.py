@@ -109,7 +109,8 @@ class ClientOptimizer:
         for t in self._term.terms:
             if isinstance(t, Steers) and t.counts_on_sgd and t.acts("client_optimizer"):
                 with suppress(AttributeError):
-                    made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd))
+                    made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd, False))
+                    made.register_step_post_hook(partial(self._check_step, t.counts_on_sgd, True))
                     self._watches = True
         return made
 
@@ -133,13 +134,18 @@ class ClientOptimizer:
         added = p.grad is grad and grad._version == version + 1
         return added and self.steps == self._at_step
 
-    def _check_step(self, refused: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient."""
-        if len(args) > 1 or kwargs:  # a closure takes the gradient within the step
-            return
+    def _check_step(
+        self, refused: str, after: bool, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        """Raise ValueError, the sentence `refused`, for a step that is not the rate times the gradient.
+
+        It looks before the step; at the gradients `after` it, where a closure takes them within the step.
+        """
         if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
             raise ValueError(refused.format("the loop changes the learning rate"))
-        if any(p.grad is not grad or grad._version != at for p, grad, at in self._corrected):
+        in_closure = len(args) > 1 or bool(kwargs)
+        changed = (p.grad is not grad or grad._version != at for p, grad, at in self._corrected)
+        if after == in_closure and any(changed):
             what = "the loop changes the gradients after correct(), as clipping does"
             raise ValueError(refused.format(what))
 

@@ -21,8 +21,8 @@ With a robust aggregator, c follows its aggregate of the x_k. Where it selects c
 ``state="server"`` is ours: the server keeps the table of all c_k (N models), and clients keep nothing.
 
 Option 2 needs clients with plain SGD. Momentum, Adam and clipping change what ``(w_t − v_k)/(K_k η)`` is.
-All are refused with option 2, but not a training loop of your own that clips. SGD's weight decay is part of
-the gradient: with it, this is SCAFFOLD on the L2-regularised loss. Option 1 goes with any optimiser.
+All are refused with option 2, in a training loop of your own too. SGD's weight decay is part of the
+gradient: with it, this is SCAFFOLD on the L2-regularised loss. Option 1 goes with any optimiser.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic controlled averaging for
 federated learning" (2020), Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".

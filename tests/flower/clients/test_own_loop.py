@@ -52,8 +52,11 @@ def plain_loop(
             p.grad /= scale
         if "correct" not in left_out:
             loop.correct()
-        before_step(optimizer, model)
-        optimizer.step()
+        if "plain step" in left_out:  # as trainers step that take a closure
+            optimizer.step(partial(before_step, optimizer, model))
+        else:
+            before_step(optimizer, model)
+            optimizer.step()
 
 
 def scaled_loop(*given: Any) -> None:
@@ -347,9 +350,12 @@ def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batche
 
 
 @pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
-@pytest.mark.parametrize("client", [fr.SCAFFOLDClient, fr.VRLSGDClient])
+@pytest.mark.parametrize(
+    ("client", "left_out"),
+    [(fr.SCAFFOLDClient, ""), (fr.VRLSGDClient, ""), (fr.SCAFFOLDClient, "plain step")],
+)
 def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_count(
-    client: Any, what: str
+    client: Any, left_out: str, what: str
 ) -> None:
     def changed(optimizer: Any, model: nn.Module) -> None:
         if what == "learning rate":
@@ -357,7 +363,7 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    loop = partial(plain_loop, before_step=changed)
+    loop = partial(plain_loop, before_step=changed, left_out=left_out)
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
         run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
