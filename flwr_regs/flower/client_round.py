@@ -133,8 +133,9 @@ class ClientRound(LocalTraining):
         Parameters
         ----------
         metrics : mapping, optional
-            Your own numbers, also 0-d arrays and tensors; the strategy averages those that all clients
-            report. What the reply says itself, such as ``num-examples`` and ``train-loss``, stays.
+            Your own numbers, also 0-d arrays and tensors. The strategy averages those that more than half
+            of the clients report; a client that lacks one of them has no share in any mean. What the reply
+            says itself, such as ``num-examples`` and ``train-loss``, stays.
         steps : int, optional
             The optimiser's steps, if it did not take one for each `correct`.
 

@@ -231,22 +231,24 @@ def _draw_mean(axes: Axes, points: pd.DataFrame, line: Style, band: Style, most:
     """Draw the mean of a method's whole runs, and its band.
 
     The band ends at 0 and at `most`, beyond which no value can be. A hatched one reaches from the
-    first run to the second, and the line is the first.
+    first run to the second, and the line is the first, which may be longer.
     """
-    heights = points.pivot(index="round", columns="seed", values="y").dropna()
+    each = points.pivot(index="round", columns="seed", values="y")
+    heights = each.dropna()
     if heights.empty:  # the seeds have no round in common
         return
     label, seeds = points["label"].iloc[0], points["seed"].nunique()
-    across = points.groupby("round")["x"].mean()[heights.index]
+    across = points.groupby("round")["x"].mean()
     mean, interval = heights.mean(axis=1), half_interval(heights)
     low, high = mean - interval, mean + interval
     if "hatch" in band:
-        mean, low, high = heights.iloc[:, 0], heights.min(axis=1), heights.max(axis=1)
+        mean, low, high = each.iloc[:, 0].dropna(), heights.min(axis=1), heights.max(axis=1)
     if seeds > (1 if "hatch" in band else 2):
         band = {"color": line["color"], "zorder": 2, "gid": f"band {label}", **band}
-        axes.fill_between(across, low.clip(lower=0), high.clip(upper=most), **band)
+        edges = low.clip(lower=0), high.clip(upper=most)
+        axes.fill_between(across[heights.index], *edges, **band)
     every = line["markevery"] if len(mean) > 1 else None  # one point has no length to measure
-    axes.plot(across, mean, gid=f"mean {label}", **{**line, "markevery": every})
+    axes.plot(across[mean.index], mean, gid=f"mean {label}", **{**line, "markevery": every})
 
 
 def _draw_broken(axes: Axes, points: pd.DataFrame, line: Style) -> None:
@@ -299,7 +301,9 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
         axes.set_xticks([1, *(tick for tick in ticks if 1 < tick <= len(names))])
         axes.set_xlabel("mean rank (1 is the best)")
-        apart = "" if ranks.p < LEVEL else ": the ranks show no difference at all"
+        apart = (
+            "" if ranks.p < LEVEL else ": too few panels, or too equal ranks, to tell methods apart"
+        )
         friedman = f"Friedman's test: p = {ranks.p:.2g}{apart}"
         bars = "Grey bars join methods whose mean ranks differ by less than Nemenyi's critical difference"
         caption = f"Ranks over {ranks.blocks} panels by the mean over seeds. {friedman}. {bars}."

@@ -186,7 +186,7 @@ def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
     assert "over 12 panels" in text_of(figure, "caption")
     assert "no difference" not in text_of(figure, "caption")
     alike = dataclasses.replace(ranks, p=0.3)
-    assert "show no difference at all" in text_of(plots.over_panels(alike), "caption")
+    assert "too equal ranks, to tell methods apart" in text_of(plots.over_panels(alike), "caption")
 
 
 def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
@@ -236,6 +236,9 @@ def test_tuning_is_a_map_and_a_gap_to_the_second_best() -> None:
     assert {60.0, 70.0} <= {*np.round(edges[edges[:, 0] == 2][:, 1], 6)}
     assert gap.axes[0].get_ylabel() == "accuracy on held-out data (%)"
     assert text_of(gap, "caption").endswith("with stripes to the second best; n = 1 seed.")
+    longer = [recorded("", [0.6 + 0.1 * n] * n, 101, row="A", point={"lr": n}) for n in (1, 3)]
+    (line,) = artists(tried.pictures(longer, {"A": {}}, Look())["tuning-gap"], "mean A")
+    assert [*line.get_xdata()] == [0, 1, 2, 3]  # also where the second best has fewer rounds
     for record, name in zip(trials, ("adam", "sgd", "adam"), strict=False):  # of no whole grid
         record.point["A.mu"] = name
     (best,) = artists(tried.pictures(trials[:3], {"A": {}}, Look())["tuning"], "best A")
