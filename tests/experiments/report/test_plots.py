@@ -166,6 +166,9 @@ def test_clients_are_quantiles_of_each_seed() -> None:
     edges = band.get_paths()[0].vertices
     assert np.isclose(edges, (0, low), rtol=1e-6).all(axis=1).any()
     assert not artists(figure, "target")
+    clients[0]["clients"][3] = None  # a client without an accuracy
+    (line,) = artists(Results(records).plot("clients"), "mean A")
+    assert len(line.get_xdata()) == 20
     with pytest.raises(ValueError, match="no whole run holds the clients' accuracies"):
         Results(records[3:]).plot("clients")
     both = Results([recorded("Bad", [0.5], error="diverged", diverged=True), *records])
