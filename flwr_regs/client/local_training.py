@@ -236,6 +236,7 @@ class LocalTraining:
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
+        self._steps_before = 0  # the optimiser's, before the present step
         self._optimizer = ClientOptimizer(term, self._trained, self._ctx)
         self._before: Arrays | None = None  # the parameters, while the model is perturbed
         self._begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
@@ -305,9 +306,10 @@ class LocalTraining:
             )
         if self._perturbs and self._before is None:
             raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
-        if base.numel() != 1:
+        if not isinstance(base, Tensor) or base.numel() != 1:
+            given = tuple(base.shape) if isinstance(base, Tensor) else f"a {type(base).__name__}"
             raise ValueError(
-                f"loss() takes the batch's mean loss, a number, not {tuple(base.shape)}"
+                f"loss() takes the batch's mean loss, a tensor with one number, not {given}"
             )
         logits = self._task.logits(output)
         self._step_loss = base.detach(), logits, targets
@@ -358,6 +360,7 @@ class LocalTraining:
         if not loss.requires_grad:
             raise RuntimeError("the loss depends on no trained parameter: nothing can be learnt")
         self._step_ctx, self._went_back = ctx, not watched
+        self._steps_before = self._optimizer.steps
         if watched:
             loss.register_hook(partial(type(self)._note_backward, proxy(self)))
         return loss
@@ -369,6 +372,7 @@ class LocalTraining:
             self._passes = 0  # a batch was left out, or a gradient only looked at
         self._went_back = True
         self._passes += 1
+        self._steps_before = self._optimizer.steps
 
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
@@ -391,6 +395,10 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
             raise RuntimeError(f"{why}: create it with loop.optimizer(...)")
+        if self._optimizer.steps > self._steps_before:
+            raise RuntimeError(
+                "correct() comes before the optimiser's step, and this step is taken"
+            )
         if self._optimizer.only_adds:
             raise RuntimeError(
                 "correct() comes once for each step: after the last of several batches"

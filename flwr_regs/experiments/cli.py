@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             done: int | str = pkgutil.resolve_name(f"flwr_regs.experiments.{args.do}")(args)
             if isinstance(done, str):
                 print(done)
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no output
         return 0 if isinstance(done, str) else done
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit

@@ -39,7 +39,7 @@ def test_targets_of_no_batch_and_labels_of_no_class_are_refused() -> None:
     with pytest.raises(TypeError, match="so it is one example: give the loader a batch_size"):
         batch_size(torch.tensor(1))
     fields = [torch.zeros(4, 2), torch.zeros(4)]
-    boxes = [{"boxes": torch.zeros(7, 4)}, {"boxes": torch.zeros(3, 4)}]
+    boxes = [{"id": torch.tensor(n), "boxes": torch.zeros(n, 4)} for n in (7, 3)]
     assert [*map(batch_size, (fields, boxes, [torch.zeros(5), torch.zeros(6)]))] == [4, 2, 2]
     with pytest.raises(ValueError, match="labels from 0 on, but there is -2"):
         label_counts(Pairs([(torch.ones(2, 3), torch.tensor([0, -2]))]))

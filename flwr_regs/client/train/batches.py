@@ -219,14 +219,14 @@ def batch_size(targets: Any) -> int:
     Raises TypeError for a tensor without dimensions: it is one example, not a batch.
     """
     leaves = [targets] if type(targets) is Tensor else tensors(targets)
-    if leaves and leaves[0].ndim == 0:
-        raise TypeError(
-            "the targets of a batch have no dimension, so it is one example: give the loader a batch_size"
-        )
     if isinstance(targets, list) and (
         isinstance(next(iter(targets), None), Mapping) or len({t.shape[:1] for t in leaves}) > 1
     ):
         return len(targets)
+    if leaves and leaves[0].ndim == 0:
+        raise TypeError(
+            "the targets of a batch have no dimension, so it is one example: give the loader a batch_size"
+        )
     return len(leaves[0]) if leaves else len(targets)
 
 

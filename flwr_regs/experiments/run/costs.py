@@ -124,15 +124,15 @@ def timed(run: Run) -> Timed:
     x, y = (part.to(test.device) for part in train[: settings.batch_size])
     optimizer = optimizer_of(settings.train_config)(model.parameters(), lr=settings.lr)
 
-    def step() -> None:
+    def passed() -> float:
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
         torch.autograd.backward(loss)
-        optimizer.step(loss.item)
+        return float(loss)
 
     with quiet(), threads(1), forked():
         arrays, tested = ArrayRecord(model.state_dict()), min(SAMPLE, len(test.x))
-        one = _seconds(step)
+        one = _seconds(partial(optimizer.step, passed))
         a_test = _seconds(lambda: test.outputs(arrays, tested))
     turn = 0.0
     if one < QUICK:

@@ -92,6 +92,8 @@ def execute(
             announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
         if runner == "ray":
             progress.say("Ray starts for each seed; that may take a minute, which is not counted")
+        elif runner == "stacked":
+            progress.say("that is of clients one by one; in a stack they take less, where they can")
     trained: Iterable[RunRecord]
     if runner == "ray":
         assert folder is not None  # for its log

@@ -61,8 +61,9 @@ NDArrays = dict[str, np.ndarray]
 
 DILUTED = "|diluted"
 """Entry of the server's slot once the warning was given; no parameter's name."""
-SENT = "sent"
-"""Prefix of the update in the client's slot, beside the residual: it is added again if it was not used."""
+SENT = "sent.."
+"""Prefix of the update in the client's slot, beside the residual: it is added again if it was not used.
+No parameter's name has two dots in a row."""
 MAGIC = b"STC"
 VERSION = 1
 HEADER = struct.Struct("<3sBQQQdQ")
@@ -114,7 +115,7 @@ class SparseTernary(Term, Compresses, TakesBack):
         total = {n: r[n] + d if n in r else d for n, d in delta.items()}
         sent = sparse_ternary(total, self.density_up)
         residual = {n: total[n] - sent[n] for n in total}
-        return sent, {}, residual | {f"{SENT}.{n}": s for n, s in sent.items()}
+        return sent, {}, residual | {f"{SENT}{n}": s for n, s in sent.items()}
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> ServerStep:
         if self.density_down is None:
@@ -133,8 +134,7 @@ class SparseTernary(Term, Compresses, TakesBack):
         return residual | warn_once(DILUTED, server, text if dilutes else ""), rounded
 
     def unused(self, before: Slot, after: Slot) -> Slot:
-        # by the residual's names: a parameter's own may begin as the prefix
-        sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
+        sent = {n: s for n in after if (s := after.get(f"{SENT}{n}")) is not None}
         return {n: after[n] + s for n, s in sent.items()}  # R_k + ST(Δ_k): nothing is lost
 
     def encode(self, update: Mapping[str, Any]) -> bytes:

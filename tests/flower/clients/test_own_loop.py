@@ -218,12 +218,15 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         plain_loop(loop, model, make)
         loop.reply()
         return
-    loop.optimizer(make)
+    optimizer = loop.optimizer(make)
     for inputs, targets in loop.batches():
         output = model(inputs)
         reduction = "none" if what == "losses" else "mean"
-        loss = cross_entropy(output, targets, reduction=reduction)
+        loss: Any = cross_entropy(output, targets, reduction=reduction)
+        loss = loss.item() if what == "gives a number" else loss
         loop.loss(loss, inputs, targets, output).backward()
+        if what == "corrects late":
+            optimizer.step()
         loop.correct()
 
 
@@ -232,7 +235,9 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
     [
         (partial(odd_loop, "freezes"), "the loop has frozen '0.weight': do so bef"),
         (partial(odd_loop, "replies"), r"finish\(\) or reply\(\) was called before"),
-        (partial(odd_loop, "losses"), "takes the batch's mean loss, a number, not"),
+        (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
+        (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
+        (partial(odd_loop, "corrects late"), "before the optimiser's step, and this step is taken"),
         (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
         (without("loss"), "it saw no loss since"),
         (without("correct"), "has moved, but correct.. was never called"),
