@@ -128,7 +128,7 @@ def timed(run: Run) -> Timed:
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
         torch.autograd.backward(loss)
-        return float(loss)
+        return loss.item()
 
     with quiet(), threads(1), forked():
         arrays, tested = ArrayRecord(model.state_dict()), min(SAMPLE, len(test.x))
@@ -187,7 +187,8 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: B
     text = f"about {about}: {all_runs}; in each round {each}"
     if (settings.rounds + 1) * cost.test > max(DOMINANT * cost.run, 60) and most > 2000:
         text += " (test-examples=2000 would test on so many examples)"
-    progress.say(text)
+    beside = dict.fromkeys(f"{run.row}'s {what}" for run in runs for what in _not_counted(run))
+    progress.say(f"{text}{'; not counted: ' * bool(beside)}{', '.join(beside)}")
 
 
 def estimate(
@@ -224,12 +225,17 @@ def estimate(
         mean = float(np.mean([seconds[run.key] for run in of_row]))
         each = f"{len(of_row)} x {duration(mean)}{kinds * (tests < len(of_row))}, "
         each += f"{counted(round(steps[label]), 'local step')} a round"
-        more = (METHODS[of.target].gradients for of in of_row[0].calls if of.target in METHODS)
-        beside = "".join(f"; and, not counted, {what}" for what in more if what)
+        beside = "".join(f"; and, not counted, {what}" for what in _not_counted(of_row[0]))
         yield f"{label[:50]:<50}  {each}{beside}"
     about = duration(sum(seconds.values()) / _at_a_time(runs, workers))
     where = f"{panel}: {where}; {counted(len(rows), 'row')}," if panel else "in all"
     yield f"{where} {counted(len(runs), 'run')}, about {about} with {workers} at a time"
+
+
+def _not_counted(run: Run) -> list[str]:
+    """Return what a run's methods compute beside a gradient a step."""
+    rows = (METHODS[call.target] for call in run.calls if call.target in METHODS)
+    return [row.gradients for row in rows if row.gradients]
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

@@ -27,9 +27,10 @@ def tuned(
 ) -> dict[str, dict[str, Any]]:
     """Return label -> what tuning chose (``point``), and among what, for some labels of a panel.
 
-    ``trials`` is how many points were tried, ``budget`` how many before a range was widened, ``widened``
-    the keys of such ranges, and ``edge`` those at the edge of what was tried. ``grid`` is the size of a
-    grid that has more points than may be tried; else 0. ``spaces`` are the spaces' texts.
+    ``trials`` is how many points were tried, ``lost`` at how many of them a trial diverged or failed,
+    ``budget`` how many there were before a range was widened, ``widened`` the keys of such ranges, and
+    ``edge`` those at the edge of what was tried. ``grid`` is the size of a grid that has more points than
+    may be tried; else 0. ``spaces`` are the spaces' texts.
 
     All methods have equal budgets. Where the best point of the first rung has the lowest or the highest
     value of a range, a third as many points are tried beyond it, once. The best point has the highest mean
@@ -119,6 +120,7 @@ class _Method:
         return {
             "point": best,
             "trials": len(self.tried),
+            "lost": sum(not whole for whole, *_ in self.scores.values()),
             "budget": len(self.experiment.points_of(self.row)),
             "grid": self.grid,
             "spaces": [space.text for space in self.experiment.spaces_of(self.row)],
@@ -137,6 +139,10 @@ def notes(
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
+        if lost := outcome.get("lost"):
+            all_ = lost == outcome["trials"]
+            said[-1] += f" ({'all' if all_ else lost} of them diverged or failed"
+            said[-1] += ": tune over other values)" if all_ else ")"
         for space in map(Space.read, outcome.get("spaces", ())):
             spaces[space.key].setdefault(replace(space, text=""), space.text)
         for key in outcome.get("edge", ()):

@@ -58,7 +58,7 @@ def test_an_eighth_a_quarter_and_half_of_the_rounds_for_12_4_and_2_points() -> N
     for label in ("FedAvg", "FedProx(0.1)"):
         last = [run.settings.lr for run in calls[2] if run.label.startswith(label)]
         assert last == rates[:2]
-        among = {"trials": 12, "budget": 12, "grid": 0, "widened": [], "edge": []}
+        among = {"trials": 12, "lost": 0, "budget": 12, "grid": 0, "widened": [], "edge": []}
         assert outcomes[label] == {"point": {"lr": rates[0]}, "spaces": ["lr=0.02..1"], **among}
 
 
@@ -127,8 +127,10 @@ def test_a_diverged_point_is_the_worst_and_failures_end_it() -> None:
     def diverges(run: Run) -> str:
         return "nan" * (run.settings.lr > 0.15)
 
-    assert tuned(experiment, near(0.3), diverges)[0]["FedAvg"]["point"] == {"lr": 0.1}
-    assert tuned(experiment, near(0.3), lambda run: "nan")[0]["FedAvg"]["trials"] == 3
+    some, all_ = (tuned(experiment, near(0.3), of)[0] for of in (diverges, lambda run: "nan"))
+    assert some["FedAvg"]["point"] == {"lr": 0.1}
+    for outcomes, lost in ((some, "2 of them diverged or failed)"), (all_, "tune over other val")):
+        assert lost in tuning.notes({"FedAvg": {"lr": 0.1}}, outcomes)[0]
     with pytest.raises(RuntimeError, match="FedAvg: every one of its trials failed: no memory"):
         tuned(experiment, near(0.3), lambda run: "no memory")
 
