@@ -443,7 +443,8 @@ class LocalTraining:
             clip(self._trained.values(), norm)
         if not self._taken:
             with torch.no_grad():
-                self._begins_finite = remedies.are_finite([p.grad for p in self._params.values()])
+                grads_of = [cast(Tensor, p.grad) for p in self._params.values()]
+                self._begins_finite = remedies.are_finite(grads_of)
                 self._would_move = self._begins_finite and any(
                     not torch.equal(p, p - self._ctx.lr * cast(Tensor, p.grad))
                     for p in self._params.values()

@@ -224,11 +224,12 @@ def decode(data: bytes) -> Slot:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32 without loss."""
+    """Return a tensor as an array; bfloat16 and float8, which numpy lacks, become float32 without loss."""
     if isinstance(value, np.ndarray):
         return value
     tensor = (value if isinstance(value, torch.Tensor) else torch.as_tensor(value)).detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    lacks = tensor.is_floating_point() and (tensor.itemsize < 2 or tensor.dtype == torch.bfloat16)
+    return (tensor.float() if lacks else tensor).numpy()
 
 
 class Folder:

@@ -329,7 +329,7 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
         with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = data.label_counts(pairs)
     classes = len(counts) if counts is not None and recipe.reads_counts_early else 0
-    form = (_form_of(broadcast), _form_of(begun.slots), *private, classes)
+    form = (_form_of(broadcast), _form_of(begun.slots), *sorted(private), classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, counts, asked, begun, form)
 

@@ -195,9 +195,10 @@ def _draw_tuning(experiment: Experiment, folder: Path, out: Path, look: Look | N
 
 def _draw_ranks(title: str, of: Sequence[Results], folder: Path, look: Look | None = None) -> None:
     """Draw the methods' ranks over the panels that have the same ones, if there are enough."""
-    for number, ranks in enumerate(ranks_over(of), 1):
-        from flwr_regs.experiments.report import drawing, plots
+    from flwr_regs.experiments.report import drawing, plots
 
+    drawing.remove(folder, "ranks-*")
+    for number, ranks in enumerate(ranks_over(of), 1):
         picture = plots.over_panels(ranks, title=title, look=look)
         drawing.save(picture, folder / f"ranks-{number}")
 

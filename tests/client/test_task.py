@@ -40,7 +40,10 @@ def test_targets_of_no_batch_and_labels_of_no_class_are_refused() -> None:
         batch_size(torch.tensor(1))
     fields = [torch.zeros(4, 2), torch.zeros(4)]
     boxes = [{"id": torch.tensor(n), "boxes": torch.zeros(n, 4)} for n in (7, 3)]
-    assert [*map(batch_size, (fields, boxes, [torch.zeros(5), torch.zeros(6)]))] == [4, 2, 2]
+    sequences = [torch.zeros(5), torch.zeros(6)]
+    nested = [{"a": fields[0]}, {"b": fields[1]}]
+    each = map(batch_size, (fields, nested, boxes, tuple(boxes), sequences))
+    assert [*each] == [4, 4, 2, 2, 2]
     with pytest.raises(ValueError, match="labels from 0 on, but there is -2"):
         label_counts(Pairs([(torch.ones(2, 3), torch.tensor([0, -2]))]))
     with pytest.raises(ValueError, match="the client has no training data"):

@@ -399,6 +399,12 @@ class Streamed:
             yield self.x[rows], self.y[rows]
 
 
+def hooked() -> nn.Module:
+    model = perceptron()
+    model.get_parameter("0.bias").register_hook(lambda grad: 0.5 * grad)
+    return model
+
+
 def drawn_rate(params: Any, lr: float) -> Any:
     """Return an optimiser whose learning rate is drawn."""
     return torch.optim.SGD(params, lr=lr * (1 + float(torch.rand(()))))
@@ -441,6 +447,7 @@ REASONS: dict[str, Cohort] = {
         terms=[fr.Private("none, scale")], model=partial(scalar, lambda m, x: m.layer(x))
     ),
     "its scale and shift lie in the same memory": Once(model=aliased),
+    "its 0.bias has a hook on its gradient": Once(model=hooked, grid={"check": False}),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),

@@ -215,14 +215,14 @@ def count_examples(data: Pairs) -> int:
 def batch_size(targets: Any) -> int:
     """Return the number of examples in a batch: the length of its first tensor, at any depth.
 
-    A list that has a dict for each example, or tensors of different lengths, has an entry for each example.
+    A list or tuple of alike dicts, or of tensors of different lengths, has an entry for each example.
     Raises TypeError for a tensor without dimensions: it is one example, not a batch.
     """
     leaves = [targets] if type(targets) is Tensor else tensors(targets)
-    if isinstance(targets, list) and (
-        isinstance(next(iter(targets), None), Mapping) or len({t.shape[:1] for t in leaves}) > 1
-    ):
-        return len(targets)
+    if type(targets) in (list, tuple):
+        keys = {frozenset(one) if isinstance(one, Mapping) else None for one in targets}
+        if (len(keys) == 1 and None not in keys) or len({t.shape[:1] for t in leaves}) > 1:
+            return len(targets)
     if leaves and leaves[0].ndim == 0:
         raise TypeError(
             "the targets of a batch have no dimension, so it is one example: give the loader a batch_size"

@@ -212,3 +212,9 @@ def save(picture: Picture, path: Path) -> list[Path]:
     for flaw in dict.fromkeys(picture.flaws):
         print(f"flwr-regs: {path.name}: {flaw}", file=sys.stderr)
     return paths
+
+
+def remove(folder: Path, name: str) -> None:
+    """Remove the pictures of a name, or of a pattern, that no longer show what is in a folder."""
+    for path in [*folder.glob(f"{name}.png"), *folder.glob(f"{name}.pdf")]:
+        path.unlink()

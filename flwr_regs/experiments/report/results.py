@@ -454,6 +454,8 @@ class Results:
             for name, axes in PICTURES.items():
                 if known.get(name, True):
                     drawing.save(self._picture(*axes, look or drawing.Look()), folder / name)
+                else:
+                    drawing.remove(folder, name)
 
 
 def check_rows(labels: Iterable[str], known: Iterable[str]) -> None:

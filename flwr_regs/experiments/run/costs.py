@@ -187,7 +187,7 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress, begun: B
     text = f"about {about}: {all_runs}; in each round {each}"
     if (settings.rounds + 1) * cost.test > max(DOMINANT * cost.run, 60) and most > 2000:
         text += " (test-examples=2000 would test on so many examples)"
-    beside = dict.fromkeys(f"{run.row}'s {what}" for run in runs for what in _not_counted(run))
+    beside = dict.fromkeys(f"{run.row}: {what}" for run in runs for what in _not_counted(run))
     progress.say(f"{text}{'; not counted: ' * bool(beside)}{', '.join(beside)}")
 
 
@@ -233,9 +233,10 @@ def estimate(
 
 
 def _not_counted(run: Run) -> list[str]:
-    """Return what a run's methods compute beside a gradient a step."""
+    """Return what a run computes beside a gradient a step, and plain tests."""
     rows = (METHODS[call.target] for call in run.calls if call.target in METHODS)
-    return [row.gradients for row in rows if row.gradients]
+    personal = ["the clients' models of their own"] * bool(run.settings.personalise)
+    return [row.gradients for row in rows if row.gradients] + personal
 
 
 def _at_a_time(runs: Sequence[Run], workers: int) -> int:

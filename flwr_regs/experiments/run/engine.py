@@ -88,12 +88,13 @@ def execute(
         settings = lacking[0].settings
         if said := left(settings, client_data_of(settings)):
             progress.say(f"data: {said}")
-        if grid is None:
-            announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
+        announcement(lacking, workers, progress, begun(lacking, folder) if folder else {})
         if runner == "ray":
             progress.say("Ray starts for each seed; that may take a minute, which is not counted")
+        elif grid is not None:
+            progress.say("that is of clients one after another, on a machine like this one")
         elif runner == "stacked":
-            progress.say("that is of clients one by one; in a stack they take less, where they can")
+            progress.say("that is of clients one after another; in a stack they take less")
     trained: Iterable[RunRecord]
     if runner == "ray":
         assert folder is not None  # for its log

@@ -17,6 +17,8 @@ BREATH = 1.0
 """Seconds between two of them, at least; a run's last round is always told."""
 SILENCE = 2.0
 """Seconds after which a terminal is told of what takes long; then after twice as long each time."""
+MOST = 5
+"""And after so many times as long at most."""
 PIPED = 30.0
 """The same, and the least seconds between two such lines, for a file or a pipe."""
 
@@ -163,8 +165,7 @@ class Heartbeat:
     def __init__(self, tell: Callable[[str], None], what: str = "") -> None:
         self._tell, self._stop = tell, threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
-        stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # the bars stand before it
-        self._silence = SILENCE if stdout.isatty() else PIPED
+        self._silence = SILENCE if on_terminal() else PIPED
         self.what = ""
         self.at(what)
 
@@ -191,7 +192,8 @@ class Heartbeat:
             spent = time.monotonic() - self.began
             if not self.what or spent < self.next:
                 continue
-            self.next, so_far = 2 * spent, f"{duration(spent)} so far"
+            self.next = min(2 * spent, spent + MOST * self._silence)
+            so_far = f"{duration(spent)} so far"
             if self.total:
                 so_far = f"{min(self.done, self.total):,} of {self.total:,}"
             if 0 < self.done < self.total:
@@ -201,7 +203,13 @@ class Heartbeat:
 
 def progress(runs: Sequence[Run]) -> Progress:
     """Return bars if standard output is a terminal, else lines."""
-    return Bars(runs) if sys.stdout.isatty() else Lines(runs)
+    return Bars(runs) if on_terminal() else Lines(runs)
+
+
+def on_terminal() -> bool:
+    """Return whether standard output is a terminal; it may be closed."""
+    stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # the bars stand before it
+    return stdout is not None and bool(stdout.isatty())
 
 
 def counted(number: int, noun: str) -> str:

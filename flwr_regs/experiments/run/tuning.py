@@ -90,7 +90,8 @@ class _Method:
         self.left.sort(key=lambda point: self.scores[shown(point)], reverse=True)
         if all(trial.status == "failed" for trial in trained):
             first = records[self._of(self.left[0], rung)[0].key]
-            raise RuntimeError(f"{self.label}: every one of its trials failed: {first.error}")
+            many = f"all of its {len(trained)} trials of {self.rungs[rung][0]} rounds failed"
+            raise RuntimeError(f"{self.label}: {many}: {first.error}")
 
     def widen(self) -> None:
         """Try points beyond the edges of ranges at which the best point lies; none that is not legal."""
