@@ -508,11 +508,12 @@ def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
 def dead(runs: Sequence[Run], but: str = "") -> Iterator[tuple[str, Run]]:
     """Yield each setting that does nothing in any of the runs that state it, and the first of these.
 
-    Those that need the setting `but` are left out.
+    Those that need the setting `but`, with any value, are left out: it may be set later.
     """
     for name, of in SETTINGS.items():
         having = [run for run in runs if of.needs and name in run.stated]
-        if having and but not in of.needs and not any(r.meets(of.needs) for r in having):
+        later = but in of.needs and not of.needs[but]
+        if having and not later and not any(r.meets(of.needs) for r in having):
             yield name, having[0]
 
 
