@@ -101,6 +101,8 @@ class Chain(Term, composes=True):
             names = ("delta", "upload", "client slot")
             delta, upload[t.name], client[t.name] = _several(made, t, "finish", names)
             _check_like(delta, given, t, "finish", "delta")
+            for slot in (upload[t.name], client[t.name]):
+                _check_slot(slot, t, "finish")
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -188,7 +190,10 @@ class Chain(Term, composes=True):
         return {t.name: t.init(params) for t in self.terms}
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
+        slots = {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
+        for t in self.terms:
+            _check_slot(slots[t.name], t, "broadcast")
+        return slots
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         terms = self.overriding("broadcast_to")
@@ -281,6 +286,18 @@ def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
     slot, step = _several(made, term, hook, ("server slot", what))
     _check_like(step, given, term, hook, what)
     return slot, step
+
+
+def _check_slot(slot: Any, term: Term, hook: str) -> None:
+    """Raise TypeError unless a slot that travels, or is kept, has arrays or numbers by name."""
+    must = f"{type(term).__name__}.{hook} must return slots of arrays or numbers by name, not"
+    if not isinstance(slot, Mapping):
+        raise TypeError(f"{must} a {type(slot).__name__}")
+    for name, value in slot.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{must} by {name!r:.80}")
+        if not isinstance(value, int | float) and not hasattr(value, "dtype"):
+            raise TypeError(f"{must} a {type(value).__name__} as '{name}'")
 
 
 def _check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:

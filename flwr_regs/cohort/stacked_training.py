@@ -242,6 +242,11 @@ class Stack:
         made = view.make(list(of_one.values()), lr=view.same["lr"])
         if not all(map(torch.equal, before, random_state(view.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
+        if any(t.acts("start") for t in view.term.terms) or self._values.keys() - view.start.keys():
+            others = [nn.Parameter(1 - p.detach(), p.requires_grad) for p in of_one.values()]
+            other = view.make(others, lr=view.same["lr"])
+            if _settings(other, others) != _settings(made, [*of_one.values()]):
+                raise CannotStack("its optimiser's factory looks at values that differ by member")
         kind = type(made)
         if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE.split():
             raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
@@ -635,6 +640,15 @@ def _broadcasts(slots: Slot, start: Arrays) -> bool:
 def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def _settings(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
+    """Return an optimiser's groups as text: their settings, and the places of their parameters."""
+    place = {id(p): i for i, p in enumerate(params)}
+    groups = optimizer.param_groups
+    return str(
+        [{**group, "params": [place.get(id(p)) for p in group["params"]]} for group in groups]
+    )
 
 
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:

@@ -410,6 +410,11 @@ def drawn_rate(params: Any, lr: float) -> Any:
     return torch.optim.SGD(params, lr=lr * (1 + float(torch.rand(()))))
 
 
+def by_norm(params: Any, lr: float) -> Any:
+    """Return an optimiser with a learning rate of its own for each parameter."""
+    return torch.optim.SGD([{"params": [p], "lr": lr * float(p.detach().norm())} for p in params])
+
+
 def holding(params: Any, lr: float) -> Any:
     """Return an optimiser that also holds a number of its own."""
     return torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=lr)
@@ -467,6 +472,9 @@ REASONS: dict[str, Cohort] = {
         settings={"loss_fn": filling}, grid={"check": False}
     ),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
+    "its optimiser's factory looks at values that": Once(
+        "FedInit", {"beta": 0.1}, settings={"optimizer": by_norm}
+    ),
 }
 
 
