@@ -169,7 +169,10 @@ class Loop:
             if best is not None and best.round not in known:
                 best = None
         else:
-            value, factor = wanted and _called("keep_best", wanted, entry, number, _number), 1
+            value, factor = (
+                wanted and _called("keep_best", wanted, copy.deepcopy(entry), number, _number),
+                1,
+            )
         if value is None or math.isnan(value):
             return
         if best is None or factor * value > factor * best.value:
@@ -197,7 +200,7 @@ class Loop:
         """
         reasons, training = list[str](), self.strategy.training
         for condition in as_many(training.options.stop_when):
-            history = training.history
+            history = [*training.history]
             if why := _called("stop_when", condition, history, entry["round"], _true_or_none):
                 text = why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 reasons.append(text)

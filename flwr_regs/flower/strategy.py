@@ -340,7 +340,12 @@ class RegStrategy(Strategy):
             messages = getattr(self, f"configure_{kind}")(server_round, arrays, config, grid)
             by_grid = GridNetwork(grid, self._timeout)
             replies = by_grid.exchange(list(messages), self.options.deadline)
-            returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
+            try:
+                returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
+            except BaseException as error:
+                if kind == "train" and self._training is not None:
+                    self._training.take_back(server_round, error)
+                raise
             match kind, returned:
                 case ("train", (None | ArrayRecord() as model, None | Mapping() as metrics)):
                     return model, metric_record("aggregate_train", metrics)

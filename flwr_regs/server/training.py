@@ -102,6 +102,7 @@ class Training:
         self.participation = Participation(o, self.num_rounds or 1)
         self.guard = DivergenceGuard(o, self.method)
         self._warned_of_weights = False
+        self._before: dict[str, Any] = {}  # the parts that bind, before the last round
         self.evaluated = False
         self.remembered = Remembered()
 
@@ -176,16 +177,26 @@ class Training:
             if self.options.downlink == "delta":  # who replied then holds this round's model
                 self.remembered.held |= dict.fromkeys(failed["bytes_up"], number)
         before = {name: getattr(self, name).snapshot() for name in BOUND}
+        self._before = before
         try:
             yield from self._round(this_round, config, network)
         except BaseException as error:  # a failed round binds nobody
-            for name in BOUND:
-                getattr(self, name).restore(before[name])
+            self._restore_bound(before)
             if not isinstance(error, GeneratorExit):  # which ends a round that is never aggregated
                 this_round.events["failed"] = str(error) or type(error).__name__
                 self._note(this_round)
             raise
         return this_round
+
+    def take_back(self, number: int, error: BaseException) -> None:
+        """Let a round fail that has ended well: a user's code has raised after it."""
+        if self.history and self.history[-1]["round"] == number and not self._failed(number):
+            self._restore_bound(self._before)
+            self.history[-1]["failed"] = str(error) or type(error).__name__
+
+    def _restore_bound(self, before: Mapping[str, Any]) -> None:
+        for name, state in before.items():
+            getattr(self, name).restore(state)
 
     def _round(
         self, this_round: Round, config: Mapping[str, Any], network: Network

@@ -67,6 +67,27 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
     assert "attempts" not in broken.history[2]
 
 
+def test_a_round_that_a_users_code_refuses_after_it_has_ended_is_tried_again_from_its_beginning() -> (
+    None
+):
+    class Refusing(fr.FedADC):
+        method = "FedADC"
+        refused = 0
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            made = super().aggregate_train(server_round, replies)
+            if server_round == 2 and not self.refused:
+                self.refused += 1
+                raise fr.TooFewReplies("not good enough")
+            return made
+
+    unbroken, broken = fr.FedADC(seed=3), Refusing(seed=3, retries=1, retry_cohort="same")
+    for strategy in (unbroken, broken):
+        start(strategy, fr.InProcessGrid(app_of(fr.FedADCClient), 4), 3)
+    close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
+    assert [len(e.get("attempts", ())) for e in broken.history] == [0, 1, 0]
+
+
 def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:
     settings: dict[str, Any] = {"seed": 3, "downlink": "delta", "min_replies": 4}
     unbroken, broken = fr.FedADC(**settings), fr.FedADC(**settings, retries=1)
