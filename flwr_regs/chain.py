@@ -54,7 +54,9 @@ class Chain(Term, composes=True):
 
     def _in_turn(self, hook: str, params: Arrays, ctx: ClientContext) -> Arrays:
         for t in self.overriding(hook):
+            before = _versions(params)
             made = getattr(t, hook)(params, own_context(ctx, t))
+            _check_unchanged(params, before, t, hook)
             _check_like(made, params, t, hook, "dict of parameters")
             params = made
         return params
@@ -97,7 +99,9 @@ class Chain(Term, composes=True):
         given = delta
         for i, t in enumerate(self.terms):
             later = any(r.acts("finish") and not r.keeps_update for r in self.terms[i + 1 :])
+            before = _versions(delta)
             made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
+            _check_unchanged(delta, before, t, "finish")
             names = ("delta", "upload", "client slot")
             delta, upload[t.name], client[t.name] = _several(made, t, "finish", names)
             _check_like(delta, given, t, "finish", "delta")
@@ -135,7 +139,9 @@ class Chain(Term, composes=True):
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         given = params
         for t in self.overriding("point"):
+            before = _versions(params)
             made = t.point(params, own_context(ctx, t))
+            _check_unchanged(params, before, t, "point")
             params = made if made is params else {**params, **made}
             _check_like(params, given, t, "point", "dict of parameters")
         return params
@@ -286,6 +292,19 @@ def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
     slot, step = _several(made, term, hook, ("server slot", what))
     _check_like(step, given, term, hook, what)
     return slot, step
+
+
+def _versions(arrays: Arrays) -> dict[str, tuple[Any, Any]]:
+    """Return arrays with what changes where one is written to: torch counts that, but not under vmap."""
+    return {name: (a, getattr(a, "_version", None)) for name, a in arrays.items()}
+
+
+def _check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook: str) -> None:
+    """Raise TypeError if a hook has replaced the arrays that it was given, or written to them."""
+    for name, (array, version) in before.items():
+        if arrays.get(name) is not array or getattr(array, "_version", None) != version:
+            must = f"{type(term).__name__}.{hook} must return new arrays"
+            raise TypeError(f"{must}, but changes '{name}' of what it was given")
 
 
 def _check_slot(slot: Any, term: Term, hook: str) -> None:

@@ -261,6 +261,7 @@ class Group:
             else:
                 deltas = in_code_order(result.delta, result.delta)
                 code = Table({n: to_numpy(d).astype(was[n].dtype) for n, d in deltas.items()})
+        exact = False  # whether what is decoded is what was coded
         served: dict[int, clients.Answer] = {}
         for row, c in enumerate(self.members):
             message, config = c.asked.message.config, dict(common)
@@ -275,6 +276,7 @@ class Group:
                 if code:
                     update = Row(code, row), Row(sent, row), was, layout
                     steps, records[keys.ARRAYS] = clients.coded(recipe.term, *update)
+                    exact = _is_exact(recipe.term, steps[0], Row(code, 0)) if row == 0 else exact
                     config[keys.STEPS_KEY] = steps
                 metrics |= {
                     "train-loss": result.losses[row],
@@ -284,9 +286,16 @@ class Group:
                 }
             config |= clients.reply_entries(message, c.begun, said)
             held = memories.end(c.asked.memory, message, slots, entries, recipe.who.method)
-            reply = Parcel(records, config, metrics, decoded=Row(code, row) if code else None)
+            reply = Parcel(records, config, metrics, decoded=Row(code, row) if exact else None)
             served[c.asked.pid] = clients.Answer(reply, held, was)
         return served
+
+
+def _is_exact(term: Chain, code: bytes, update: Mapping[str, np.ndarray]) -> bool:
+    """Whether a term's code of an update gives it back to the bit."""
+    coder: Any = term.coder("finish")
+    decoded = coder.decode(code, update)
+    return all(np.array_equal(decoded[n], a, equal_nan=True) for n, a in update.items())
 
 
 def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:
