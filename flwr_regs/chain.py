@@ -156,7 +156,11 @@ class Chain(Term, composes=True):
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
-        return {n for t in self.overriding("private") for n in t.private(names)}
+        made = {type(t).__name__: t.private(names) for t in self.overriding("private")}
+        for term, given in made.items():
+            if isinstance(given, str):
+                raise TypeError(f"{term}.private must return several names, not the text {given!r}")
+        return {name for given in made.values() for name in given}
 
     def frozen(self, names: Collection[str]) -> set[str]:
         frozen = {n for t in self.overriding("frozen") for n in t.frozen(names)}

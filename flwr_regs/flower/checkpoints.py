@@ -25,6 +25,7 @@ from flwr_regs.server.checkpoint.checkpoint import CheckpointError, Folder, late
 from flwr_regs.server.checkpoint.fingerprint import differences
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.files import write_atomically
 
 Given = str | PathLike[str] | None
@@ -201,13 +202,18 @@ class Checkpoints:
         if self._folder is None or self._training is None:
             return
         best, kept = self._result.best, getattr(self._grid, "snapshot", None)
+        try:
+            of_test = getattr(self._test, "snapshot", lambda: None)()
+        except Exception as error:  # whatever a user's code raises
+            self._not_saved(number, f"evaluate_fn.snapshot failed: {described(error)}")
+            return
         state = {
             "fingerprint": self._same,
             "best": best and [best.round, best.value, _parts(best.arrays)],
             "clients": None if kept is None else {n: _plain(s) for n, s in kept().items()},
             "configs": [dict(config) for config in self.configs],
             "training": self._training.snapshot(),
-            "test": getattr(self._test, "snapshot", lambda: None)(),
+            "test": of_test,
         }
         self._unsaved = number, state, list(self._training.history)
         if isinstance(self._every, timedelta):
@@ -227,12 +233,17 @@ class Checkpoints:
         try:
             self._folder.save(number, state, history)
         except (OSError, TypeError, ValueError, MemoryError) as error:
-            why = f"round {number} is not saved in {self._folder.path}: {error}"
-            history[-1]["checkpoint"] = why
-            log(WARNING, "%s; the run goes on without this checkpoint", why)
+            self._not_saved(number, str(error))
             return
         self._unsaved, self._last, self._saved = None, number, time.monotonic()
         history[-1]["seconds"]["checkpoint"] = self._saved - clock
+
+    def _not_saved(self, number: int, why: str) -> None:
+        assert self._folder is not None
+        assert self._training is not None
+        why = f"round {number} is not saved in {self._folder.path}: {why}"
+        self._training.history[-1]["checkpoint"] = why
+        log(WARNING, "%s; the run goes on without this checkpoint", why)
 
     def close(self) -> None:
         """Let another run write into the folder."""

@@ -119,7 +119,7 @@ class Loop:
         if new is not None:
             self.result.arrays = arrays = new
         self._note(number, "train_metrics", metrics)
-        self.strategy.follow(arrays)
+        self.strategy.follow(number, arrays)
         return arrays
 
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:

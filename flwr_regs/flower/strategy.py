@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
@@ -322,11 +323,22 @@ class RegStrategy(Strategy):
         self._released = self.arrays
         return self._released, MetricRecord({**(this_round.train_metrics or {})})
 
-    def follow(self, arrays: ArrayRecord) -> None:
+    def follow(self, server_round: int, arrays: ArrayRecord) -> None:
         """Go on from the model that a user's `aggregate_train` has returned; checkpoints hold it."""
         if self._training is not None and not self._is_ours("aggregate_train"):
-            self._training.adopt(views_of(arrays), "the arrays that aggregate_train returned")
+            with self._taking_back(server_round):
+                self._training.adopt(views_of(arrays), "the arrays that aggregate_train returned")
             self._released = arrays
+
+    @contextmanager
+    def _taking_back(self, server_round: int) -> Iterator[None]:
+        """Let a training round that has ended fail if the block raises, as a user's code may."""
+        try:
+            yield
+        except BaseException as error:
+            if self._training is not None:
+                self._training.take_back(server_round, error)
+            raise
 
     def run_round(
         self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -338,20 +350,19 @@ class RegStrategy(Strategy):
         """
         if (network := self._network(grid)) is None:
             messages = getattr(self, f"configure_{kind}")(server_round, arrays, config, grid)
+            if not isinstance(messages, Iterable):
+                raise TypeError(f"configure_{kind} must return messages, not {messages!r:.80}")
             by_grid = GridNetwork(grid, self._timeout)
             replies = by_grid.exchange(list(messages), self.options.deadline)
-            try:
+            with self._taking_back(server_round if kind == "train" else 0):
                 returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
-            except BaseException as error:
-                if kind == "train" and self._training is not None:
-                    self._training.take_back(server_round, error)
-                raise
-            match kind, returned:
-                case ("train", (None | ArrayRecord() as model, None | Mapping() as metrics)):
-                    return model, metric_record("aggregate_train", metrics)
-                case ("evaluate", None | Mapping() as metrics):
-                    return metric_record("aggregate_evaluate", metrics)
-            raise TypeError(f"aggregate_{kind} must return {RETURNS[kind]}, not {returned!r:.80}")
+                match kind, returned:
+                    case ("train", (None | ArrayRecord() as model, None | Mapping() as metrics)):
+                        return model, metric_record("aggregate_train", metrics)
+                    case ("evaluate", None | Mapping() as metrics):
+                        return metric_record("aggregate_evaluate", metrics)
+                must = f"aggregate_{kind} must return {RETURNS[kind]}"
+                raise TypeError(f"{must}, not {returned!r:.80}")
         trains, given = kind == "train", (server_round, arrays, config, network)
         paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
         result = paused.over(network, self.options.deadline)

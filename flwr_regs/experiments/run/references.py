@@ -1,9 +1,10 @@
 """The rows between which the methods lie: clients that train alone, and one model on all their data.
 
-Both process about as many examples as the clients of a FedAvg run do together. `Local`: each client trains
-a model of its own on its own data, as often as it is in a cohort on average; accuracies are means over the
-models. `Pooled`: one model trains on all clients' data, in each round as many steps as a cohort together.
-They begin with the methods' initial model, and are tested on the same data. Nothing travels.
+Both take about as many local steps as the clients of a FedAvg run do together, without stragglers and
+drop-outs. `Local`: each client trains a model of its own on its own data, as often as it is in a cohort on
+average, beginning in round 1; accuracies are means over the models. `Pooled`: one model trains on all
+clients' data, in each round as many steps as a cohort together, in full batches. They begin with the
+methods' initial model, and are tested on the same data. Nothing travels.
 """
 
 from __future__ import annotations
