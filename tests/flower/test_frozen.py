@@ -118,17 +118,6 @@ def test_what_is_missing_or_unknown_is_an_error_with_its_name() -> None:
         start(fr.FedAvg(), grid_of(fr.FedAvgClient), {**part, "more": torch.zeros(1)})
 
 
-def test_a_client_that_trains_what_the_others_freeze_is_named() -> None:
-    for arrays, why in ((fr.trainable(net()), "missing"), (net().state_dict(), "other parameters")):
-        strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
-        grid = grid_of(fr.FedAvgClient, {1: lambda: net().requires_grad_(True)})
-        start(strategy, grid, arrays, 2)
-        for entry in strategy.history:
-            assert list(entry["failures"]) == [1]
-            assert why in entry["failures"][1]
-            assert "0.weight" in entry["failures"][1]
-
-
 def test_weights_tied_in_the_frozen_part_and_a_backbone_in_half_precision() -> None:
     """As a language model with adapters: tied embeddings, in bfloat16, which numpy lacks."""
 
