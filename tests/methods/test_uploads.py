@@ -43,11 +43,8 @@ def test_an_upload_of_another_kind_is_refused(name: str) -> None:
 
 
 def test_uploads_out_of_bounds_are_refused() -> None:
-    fr.ControlVariates(2).check({}, PARAMS, {})
     with pytest.raises(ValueError, match=r"'U\.0\.bias' holds negative squares"):
         fr.Curvature(0.1).check({**SQUARES, "U.0.bias": -SQUARES["U.0.bias"] - 1}, PARAMS, {})
-    with pytest.raises(ValueError, match="expected"):
-        fr.Curvature(0.1).check({k: SQUARES[k] for k in [*SQUARES][1:]}, PARAMS, {})
     with pytest.raises(ValueError, match=r"a mean loss of -0.5, but its power needs at least 0"):
         fr.FairWeights(1.0).check({"loss": np.asarray(-0.5)}, PARAMS, {})
     for key in ("exp_avg_sq.0.bias", "step"):

@@ -151,7 +151,6 @@ REPLIES: dict[str, tuple[Change, str]] = {
         )
     },
     "round -1": (with_config("server-round", -1), "belongs to round -1, not to "),
-    "another round": (with_config("server-round", 7), "('server-round')"),
     "no round": (with_config("server-round"), "belongs to round None, not to "),
     "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
     "a name twice": (twice("_orig_mod."), "'0.weight' cannot be read: it came twice"),
@@ -268,10 +267,6 @@ PROBES: dict[str, tuple[Change, str]] = {
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
     "none": (lambda _: RecordDict(), "arrays [], expected ['delta']"),
-    "another round": (
-        with_config("server-round", 7),
-        "the probe of client 3 belongs to round 7, not",
-    ),
 }
 
 
