@@ -77,17 +77,13 @@ def beside(record: str) -> Lie:
     return lie
 
 
-def copies(reply: Reply) -> dict[str, Any]:
-    return {key: record.copy() for key, record in reply.content.items()}
-
-
 def again(*kinds: str, renamed: bool = False) -> Lie:
     """The first reply to messages of these kinds, in each round; `renamed`, as a reply of that round."""
     first: dict[str, dict[str, Any]] = {}
 
     def lie(reply: Reply) -> None:
         if reply.number == 1:
-            first[reply.kind] = copies(reply)
+            first[reply.kind] = {key: record.copy() for key, record in reply.content.items()}
         if reply.kind in kinds:
             config = reply.content["config"]
             for key, record in first[reply.kind].items():
@@ -105,12 +101,6 @@ def many_metrics(number: int, length: int) -> Lie:
     return lambda reply: reply.say(
         **{f"{reply.number}_{i}".ljust(length, "x"): float(i) for i in range(number)}
     )
-
-
-def cut(reply: Reply) -> None:
-    """Half of a coded update."""
-    (code,) = reply.content.config_records["config"][keys.STEPS_KEY]
-    entry(keys.STEPS_KEY, [code[: len(code) // 2]])(reply)
 
 
 def cancelling(reply: Reply) -> None:
@@ -171,18 +161,6 @@ ATTACKS: dict[str, Attack] = {
         settings=BOUNDED,
     ),
     "1 step of 9, bounded": Attack(claims(local_steps=1), TWO, 0, settings=BOUNDED | SCALE),
-    "1 step of 9, FedNova, bounded": Attack(
-        claims(local_steps=1),
-        ("FedNova()", "FedNova(momentum=0.5)", "FedNova(mu=0.5)"),
-        0,
-        settings=BOUNDED,
-    ),
-    "1 step of many, bounded": Attack(
-        claims(local_steps=1, planned_steps=MANY, num_examples=MANY),
-        TWO,
-        0,
-        settings=BOUNDED | SCALE | BY_EPOCHS,
-    ),
     "many steps of many": Attack(
         claims(local_steps=MANY, planned_steps=MANY, num_examples=MANY),
         ("FedNova()", "FedNova(momentum=0.5)", "SCAFFOLD"),
@@ -195,9 +173,6 @@ ATTACKS: dict[str, Attack] = {
         6,
         event=FAR,
         settings=FLIPPED,
-    ),
-    "a loss of 1e-12": Attack(
-        uploads(1e-12), ("QFedAvg(q=0.5)", "QFedAvg(q=0.2)"), 0, settings={"rounds": 20}
     ),
     "a huge training loss": Attack(claims(train_loss=1e15, examples_processed=10**15), TWO, 0, 0.0),
     # what it sends
@@ -248,7 +223,6 @@ ATTACKS: dict[str, Attack] = {
     # how much of it
     "an upload that nobody asked for": Attack(beside("elastic.upload"), ("FedAvg", "SCAFFOLD"), 6),
     "metrics of other names each round": Attack(many_metrics(900, 500), cost=0.0, named=0),
-    "half of a code": Attack(cut, (CODED,), 6),
     "a code of nothing": Attack(entry(keys.STEPS_KEY, [b""]), (CODED,), 6),
     "it has lost its model, again and again": Attack(
         entry(keys.MEMORY_KEY, [keys.LOST_MODEL]), ("FedAvg", "FedADC(downlink='delta')"), 6

@@ -86,24 +86,6 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_regs.experiments.report.results.Results._picture", lambda *_: None)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(30, marks=BULK)])
-@pytest.mark.parametrize("method", ["EFL(0.01, density_up=0.3)", "SCAFFOLD"])
-def test_a_training_that_is_killed_and_resumed_gives_equal_bits(
-    method: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def train(folder: Path) -> Any:
-        begun = folder.exists() and rounds_in(folder)
-        return play(method, resume=folder if begun else None, checkpoint_dir=folder).strategy
-
-    whole = train(Path("whole"))
-    for _, strategy in kill_until_done(train, 11, 0.7, times):
-        assert bits(strategy.arrays) == bits(whole.arrays)
-        for ours, theirs in zip(strategy.history, whole.history, strict=True):
-            assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
-
-
 def models(folder: Path) -> dict[str, bytes]:
     """The final models of a results folder, and the accuracies of its runs."""
     found = [p for p in folder.rglob("*.safetensors") if "checkpoints" not in p.parts]
