@@ -9,7 +9,7 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import train
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import QUIET, close, descend, make_clients, make_model
 
 
 def ours(strategy: Any, **more: Any) -> dict[str, np.ndarray]:
@@ -28,25 +28,16 @@ def ours(strategy: Any, **more: Any) -> dict[str, np.ndarray]:
     ids=lambda m: m.func.__name__,
 )
 def test_any_torch_optimiser_keeps_its_state_over_rounds(make: Any) -> None:
-    """The same pseudo-gradients by hand, through one optimiser that lives as long as the run."""
-    options: dict[str, Any] = {"seed": 1, "fraction_evaluate": 0.0}
-    model = make_model()
+    """One client takes one step of its gradient's length: the server trains as torch does."""
+    model, one = make_model(), make_clients(1)[0][:1]
     optimizer = make(model.parameters())
     base = optimizer.param_groups[0]["lr"]
     for t in range(1, 5):
-        start = {n: p.detach().clone() for n, p in model.named_parameters()}
-
-        def holding(state: dict[str, torch.Tensor] = start) -> torch.nn.Module:
-            m = make_model()
-            m.load_state_dict(state)
-            return m
-
-        end = ours(fr.FedAvg(**options), rounds=1, model=holding)
-        for n, p in model.named_parameters():
-            p.grad = start[n] - torch.from_numpy(end[n])
         optimizer.param_groups[0]["lr"] = base / t
-        optimizer.step()
-    got = ours(fr.FedOpt(make, server_lr_schedule=lambda t: 1 / t, **options))
+        descend(model, optimizer, one)
+    alone = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
+    strategy = fr.FedOpt(make, server_lr_schedule=lambda t: 1 / t, **alone)
+    got = ours(strategy, clients=[one], lr=1.0)
     close(got, {n: p.detach().numpy() for n, p in model.named_parameters()}, 1e-12)
 
 
