@@ -117,6 +117,11 @@ def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 
     return value
 
 
+def no_space(*_: Any, **__: Any) -> Any:
+    """A write to a disk that is full."""
+    raise OSError(28, "No space left on device")
+
+
 class Tampered(InProcessGrid):
     """Gives each exchange to ``change(kind, partition id, message, reply)``: what it returns is the reply.
 

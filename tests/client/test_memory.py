@@ -15,6 +15,7 @@ from flwr_regs.abilities import TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.memory import Folder, begin, end, label, latest
 from flwr_regs.wire import keys
+from tests.conftest import no_space
 
 Arrays = dict[str, Any]
 
@@ -210,11 +211,8 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     assert folder.write(end({}, config, one, None, "m"), config)
     assert [p.name for p in home.iterdir()] == ["round-000001.safetensors"]
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("flwr_regs.client.memory.write_atomically", full)
+        patch.setattr("flwr_regs.client.memory.write_atomically", no_space)
         assert not folder.write(end({}, config, one, None, "m"), config)
         assert log(f"state is not on the disk, in {home}: OSError")
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}

@@ -1,13 +1,11 @@
 """A run's record: there after each round, whatever stops the run; and what cannot be read or written."""
 
-import errno
 import json
 import math
 import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from flwr_regs.experiments.report import folders
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite, locked, new_folder, write
 from flwr_regs.experiments.report.run_records import Recorder
+from tests.conftest import no_space
 from tests.experiments.report.test_results import GOOD, run
 
 
@@ -83,10 +82,7 @@ def test_a_folder_that_is_in_use_or_on_a_full_disk_gets_a_sentence(
     assert f"{out} is being written by another run (process {os.getpid()})" in said
     assert main(["run", "--resume", str(out)]) == 0
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(folders, "write_atomically", full)
+    monkeypatch.setattr(folders, "write_atomically", no_space)
     why = "cannot be written (No space left on device: make room); all written before is kept"
     for command, ends in (("run --resume", f": go on with --resume {out}\n"), ("plot", "\n")):
         assert main([*command.split(), str(out)]) == 2

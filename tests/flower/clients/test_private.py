@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
 
@@ -19,7 +18,7 @@ from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.flower.node import NodeState
 from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
-from tests.conftest import close, make_clients, remembered, run
+from tests.conftest import close, make_clients, no_space, remembered, run
 from tests.conftest import norm_model as model
 from tests.flower.clients.test_own_loop import own_app
 
@@ -215,18 +214,6 @@ class Wiping(Tapped):
             self._contexts[node].state = RecordDict()
 
 
-class Returning(Wiping):
-    """Serves each round's messages twice, as a server that was killed after the clients had trained."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        for m in messages:
-            if m.metadata.message_type == "train":
-                first = Message(m.content, m.metadata.dst_node_id, "train", group_id="0")
-                list(self.pull_messages(super().push_messages([first])))
-        return super().push_messages(messages)
-
-
 SAVING: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedBN": (fr.FedBN, fr.FedBNClient),
     "FedPer": (lambda **o: fr.FedPer(PINS, **o), fr.FedPerClient),
@@ -235,14 +222,12 @@ SAVING: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "grid"), list(zip(SAVING, [Wiping, Returning] * 2, strict=True)))
-def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
-    name: str, grid: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", SAVING)
+def test_a_node_that_was_restarted_goes_on_with_what_it_saved(name: str, tmp_path: Path) -> None:
     build, client = SAVING[name]
     unbroken, broken = build(seed=1), build(seed=1)
     expected = run(unbroken, client, rounds=4, model=model, grid=grid_of(client, kind=Tapped))
-    restarting = grid_of(client, kind=grid, save_private=tmp_path)
+    restarting = grid_of(client, kind=Wiping, save_private=tmp_path)
     got = run(broken, client, rounds=4, model=model, grid=restarting)
     close(got, expected, 0.0)
     for a, b in zip(unbroken.history, broken.history, strict=True):
@@ -270,13 +255,6 @@ def usual() -> tuple[dict[str, np.ndarray], list[Any]]:
     return arrays, [e["evaluate"]["clients"] for e in strategy.history]
 
 
-def broken(name: str) -> Callable[..., Any]:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise OSError(28, f"No space left on device ({name})")
-
-    return fails
-
-
 @pytest.mark.parametrize("step", ["open", "replace", "sync_folder", "iterdir"])
 def test_a_disk_that_fails_is_named(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +266,7 @@ def test_a_disk_that_fails_is_named(
         monkeypatch.undo()
         number, _, kind = at_of(message)
         if (number, kind) == (3, "train"):
-            monkeypatch.setattr(where, step, broken(step))
+            monkeypatch.setattr(where, step, no_space)
 
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
     grid.change = fault
@@ -331,21 +309,11 @@ def test_a_damaged_file_is_a_named_loss(damage: str, tmp_path: Path) -> None:
     assert [e["lost_state"] for e in strategy.history] == [[], [], [1]]
 
 
-def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
+def test_personal_parts_are_the_owners_alone_and_have_an_address(tmp_path: Path) -> None:
     strategy = fr.FedPer(PINS, seed=1)
     grid = grid_of(fr.FedPerClient, save_private=tmp_path)
-    arrays = run(strategy, fr.FedPerClient, rounds=3, model=model, grid=grid)
-    personal = model()
-    personal.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
-    head = fr.load_private(tmp_path, 1)
-    assert head.keys() == LAYER
-    personal.load_state_dict(head, strict=False)
-    personal.eval()
-    data = make_clients(3)[1]
-    with torch.no_grad():
-        loss = sum(float(nn.functional.cross_entropy(personal(x), y)) * len(y) for x, y in data)
-    claimed = strategy.history[-1]["evaluate"]["clients"][1]["loss"]
-    assert loss / sum(len(y) for _, y in data) == pytest.approx(claimed, abs=1e-12)
+    run(strategy, fr.FedPerClient, rounds=3, model=model, grid=grid)
+    assert fr.load_private(tmp_path, 1).keys() == LAYER
     (start,) = [p.name for p in (tmp_path / "partition-1").iterdir()]
     assert fr.load_private(tmp_path, 1, start).keys() == LAYER
     with pytest.raises(FileNotFoundError, match=r"partition-9 has the trainings \[\]"):
