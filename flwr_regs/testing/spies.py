@@ -77,14 +77,16 @@ def impurities(faults: list[str]) -> Spy:
 
     def spy(term: Term, hook: str, original: Hook, args: tuple[Any, ...]) -> Any:
         who = f"'{term.name}' in `{hook}`"
-        named = zip(ARGUMENTS[hook], args, strict=True)
-        leaves = [leaf for name, value in named for leaf in _leaves(value, name)]
-        inputs = {path: a for path, a in leaves if isinstance(a, np.ndarray | torch.Tensor)}
+        named = [*zip(ARGUMENTS[hook], args, strict=True)]
+        leaves = dict(leaf for name, value in named for leaf in _leaves(value, name))
+        inputs = {path: a for path, a in leaves.items() if isinstance(a, np.ndarray | torch.Tensor)}
         before = {path: _as_numpy(a).copy() for path, a in inputs.items()}
         again = (copy.deepcopy(args[0]), *args[1:]) if hook == "fold" else args
         out = original(term, *args)
-        unchanging = {p: a for p, a in inputs.items() if not (hook == "fold" and _within(p, "acc"))}
-        changed = [path for path, a in unchanging.items() if not _equal(a, before[path])]
+        now = dict(leaf for name, value in named for leaf in _leaves(value, name))
+        fixed = [p for p in {**leaves, **now} if not (hook == "fold" and _within(p, "acc"))]
+        changed = [p for p in fixed if now.get(p) is not leaves.get(p)]  # an entry is another
+        changed += [p for p in fixed if p in inputs and not _equal(inputs[p], before[p])]
         faults.extend(f"{who} changes {path} in place" for path in changed)
         results = dict(_leaves(out, "its result"))
         for path, a in results.items():

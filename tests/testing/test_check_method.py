@@ -105,6 +105,12 @@ class Biased(Anchor):
         return {n: g + 0.01 for n, g in grads.items()}
 
 
+class Keeps(Anchor):
+    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
+        server["last"] = delta["0.weight"].copy()
+        return server, delta
+
+
 class Idle(Anchor):
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         return grads
@@ -188,6 +194,7 @@ WRONG = [
     ("neutral", "", method(Biased, neutral={"rate": 0.0}), "after round 1"),
     ("moves", "", method(Idle), "found 0 to 0"),
     ("pure", "", method(InPlace), r"InPlace\.correct .* changes grads\['0.weight'\] in place"),
+    ("pure", "", method(Keeps), r"in `update` changes server\['last'\] in place"),
     ("pure", "", method(View), r"its result\[2\].* shares memory with ctx.start\["),
     ("pure", "", method(Hidden), "another result the second time"),
     ("runners", "plain loop", method(Hidden), "in the plain loop, the model"),
