@@ -400,6 +400,11 @@ class Experiment:
             if asked and clients.data.loss:
                 why = f"the loss of dataset '{of.dataset}' is its own, and has no accuracy"
                 raise ValueError(f"{run.label}: {asked}, but {why}")
+            if of.partition == "noise" and clients.data.augment == "crop-24":
+                why = "crop-24 standardises each picture by itself, after the noise was added"
+                raise ValueError(
+                    f"{run.label}: partition=noise does not go with {of.dataset}: {why}"
+                )
             if of.test_on_clients:
                 clients.test_rows(0)
         return whole
