@@ -509,14 +509,11 @@ class LocalTraining:
 
     def _lost_label(self, output: Any, targets: Any) -> str:
         """Say which label a GPU's cross-entropy would end the process for; "" if none, or elsewhere."""
-        tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
-        if (
-            self.device.type == "cpu"
-            or not tensors
-            or not remedies.is_cross_entropy(self._task.loss_fn)
-        ):
+        loss_fn = self._task.loss_fn
+        if self.device.type == "cpu" or not remedies.is_cross_entropy(loss_fn):
             return ""
-        return remedies.wrong_label(output, targets, self._task.loss_fn)
+        tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
+        return remedies.wrong_label(output, targets, loss_fn) if tensors else ""
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""

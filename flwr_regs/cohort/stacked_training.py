@@ -645,10 +645,8 @@ def _is_like(value: Any, p: Tensor) -> bool:
 def _settings(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
     """Return an optimiser's groups as text: their settings, and the places of their parameters."""
     place = {id(p): i for i, p in enumerate(params)}
-    groups = optimizer.param_groups
-    return str(
-        [{**group, "params": [place.get(id(p)) for p in group["params"]]} for group in groups]
-    )
+    each = ((group, [place.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups)
+    return str([{**group, "params": places} for group, places in each])
 
 
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:

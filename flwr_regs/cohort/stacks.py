@@ -191,7 +191,7 @@ class Stacks:
             raise CannotStack(f"its {both[0]} and {both[1]} lie in the same memory")
         for name, part in (*model.named_parameters(), *model.named_modules()):
             if part._backward_hooks or getattr(part, "_post_accumulate_grad_hooks", None):
-                raise CannotStack(f"its {name} has a hook on its gradient")
+                raise CannotStack(f"its {name or 'model'} has a hook on its gradient")
         settings = ("time_budget", "save_private")
         if given := [s for s in settings if getattr(client, s) is not None]:
             raise CannotStack(f"{who.who} has a {given[0]}")
