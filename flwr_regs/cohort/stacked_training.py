@@ -645,8 +645,10 @@ def _is_like(value: Any, p: Tensor) -> bool:
 def _settings(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
     """Return an optimiser's groups as text: their settings, and the places of their parameters."""
     place = {id(p): i for i, p in enumerate(params)}
-    each = ((group, [place.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups)
-    return str([{**group, "params": places} for group, places in each])
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [place.get(id(p)) for p in group["params"]]
+    return str(groups)
 
 
 def _layers(view: View, batch: Batch, held: Arrays) -> Layers:
