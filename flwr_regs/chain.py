@@ -449,6 +449,10 @@ def chain(terms: Sequence[Term]) -> Chain:
             raise TypeError(
                 f"{type(t).__name__}.__post_init__ must call super().__post_init__(), which checks settings"
             )
+        for key, value in t.config().items():
+            if not isinstance(value, int | float | str):
+                fields = "fields travel, so they are numbers, text, true or false"
+                raise TypeError(f"'{key}' is a {type(value).__name__}: a term's {fields}")
         _check_hooks(t)
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")

@@ -1,6 +1,7 @@
 """Terms and chains: derivatives against the penalties, composition rules, configs."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +71,13 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
 
     with pytest.raises(TypeError, match=r"Forgets.__post_init__ must call super\(\).__post_init__"):
         RegStrategy([Forgets(-1.0)])
+
+    @dataclass(frozen=True)
+    class Wide(Proximal):
+        sizes: Any = (1, 2)
+
+    with pytest.raises(TypeError, match="is a tuple: a term's fields travel"):
+        RegStrategy([Wide(0.1)])
 
     with pytest.raises(TypeError, match=r"Made.correct must take \(self, grads, params, ctx\)"):
         RegStrategy([made("short", correct=lambda self, grads, ctx: grads)])

@@ -488,13 +488,6 @@ def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> Non
         run(strategy, clients)
 
 
-def test_sparse_examples_are_left_to_torch() -> None:
-    x, y = pair(0)
-    clients = fr.Clients(perceptron, [(x.to_sparse(), y)] * 2, device="cpu")
-    with pytest.raises(fr.RoundFailed, match=r"sparse tensors are not .*custom collate_fn"):
-        run(fr.FedAvg(fraction_evaluate=0.0), fr.InProcessGrid(clients))
-
-
 def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) -> None:
     """Neither by the stack, as torch says it, nor by a line for each client."""
     wide = [lambda k: (nn.functional.pad(pair(k)[0], (0, 3)), pair(k)[1])] * 5  # looked at later
