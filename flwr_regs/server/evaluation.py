@@ -84,4 +84,5 @@ def evaluation(
     if training.evaluated or all_late:
         return None
     nobody = f"round {number} of {training.method}: no client of {len(cohort)} could evaluate"
-    raise RoundFailed(f"{nobody}: {name_failures(failures)}")
+    none = "none is drawn, so raise fraction_evaluate or min_evaluate_nodes"
+    raise RoundFailed(f"{nobody}: {name_failures(failures) if cohort else none}")

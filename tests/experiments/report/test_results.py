@@ -153,7 +153,6 @@ def test_a_difference_that_no_test_can_judge_is_named_with_its_pairs() -> None:
     results = Results(every, baseline="Base")
     text = " ".join(results.text().split())
     assert "Not tested: A (pairs: 1), B (pairs: 2); a test needs three pairs" in text
-    assert "ecided" not in text
     assert "A: 2 of 4 seeds failed" in results.latex()
     assert "same in every round" not in text
     assert "n = 2 seeds" in "".join(t.get_text() for t in results.plot("differences").texts)
