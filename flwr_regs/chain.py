@@ -110,7 +110,8 @@ class Chain(Term, composes=True):
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
-        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.overriding("probe")}
+        made = ((t, t.probe(own_context(ctx, t))) for t in self.overriding("probe"))
+        pairs = {t.name: _several(of, t, "probe", ("upload", "client slot")) for t, of in made}
         return {n: u for n, (u, _) in pairs.items()}, {n: c for n, (_, c) in pairs.items()}
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
