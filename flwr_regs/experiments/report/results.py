@@ -409,7 +409,9 @@ class Results:
             least = "Smallest difference that these seeds detect with 80 % power, in a comparison by itself"
             said.append(f"{least}: {middle} points{several}.")
         silent = {r["method"]: r["pairs"] for r in compared if r["p"] is None}
-        if why := [f"{r} ({'equal' if n > 2 else f'pairs: {n}'})" for r, n in silent.items()]:
+        if why := [
+            f"{r} ({'equal differences' if n > 2 else f'pairs: {n}'})" for r, n in silent.items()
+        ]:
             needs = "a test needs three pairs, and differences that are not all equal"
             said.append(f"Not tested: {', '.join(why)}; {needs}.")
         return said
