@@ -157,11 +157,13 @@ class Chain(Term, composes=True):
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
-        made = {type(t).__name__: t.private(names) for t in self.overriding("private")}
-        for term, given in made.items():
-            if isinstance(given, str):
-                raise TypeError(f"{term}.private must return several names, not the text {given!r}")
-        return {name for given in made.values() for name in given}
+        private = set[str]()
+        for t in self.overriding("private"):
+            if isinstance(made := t.private(names), str):
+                must = f"{type(t).__name__}.private must return several names"
+                raise TypeError(f"{must}, not the text {made!r}")
+            private |= {*made}
+        return private
 
     def frozen(self, names: Collection[str]) -> set[str]:
         frozen = {n for t in self.overriding("frozen") for n in t.frozen(names)}
@@ -300,7 +302,7 @@ def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
 
 
 def _versions(arrays: Arrays) -> dict[str, tuple[Any, Any]]:
-    """Return arrays with what changes where one is written to: torch counts that, but not under vmap."""
+    """Return each array, and torch's count of the writes to it, which stands still under vmap."""
     return {name: (a, getattr(a, "_version", None)) for name, a in arrays.items()}
 
 

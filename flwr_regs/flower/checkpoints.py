@@ -205,7 +205,8 @@ class Checkpoints:
         try:
             of_test = getattr(self._test, "snapshot", lambda: None)()
         except Exception as error:  # whatever a user's code raises
-            self._not_saved(number, f"evaluate_fn.snapshot failed: {described(error)}")
+            why = f"evaluate_fn.snapshot failed: {described(error)}"
+            _not_saved(self._folder, self._training.history[-1], why)
             return
         state = {
             "fingerprint": self._same,
@@ -233,17 +234,10 @@ class Checkpoints:
         try:
             self._folder.save(number, state, history)
         except (OSError, TypeError, ValueError, MemoryError) as error:
-            self._not_saved(number, str(error))
+            _not_saved(self._folder, history[-1], str(error))
             return
         self._unsaved, self._last, self._saved = None, number, time.monotonic()
         history[-1]["seconds"]["checkpoint"] = self._saved - clock
-
-    def _not_saved(self, number: int, why: str) -> None:
-        assert self._folder is not None
-        assert self._training is not None
-        why = f"round {number} is not saved in {self._folder.path}: {why}"
-        self._training.history[-1]["checkpoint"] = why
-        log(WARNING, "%s; the run goes on without this checkpoint", why)
 
     def close(self) -> None:
         """Let another run write into the folder."""
@@ -324,3 +318,9 @@ def _arrays(values: Mapping[str, list[Any]]) -> ArrayRecord:
 
 
 _RECORDS = {c.__name__: c for c in (ConfigRecord, MetricRecord)} | {"ArrayRecord": _arrays}
+
+
+def _not_saved(folder: Folder, entry: dict[str, Any], why: str) -> None:
+    """Say in a round's entry, and in the log, why its checkpoint is not there."""
+    entry["checkpoint"] = f"round {entry['round']} is not saved in {folder.path}: {why}"
+    log(WARNING, "%s; the run goes on without this checkpoint", entry["checkpoint"])

@@ -169,10 +169,8 @@ class Loop:
             if best is not None and best.round not in known:
                 best = None
         else:
-            value, factor = (
-                wanted and _called("keep_best", wanted, copy.deepcopy(entry), number, _number),
-                1,
-            )
+            factor = 1
+            value = wanted and _called("keep_best", wanted, copy.deepcopy(entry), number, _number)
         if value is None or math.isnan(value):
             return
         if best is None or factor * value > factor * best.value:

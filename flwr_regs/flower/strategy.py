@@ -354,7 +354,7 @@ class RegStrategy(Strategy):
                 raise TypeError(f"configure_{kind} must return messages, not {messages!r:.80}")
             by_grid = GridNetwork(grid, self._timeout)
             replies = by_grid.exchange(list(messages), self.options.deadline)
-            with self._taking_back(server_round if kind == "train" else 0):
+            with self._taking_back(server_round if kind == "train" else 0):  # no round is 0
                 returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
                 match kind, returned:
                     case ("train", (None | ArrayRecord() as model, None | Mapping() as metrics)):

@@ -67,9 +67,7 @@ def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
     assert "attempts" not in broken.history[2]
 
 
-def test_a_round_that_a_users_code_refuses_after_it_has_ended_is_tried_again_from_its_beginning() -> (
-    None
-):
+def test_a_round_that_a_users_code_refuses_at_its_end_binds_nobody() -> None:
     class Refusing(fr.FedADC):
         method = "FedADC"
         refused = 0

@@ -394,8 +394,8 @@ class Results:
         if len(self.seeds) < 3:  # two differences say too little of how far they spread
             return []
         without, said = metrics.references(self.runs), list[str]()
-        compared = [row for row in self.rows() if row.get("pairs") is not None]
-        compared = [row for row in compared if row["method"] not in without]
+        methods = [row for row in self.rows() if row["method"] not in without]
+        compared = [row for row in methods if row.get("pairs") is not None]
         if tested := [row for row in compared if row["p"] is not None]:
             labels = [[r["method"] for r in tested if r["decided"] == yes] for yes in (True, False)]
             decided, others = (", ".join(of) or "none" for of in labels)

@@ -18,7 +18,7 @@ BREATH = 1.0
 SILENCE = 2.0
 """Seconds after which a terminal is told of what takes long; then after twice as long each time."""
 MOST = 5
-"""And after so many times as long at most."""
+"""A later pause is at most so many times the first one."""
 PIPED = 30.0
 """The same, and the least seconds between two such lines, for a file or a pipe."""
 

@@ -140,10 +140,11 @@ def notes(
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
-        if lost := outcome.get("lost"):
-            all_ = lost == outcome["trials"]
-            said[-1] += f" ({'all' if all_ else lost} of them diverged or failed"
-            said[-1] += ": tune over other values)" if all_ else ")"
+        lost = outcome.get("lost")
+        if lost == outcome["trials"]:
+            said[-1] += " (all of them diverged or failed: tune over other values)"
+        elif lost:
+            said[-1] += f" ({lost} of them diverged or failed)"
         for space in map(Space.read, outcome.get("spaces", ())):
             spaces[space.key].setdefault(replace(space, text=""), space.text)
         for key in outcome.get("edge", ()):
