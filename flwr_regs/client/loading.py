@@ -73,10 +73,14 @@ def load(
     """Load the global model by name, and this client's `own` private entries (None: see `found`).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
-    Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
+    Raises ProtocolError naming an array that does not fit, and for another digest than the other clients';
+    ValueError if a term withholds what the model does not have.
     """
     every, entries = every_parameter(model), model.state_dict()
     chosen = term.private(list(entries))
+    if unknown := sorted(chosen - entries.keys()):
+        who = ", ".join(t.name for t in term.overriding("private"))
+        raise ValueError(f"private, of {who}: the model has no {unknown}, only {sorted(entries)}")
     private = [n for n in entries if n in chosen]
     trained = trained_parameters(model, term, every)
     ids = {id(p) for p in trained.values()}

@@ -521,6 +521,21 @@ def test_a_subclass_may_skip_a_phase() -> None:
     assert [(e["failures"], "evaluate" in e) for e in strategy.history] == [({}, False)] * 2
 
 
+class LeavesOut(fr.FedAvg):
+    """A user's own variation: the last client of the cohort gets no message."""
+
+    def configure_train(self, *args: Any) -> Any:
+        return list(super().configure_train(*args))[:-1]
+
+
+def test_a_client_that_a_subclass_leaves_out_is_neither_late_nor_counted() -> None:
+    strategy = LeavesOut(seed=1, deadline=60.0)
+    start(strategy, fr.InProcessGrid(app_of(), 3), 1)
+    (entry,) = strategy.history
+    assert "sent it no message" in entry["failures"][2]
+    assert (entry["bytes_down"][2], "late" in entry) == (0, False)
+
+
 def test_clients_that_evaluate_alone_leave_the_model_as_it_is() -> None:
     strategy = fr.FedProx(0.1, seed=1, fraction_train=0.0)  # the clients may be of another method
     result = start(strategy, fr.InProcessGrid(app_of(), 3))

@@ -154,6 +154,8 @@ class Bars(Progress):
 class Heartbeat:
     """Tells what a run is at, from a thread of its own, where that takes long: see `SILENCE` and `PIPED`.
 
+    On a terminal, what is told of was long itself; for a file or a pipe, short ones add up.
+
     Parameters
     ----------
     tell : callable
@@ -165,8 +167,9 @@ class Heartbeat:
     def __init__(self, tell: Callable[[str], None], what: str = "") -> None:
         self._tell, self._stop = tell, threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._silence = SILENCE if on_terminal() else PIPED
+        self._silence, self._adds_up = (SILENCE, False) if on_terminal() else (PIPED, True)
         self.what = ""
+        self._wait(self._silence)
         self.at(what)
 
     def __enter__(self) -> Heartbeat:
@@ -180,25 +183,31 @@ class Heartbeat:
     def at(self, what: str, done: int = 0, total: int = 0) -> None:
         """Note what the run is at now, and how much of it is done; empty: nothing that is told."""
         if what != self.what or not done:
-            self.what, self.began, self.next = what, time.monotonic(), self._silence
+            self.what, self.began = what, time.monotonic()
+            if not self._adds_up:
+                self._wait(self._silence)
         self.done, self.total = done, total
 
     def one_more(self, what: str, total: int) -> None:
         """Note that one more of what the run is at has begun."""
         self.at(what, self.done + 1 if what == self.what and self.total else 0, total)
 
+    def _wait(self, seconds: float) -> None:
+        """Tell nothing for some time."""
+        self._next, self._pause = time.monotonic() + seconds, seconds
+
     def _beat(self) -> None:
         while not self._stop.wait(0.2):
-            spent = time.monotonic() - self.began
-            if not self.what or spent < self.next:
+            if not self.what or time.monotonic() < self._next:
                 continue
-            self.next = min(2 * spent, spent + MOST * self._silence)
-            so_far = f"{duration(spent)} so far"
+            self._wait(min(2 * self._pause, MOST * self._silence))
+            spent = time.monotonic() - self.began
+            so_far = f", {duration(spent)} so far" * (spent > min(BREATH, self._silence))
             if self.total:
-                so_far = f"{min(self.done, self.total):,} of {self.total:,}"
+                so_far = f", {min(self.done, self.total):,} of {self.total:,}"
             if 0 < self.done < self.total:
                 so_far += f", {duration(spent / self.done * (self.total - self.done))} left"
-            self._tell(f"{self.what}, {so_far}")
+            self._tell(self.what + so_far)
 
 
 def progress(runs: Sequence[Run]) -> Progress:

@@ -34,6 +34,7 @@ AT_ONCE = 16
 """Pulls that begin together: most of their time is the network's."""
 DEAD = ("ray.exceptions.ActorDiedError", "ray.exceptions.OutOfMemoryError")
 """What Flower's simulation says of a client whose Ray actor is dead; it keeps that actor for others."""
+LEFT_OUT = "the strategy's own configure_train or configure_evaluate sent it no message"
 OTHERS = "nodes %s run Flower %s, and this server Flower %s: install one version on all machines"
 
 
@@ -235,10 +236,17 @@ def _own(message: Message, reply: Message) -> Message:
 
 
 class Paused(Generic[T]):
-    """A course that waits for the replies to its `requests`; none, which then ends with None."""
+    """A course that waits for the replies to its `requests`; none, which then ends with None.
+
+    Attributes
+    ----------
+    sent : sequence of Message
+        Those of its messages that were sent, if a user's code may have left some out.
+    """
 
     def __init__(self, course: Course[T] | None = None) -> None:
         self._course = course
+        self.sent: Sequence[Message] | None = None
         self.requests = () if course is None else next(course)
 
     def __bool__(self) -> bool:
@@ -257,7 +265,7 @@ class Paused(Generic[T]):
         """Run the course to its end with the replies to its messages; RuntimeError without a course."""
         if self._course is None and list(replies):
             raise RuntimeError("replies came without a configure_train or configure_evaluate")
-        return self._ended(replies_to(self.requests, self.messages, replies))
+        return self._ended(replies_to(self.requests, self.messages, replies, self.sent))
 
     def _ended(self, replies: Sequence[Replies]) -> T | None:
         if self._course is None:
@@ -289,19 +297,25 @@ def _name_other_versions(replies: Replies) -> None:
 
 
 def replies_to(
-    requests: Iterable[Request], messages: Iterable[Message], replies: Iterable[Message]
+    requests: Iterable[Request],
+    messages: Iterable[Message],
+    replies: Iterable[Message],
+    sent: Iterable[Message] | None = None,
 ) -> list[Replies]:
     """Return, by partition id, those of the `replies` that belong to each request of the `messages`.
 
     A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
     sent them. Flower reports a lost node as an error from node 1 to the node's message, and says nothing of
-    a node that missed the timeout. So a client without a reply counts as failed.
+    a node that missed the timeout. So a client without a reply counts as failed. Where only the messages
+    `sent` went out, a client without one of them counts as left out.
     """
+    reached = None if sent is None else {message.metadata.dst_node_id for message in sent}
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
     node_of.pop("", None)
     came_all, answered = list(replies), list[Replies]()
     for request in requests:
-        client_of = {node: pid for pid, node in request.nodes.items()}
+        nodes = request.nodes
+        client_of = {node: pid for pid, node in nodes.items()}
         contents, failures = dict[int, Message](), dict[int, str]()
         stray: list[tuple[int | None, str]] = []  # of which node, if that is known; what came
         for reply in came_all:
@@ -324,12 +338,14 @@ def replies_to(
                 contents[pid] = reply
         came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
         failures |= unread
+        unsent = [p for p in request.parcels if reached is not None and nodes[p] not in reached]
+        failures |= dict.fromkeys(unsent, LEFT_OUT)
         silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
         for pid in silent:
-            told = [why for node, why in stray if node in (request.nodes[pid], None)]
+            told = [why for node, why in stray if node in (nodes[pid], None)]
             failures[pid] = "no reply" + (f" ({one_line('; '.join(told))})" if told else " in time")
         # in the order of the request: that of arrival differs from run to run
         came = {p: came[p] for p in request.parcels if p in came}
         failures = {p: failures[p] for p in request.parcels if p in failures}
-        answered.append(Replies(came, failures, silent))
+        answered.append(Replies(came, failures, silent, unsent))
     return answered

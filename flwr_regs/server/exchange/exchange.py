@@ -221,6 +221,8 @@ class Exchange:
         """Note the clients without a reply, which with a deadline are late; return the replies."""
         this_round, deadline = self.this_round, self.options.deadline
         this_round.failures |= replies.failures
+        for pid in replies.unsent:
+            this_round.bytes_down[pid] = (this_round.bytes_probe_down or {}).get(pid, 0)
         if deadline is not None:
             this_round.late += sorted(replies.silent)
             why = f"no reply within the deadline of {deadline:g} s"

@@ -34,12 +34,14 @@ class Request:
 class Replies:
     """The replies to one request, by partition id.
 
-    `failures` says why each other client has no reply; `silent` are those that did not even send an error.
+    `failures` says why each other client has no reply; `silent` are those that did not even send an error,
+    `unsent` those that a user's code sent no message.
     """
 
     came: Mapping[int, Parcel]
     failures: Mapping[int, str] = field(default_factory=dict)
     silent: Collection[int] = ()
+    unsent: Collection[int] = ()
 
 
 class Network(Protocol):

@@ -14,8 +14,10 @@ from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.abilities import Withholds
 from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.flower.node import NodeState
+from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
 from tests.conftest import close, make_clients, no_space, remembered, run
@@ -185,6 +187,22 @@ def test_another_training_on_a_node_reads_nothing_of_the_first(entry: str) -> No
     NodeState(context, first).remember({"slots": b"c_k"})
     assert NodeState(context, first).memory == {"slots": b"c_k"}
     assert not NodeState(context, {**first, entry: "b2"}).memory
+
+
+class Misspelt(Term, Withholds):
+    """A user's own: it names an entry that no model has."""
+
+    name = "misspelt"
+
+    def private(self, names: Any) -> set[str]:
+        return {"3.wieght"}
+
+
+def test_a_term_that_withholds_what_the_model_lacks_is_refused() -> None:
+    grid = grid_of(fr.RegClient, terms=[Misspelt])
+    with pytest.raises(fr.RoundFailed, match=r"of misspelt: the model has no \['3.wieght'\], only"):
+        run(fr.RegStrategy([Misspelt()], seed=1), fr.RegClient, rounds=1, model=model, grid=grid)
+    assert not leaked(grid.sent, pinned_values())
 
 
 def test_an_older_server_gets_no_pinned_entry() -> None:
