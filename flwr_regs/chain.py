@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import isfunction, signature
 from statistics import mode
 from typing import Any, ClassVar
 
 import flwr_regs.abilities as abilities
+from flwr_regs.hook_checks import (
+    check_hooks,
+    check_like,
+    check_slot,
+    check_unchanged,
+    checked_step,
+    several,
+    versions,
+)
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed, overrides
 
-LOG = logging.getLogger("flwr")
-_CHECKED: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
@@ -24,10 +28,6 @@ ONLY_ONE: dict[tuple[type, ...], str] = {
     (abilities.Weighs,): "weigh the clients' updates",
     (abilities.Personalises, abilities.FineTunes): "give the clients models of their own",
 }
-HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
-_HOMES: dict[str, type] = dict.fromkeys(HOOKS, Term)
-_HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
-"""The class that has each hook, and each method of an ability."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Chain(Term, composes=True):
 
     def _in_turn(self, hook: str, params: Arrays, ctx: ClientContext) -> Arrays:
         for t in self.overriding(hook):
-            before = _versions(params)
+            before = versions(params)
             made = getattr(t, hook)(params, own_context(ctx, t))
-            _check_unchanged(params, before, t, hook)
-            _check_like(made, params, t, hook, "dict of parameters")
+            check_unchanged(params, before, t, hook)
+            check_like(made, params, t, hook, "dict of parameters")
             params = made
         return params
 
@@ -81,7 +81,7 @@ class Chain(Term, composes=True):
         for t in self.overriding("correct"):
             more = {"gradient_at": gradient_after(left, ctx)} if left else {}
             made = t.correct(grads, params, own_context(ctx, t, **more))
-            _check_like(made, grads, t, "correct", "gradient")
+            check_like(made, grads, t, "correct", "gradient")
             grads, left = made, (*left, t)
         return grads
 
@@ -99,19 +99,19 @@ class Chain(Term, composes=True):
         given = delta
         for i, t in enumerate(self.terms):
             later = any(r.acts("finish") and not r.keeps_update for r in self.terms[i + 1 :])
-            before = _versions(delta)
+            before = versions(delta)
             made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
-            _check_unchanged(delta, before, t, "finish")
+            check_unchanged(delta, before, t, "finish")
             names = ("delta", "upload", "client slot")
-            delta, upload[t.name], client[t.name] = _several(made, t, "finish", names)
-            _check_like(delta, given, t, "finish", "delta")
+            delta, upload[t.name], client[t.name] = several(made, t, "finish", names)
+            check_like(delta, given, t, "finish", "delta")
             for slot in (upload[t.name], client[t.name]):
-                _check_slot(slot, t, "finish")
+                check_slot(slot, t, "finish")
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         made = ((t, t.probe(own_context(ctx, t))) for t in self.overriding("probe"))
-        pairs = {t.name: _several(of, t, "probe", ("upload", "client slot")) for t, of in made}
+        pairs = {t.name: several(of, t, "probe", ("upload", "client slot")) for t, of in made}
         return {n: u for n, (u, _) in pairs.items()}, {n: c for n, (_, c) in pairs.items()}
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -140,11 +140,11 @@ class Chain(Term, composes=True):
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         given = params
         for t in self.overriding("point"):
-            before = _versions(params)
+            before = versions(params)
             made = t.point(params, own_context(ctx, t))
-            _check_unchanged(params, before, t, "point")
+            check_unchanged(params, before, t, "point")
             params = made if made is params else {**params, **made}
-            _check_like(params, given, t, "point", "dict of parameters")
+            check_like(params, given, t, "point", "dict of parameters")
         return params
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ class Chain(Term, composes=True):
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         slots = {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
         for t in self.terms:
-            _check_slot(slots[t.name], t, "broadcast")
+            check_slot(slots[t.name], t, "broadcast")
         return slots
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
@@ -274,75 +274,15 @@ class Chain(Term, composes=True):
             sent = (folded or {}).get(t.name, {}) if folds else _uploads_of(t, uploads)
             context = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
             made = t.update(server[t.name], delta, sent, context)
-            new[t.name], delta = _step(made, t, "update", delta)
+            new[t.name], delta = checked_step(made, t, "update", delta)
         return new, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in self.terms:
             made = t.release(server[t.name], step, ctx)
-            new[t.name], step = _step(made, t, "release", step)
+            new[t.name], step = checked_step(made, t, "release", step)
         return new, step
-
-
-def _several(made: Any, term: Term, hook: str, names: Sequence[str]) -> Any:
-    """Return what a hook made if it is as many values as it must return; TypeError else."""
-    if isinstance(made, tuple) and len(made) == len(names):
-        return made
-    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
-    raise TypeError(f"{type(term).__name__}.{hook} must return ({', '.join(names)}), not {got}")
-
-
-def _step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
-    """Return (server slot, step) that a hook made of the `given` step; TypeError, ValueError else."""
-    what = "delta" if hook == "update" else "step"
-    slot, step = _several(made, term, hook, ("server slot", what))
-    _check_like(step, given, term, hook, what)
-    return slot, step
-
-
-def _versions(arrays: Arrays) -> dict[str, tuple[Any, Any]]:
-    """Return each array, and torch's count of the writes to it, which stands still under vmap."""
-    return {name: (a, getattr(a, "_version", None)) for name, a in arrays.items()}
-
-
-def _check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook: str) -> None:
-    """Raise TypeError if a hook has replaced the arrays that it was given, or written to them."""
-    for name, (array, version) in before.items():
-        if arrays.get(name) is not array or getattr(array, "_version", None) != version:
-            must = f"{type(term).__name__}.{hook} must return new arrays"
-            raise TypeError(f"{must}, but changes '{name}' of what it was given")
-
-
-def _check_slot(slot: Any, term: Term, hook: str) -> None:
-    """Raise TypeError unless a slot that travels, or is kept, has arrays or numbers by name."""
-    must = f"{type(term).__name__}.{hook} must return slots of arrays or numbers by name, not"
-    if not isinstance(slot, Mapping):
-        raise TypeError(f"{must} a {type(slot).__name__}")
-    for name, value in slot.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{must} by {name!r:.80}")
-        if not isinstance(value, int | float) and not hasattr(value, "dtype"):
-            raise TypeError(f"{must} a {type(value).__name__} as '{name}'")
-
-
-def _check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:
-    """Raise TypeError or ValueError unless `made` has an array in the shape of each that was `given`.
-
-    In the place of a whole array, `finish` and `point` may return a number.
-    """
-    must = f"{type(term).__name__}.{hook} must return a {what} with"
-    if not isinstance(made, Mapping) or not given.keys() <= made.keys():
-        names = [*made] if isinstance(made, Mapping) else made
-        raise TypeError(f"{must} an array for each of {[*given]}, not {names!r:.80}")
-    for name, array in given.items():
-        number = () if isinstance(made[name], int | float) else None
-        shape, whole = getattr(made[name], "shape", number), array.shape
-        fills = hook in ("finish", "point") and shape == ()
-        in_stack = hook == "correct" and shape == whole[1:]  # a stack's array without its clients
-        if shape != whole and not fills and not in_stack:
-            got = None if shape is None else tuple(shape)
-            raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {got}")
 
 
 def name_of(terms: Iterable[Term | type[Term]]) -> str:
@@ -357,39 +297,6 @@ def layers_of(terms: Iterable[Term]) -> list[str]:
     """Return the names of the layers whose outputs the terms need."""
     needs = {n for t in terms for n in t.needs if n.startswith(OUTPUT_OF)}
     return sorted(n.removeprefix(OUTPUT_OF) for n in needs)
-
-
-def _check_hooks(term: Term) -> None:
-    """Raise TypeError for a hook that takes other arguments, or a term that has but a misspelt hook.
-
-    Where a term has other hooks, or an ability, its method of such a name may be a helper: it warns once.
-    """
-    kind = type(term)
-    if kind in _CHECKED:
-        return
-    own_hooks = [hook for hook in _HOMES if overrides(kind, hook)]
-    for hook in own_hooks:
-        _, *names = signature(getattr(_HOMES[hook], hook)).parameters
-        takes = signature(getattr(term, hook))
-        try:
-            takes.bind(*names)
-        except TypeError:
-            raise TypeError(
-                f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
-            ) from None
-    known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
-    public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
-    near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
-    meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
-    what = "no hook and no ability, so it changes nothing"
-    if own_hooks:
-        what = "a method that the package does not call (begin a helper's name with _)"
-    text = f"the term {kind.__name__} has {what}{meant}"
-    if meant and not own_hooks:
-        raise TypeError(text)
-    _CHECKED.add(kind)
-    if meant or (not own_hooks and kind is not Term):
-        LOG.warning("%s", text)
 
 
 def own_context(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
@@ -456,7 +363,7 @@ def chain(terms: Sequence[Term]) -> Chain:
             if not isinstance(value, int | float | str):
                 fields = "fields travel, so they are numbers, text, true or false"
                 raise TypeError(f"'{key}' is a {type(value).__name__}: a term's {fields}")
-        _check_hooks(t)
+        check_hooks(t)
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):

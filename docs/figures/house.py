@@ -29,6 +29,7 @@ LOADS = {  # the libraries that a folder may load
     "server": "numpy",
     "wire": "numpy; records: Flower's record types",
     "chain": "nothing",
+    "hook_checks": "nothing",
     "abilities": "nothing",
     "hook_contexts": "nothing",
     "term": "nothing",
@@ -42,7 +43,7 @@ def layers() -> list[list[str]]:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = (c for c in tool["contracts"] if c["type"] == "layers")
     rows = [row.replace("flwr_regs.", "").split(" | ") for row in contract["layers"]]
-    return [*rows[:-4], rows[-4] + rows[-3] + rows[-2] + rows[-1]]  # the seam in one row
+    return [*rows[:-5], [name for row in rows[-5:] for name in row]]  # the seam in one row
 
 
 def sentence(name: str) -> str:
@@ -92,7 +93,7 @@ def box(axes: Axes, name: str, left: float, bottom: float, width: float, narrow:
         axes.text(
             left + width - 0.15, bottom + HEIGHT - 0.18, f"loads {loads}", ha="right", va="center"
         )
-    words = textwrap.fill(said, int(width * 11.5))
+    words = textwrap.fill(said, int(width * (12.5 if narrow else 11.5)))
     size = 7 if narrow else 8
     axes.text(left + 0.15, bottom + HEIGHT - 0.38, words, fontsize=size, va="top", linespacing=1.2)
 

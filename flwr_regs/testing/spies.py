@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import ABILITIES
-from flwr_regs.chain import HOOKS
 from flwr_regs.client import member
 from flwr_regs.client.local_training import LocalResult, local_round
+from flwr_regs.hook_checks import HOOKS
 from flwr_regs.term import Term
 
 CHECKED = (

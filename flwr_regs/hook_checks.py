@@ -1,0 +1,112 @@
+"""What a term's hooks must take and return: an error names the term and the hook."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from inspect import isfunction, signature
+from typing import Any
+
+import flwr_regs.abilities as abilities
+from flwr_regs.term import Arrays, Term, overrides
+
+LOG = logging.getLogger("flwr")
+_CHECKED: set[type[Term]] = set()
+HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
+_HOMES: dict[str, type] = dict.fromkeys(HOOKS, Term)
+_HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
+"""The class that has each hook, and each method of an ability."""
+
+
+def check_hooks(term: Term) -> None:
+    """Raise TypeError for a hook that takes other arguments, or a term that has but a misspelt hook.
+
+    Where a term has other hooks, or an ability, its method of such a name may be a helper: it warns once.
+    """
+    kind = type(term)
+    if kind in _CHECKED:
+        return
+    own_hooks = [hook for hook in _HOMES if overrides(kind, hook)]
+    for hook in own_hooks:
+        _, *names = signature(getattr(_HOMES[hook], hook)).parameters
+        takes = signature(getattr(term, hook))
+        try:
+            takes.bind(*names)
+        except TypeError:
+            raise TypeError(
+                f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
+            ) from None
+    known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
+    public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
+    near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
+    meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
+    what = "no hook and no ability, so it changes nothing"
+    if own_hooks:
+        what = "a method that the package does not call (begin a helper's name with _)"
+    text = f"the term {kind.__name__} has {what}{meant}"
+    if meant and not own_hooks:
+        raise TypeError(text)
+    _CHECKED.add(kind)
+    if meant or (not own_hooks and kind is not Term):
+        LOG.warning("%s", text)
+
+
+def several(made: Any, term: Term, hook: str, names: Sequence[str]) -> Any:
+    """Return what a hook made if it is as many values as it must return; TypeError else."""
+    if isinstance(made, tuple) and len(made) == len(names):
+        return made
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+    raise TypeError(f"{type(term).__name__}.{hook} must return ({', '.join(names)}), not {got}")
+
+
+def checked_step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
+    """Return (server slot, step) that a hook made of the `given` step; TypeError, ValueError else."""
+    what = "delta" if hook == "update" else "step"
+    slot, step = several(made, term, hook, ("server slot", what))
+    check_like(step, given, term, hook, what)
+    return slot, step
+
+
+def versions(arrays: Arrays) -> dict[str, tuple[Any, Any]]:
+    """Return each array, and torch's count of the writes to it, which stands still under vmap."""
+    return {name: (a, getattr(a, "_version", None)) for name, a in arrays.items()}
+
+
+def check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook: str) -> None:
+    """Raise TypeError if a hook has replaced the arrays that it was given, or written to them."""
+    for name, (array, version) in before.items():
+        if arrays.get(name) is not array or getattr(array, "_version", None) != version:
+            must = f"{type(term).__name__}.{hook} must return new arrays"
+            raise TypeError(f"{must}, but changes '{name}' of what it was given")
+
+
+def check_slot(slot: Any, term: Term, hook: str) -> None:
+    """Raise TypeError unless a slot that travels, or is kept, has arrays or numbers by name."""
+    must = f"{type(term).__name__}.{hook} must return slots of arrays or numbers by name, not"
+    if not isinstance(slot, Mapping):
+        raise TypeError(f"{must} a {type(slot).__name__}")
+    for name, value in slot.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{must} by {name!r:.80}")
+        if not isinstance(value, int | float) and not hasattr(value, "dtype"):
+            raise TypeError(f"{must} a {type(value).__name__} as '{name}'")
+
+
+def check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:
+    """Raise TypeError or ValueError unless `made` has an array in the shape of each that was `given`.
+
+    In the place of a whole array, `finish` and `point` may return a number.
+    """
+    must = f"{type(term).__name__}.{hook} must return a {what} with"
+    if not isinstance(made, Mapping) or not given.keys() <= made.keys():
+        names = [*made] if isinstance(made, Mapping) else made
+        raise TypeError(f"{must} an array for each of {[*given]}, not {names!r:.80}")
+    for name, array in given.items():
+        number = () if isinstance(made[name], int | float) else None
+        shape, whole = getattr(made[name], "shape", number), array.shape
+        fills = hook in ("finish", "point") and shape == ()
+        in_stack = hook == "correct" and shape == whole[1:]  # a stack's array without its clients
+        if shape != whole and not fills and not in_stack:
+            got = None if shape is None else tuple(shape)
+            raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {got}")
