@@ -1,4 +1,4 @@
-"""What few methods need beyond the eight hooks of `Term`: a base class for each ability.
+"""What few methods need beyond the hooks of `Term`: a base class for each ability.
 
 A term has the abilities that it inherits, ``class MyTerm(Term, Folds)``, and defines their abstract
 methods. Whoever runs terms asks ``isinstance(term, Folds)``, never for a term by name.

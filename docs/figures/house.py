@@ -93,7 +93,7 @@ def box(axes: Axes, name: str, left: float, bottom: float, width: float, narrow:
         axes.text(
             left + width - 0.15, bottom + HEIGHT - 0.18, f"loads {loads}", ha="right", va="center"
         )
-    words = textwrap.fill(said, int(width * (12.5 if narrow else 11.5)))
+    words = textwrap.fill(said, int(width * (11.9 if narrow else 11.5)))
     size = 7 if narrow else 8
     axes.text(left + 0.15, bottom + HEIGHT - 0.38, words, fontsize=size, va="top", linespacing=1.2)
 
