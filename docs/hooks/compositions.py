@@ -66,13 +66,19 @@ def refusal(methods: str, settings: Mapping[str, Any]) -> str:
     return ""
 
 
+def terms_of(*rows: Method) -> Iterator[str]:
+    """Yield the names of methods' terms."""
+    for row in rows:
+        (parts,) = parse_methods(row.example).values()
+        yield from (term.name for term in build(parts).term.terms)
+
+
 def grouped(row: Method) -> dict[str, list[str]]:
     """Return why a method refuses something -> all that it refuses for this reason."""
-    (parts,) = parse_methods(row.example).values()
-    own = {term.name for term in build(parts).term.terms}
+    foreign = {*terms_of(*METHODS.values())} - {*terms_of(row)}
     groups: dict[str, dict[str, str]] = {}
     for name, why in refusals(row):
-        common = re.sub("'([a-z-]+)'", lambda of: of[0] if of[1] in own else "the other", why)
+        common = re.sub("'([a-z-]+)'", lambda of: "the other" if of[1] in foreign else of[0], why)
         groups.setdefault(common, {})[name] = why
     # A reason that stands alone keeps the other's name.
     return {

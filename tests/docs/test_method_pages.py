@@ -33,6 +33,7 @@ def test_what_a_method_refuses_is_what_the_package_refuses() -> None:
     """``python docs/hooks/compositions.py`` writes it anew."""
     made = runpy.run_path(str(ROOT / "docs/hooks/compositions.py"))["text"]()
     assert COMPOSITIONS.read_text(encoding="utf-8") == made
+    assert "=the other" not in made  # a term's name, never a setting's value
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -170,6 +170,16 @@ def test_every_card_is_whole(name: str) -> None:
         refuse_dead(choices.at(card, level).ends, "test-on-clients")
 
 
+def test_a_dirichlets_alpha_is_that_of_each_class() -> None:
+    """As in the codes of the Field Guide and of pfl-research; `dirichlet-hsu` divides it over them."""
+    each = {"field-guide-f6": [1.0] * 5, "pfl-cifar10": [0.1], "fedadc-f4": [0.1, 0.5, 0.1, 0.5]}
+    for name, alphas in each.items():
+        card = load(name)
+        of = [card.tests(panel)[0].settings for panel in card.panels]
+        shares = [s.dirichlet_alpha / catalogue.kind_of(s.dataset).classes for s in of]
+        assert shares == pytest.approx(alphas)
+
+
 def test_the_tables_are_copied_right() -> None:
     tables: dict[str, dict[str, list[list[float]]]] = {}
     for block in TABLES.read_text(encoding="utf-8").split("\n\n"):

@@ -218,7 +218,8 @@ def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
 def deployed_rounds(run: RunRecord) -> list[float]:
     """Return the estimated seconds of each round on phones, by the Field Guide's Eqs. 9 and 10.
 
-    The simulation's time of a client is the round's ``clients`` phase divided by its cohort. NaN where a
+    The simulation's time of the slowest client, for which Eq. 9 waits, is its share of the round's
+    ``clients`` phase: by the local steps, or one of the cohort where the history has none. NaN where a
     round does not say that.
     """
     each = []
@@ -226,8 +227,10 @@ def deployed_rounds(run: RunRecord) -> list[float]:
         seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
         sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
         down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
+        steps = [*entry.get("steps", {}).values()]
         cohort = len(entry.get("cohort") or ()) or np.nan
-        trained = (seconds["clients"] + seconds["probe"]) / cohort
+        share = max(steps) / sum(steps) if any(steps) else 1 / cohort
+        trained = (seconds["clients"] + seconds["probe"]) * share
         computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
         each.append(down / DOWN_MB + up / UP_MB + computed)
     return each

@@ -78,8 +78,8 @@ class ServerTest:
     def together(self, most: int) -> dict[str, float]:
         """Return the accuracy of the mean prediction of the last `most` models that were measured.
 
-        FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last global models
-        give.
+        The mean of the probabilities that the last global models give: a temporal ensemble, which FedADC
+        (Sec. IV-E) suggests; the strategies that it names for it average weights.
         """
         assert self.last is not None
         self.ensemble = [*self.ensemble, self.last.softmax(1)][-most:]

@@ -19,9 +19,9 @@ batch. Local loss: ``CE + λ r_k``.
 | *Upload*     ``v_k``
 | *Update*     as FedAvg
 
-The paper leaves three points open. N is the size of the cohort (rFedAvg+), or the number of clients seen
+The paper leaves four points open. N is the size of the cohort (rFedAvg+), or the number of clients seen
 so far (rFedAvg). A client alone in its cohort has no term. δ is computed in eval mode over all the local
-data or, as an option, over its first batches.
+data or, as an option, over its first batches. Alg. 1 begins with some δ_0; our table begins empty.
 
 Under a robust aggregator, each client gets the aggregate of the others' δ in place of their mean (rFedAvg+)
 or of the table (rFedAvg), whose gradient is that of the distance to the table's mean. While rFedAvg's table
@@ -32,8 +32,9 @@ noise is drawn from the operating system's entropy, never from the run's seed, w
 runs with noise do not repeat to the bit.
 
 Source: Wang, Tong, Zhou, Zhang, Pan, Fan, Yang, "Distribution-regularized federated learning on
-non-IID data" (2023), Alg. 1-2, Sec. IV-C, VI-B8. Alg. 1 prints ``w_{cE}`` as the model for δ. The text says
-the client's own model after its local steps, and we follow the text.
+non-IID data" (2023), Alg. 1-2, Eq. 5, Sec. IV-C, VI-B8. Alg. 1 prints ``w_{cE}`` as the model for δ. The
+text says the client's own model after its local steps, and we follow the text. Secs. IV-B and V-A print r_k
+without the ``1/(N−1)`` of Eq. 5 and Sec. IV-C.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ personalisation (Sec. IV-D, client/personal.py) uses it too.
 **SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
 
 Source: Ozfatura, Ozfatura, Gündüz, "FedADC: Accelerated federated learning with drift control"
-(2021), Alg. 2-4, Eq. 7; Wang et al., "SlowMo" (2019).
+(2021), Alg. 2-4, Eqs. 7-9; Wang, Tantia, Ballas, Rabbat, "SlowMo" (2020; first version 2019).
 """
 
 from __future__ import annotations

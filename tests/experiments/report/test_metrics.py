@@ -33,6 +33,7 @@ LONG = made([0.9, 0.1, 0.5, 0.3, 0.4, 1.0], bytes_down={0: 300, 1: 100}, bytes_u
 LONG.job["rounds"] = 3  # planned: the first is its half
 LONG.test[-1]["ensemble"] = 0.7
 LONG.keep_clients(np.array([0.01 * i for i in reversed(range(39))]))
+UNLIKE = made([0.2], steps={0: 3, 1: 1})
 TWICE = {"clients": 1.5, "aggregate": 0.5, "probe": 0.5}
 PROBED = made(
     [0.5 - 1e-12], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7}, seconds=TWICE
@@ -53,6 +54,7 @@ VALUES: list[tuple[RunRecord, dict[str, float | None]]] = [
     (LONG, {"best-half": 0.9, "last5": 0.46, "mean": 3.2 / 6, "ensemble": 0.7, "worst": 0}),
     # three of 39 clients; phones wait for the largest messages
     (LONG, {"worst-tenth": 0.01, "deployed-seconds": PHONES + 2e-4 / 0.75}),
+    (UNLIKE, {"deployed-seconds": PHONES + 7 * (0.75 - 0.5) * 1.5}),  # and for the slowest client
     (TESTED, {"best-participants": 0.7, "clients": 0.5}),
     (PROBED, {"bytes-down": 120, "exchanges": 2, "deployed-seconds": PHONES + 7 * 0.25}),
     (KEPT, {"rounds-to": 2, "seconds-to": None, "megabytes-to": None, "gradients-to": None}),

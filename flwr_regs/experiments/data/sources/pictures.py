@@ -124,10 +124,10 @@ def cifar(
 def landmarks(data_dir: str, tables: Sequence[str], size: int, most: int) -> Parts:
     """Return GLD-23k or GLD-160k (Hsu et al. 2020): pictures in [-1, 1], ``(n, 3, size, size)``.
 
-    Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): at most `most`
-    pictures of each photographer (0: all); the middle of test pictures, 87.5 % of each side; training
-    batches are cut out at random and flipped, but their colours are not changed. The test pictures have no
-    photographer, and so no group.
+    Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): the middle of
+    test pictures, 87.5 % of each side; training batches are cut out at random and flipped, but their
+    colours are not changed. Of each photographer, the first `most` pictures of the table (0: all); that
+    code draws so many anew in each round. The test pictures have no photographer, and so no group.
 
     The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
     or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
