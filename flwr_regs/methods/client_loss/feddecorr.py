@@ -4,8 +4,8 @@
 | *Broadcast*  the global model ``w_t``
 | *Step*       ``v ← ClientOpt(v, ∇(f_k(v) + β ℓ_dec))``, from ``v = w_t``; on a batch of B examples
 |              ``ℓ_dec = (1/B) mean_{i≠j} C_ij²``, ``C = x̂ᵀ x̂``
-| *Upload*     ``v_k``, ``n_k``
-| *Update*     as FedAvg
+| *Upload*     ``v_k``
+| *Update*     ``w ← mean v_k``
 
 x, ``(B, d)``, is the input of the output layer. x̂ is x, each feature centred over the batch and divided by
 ``√(1e-8 + σ²)``, σ² its unbiased variance. So C is ``B − 1`` times the features' correlation matrix, and
@@ -15,7 +15,8 @@ The paper writes ``(1/d²) ‖K‖_F²`` with the correlation matrix K, whose di
 code, which is followed here, has some ``(B − 1)²/B`` times that.
 
 Source: Shi, Liang, Zhang, Tan, Bai, "Towards understanding and mitigating dimensional collapse in
-heterogeneous federated learning" (2023), Sec. 4.
+heterogeneous federated learning" (2023), Sec. 4. It averages the clients alike, so ``weighting`` is
+"uniform".
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class FedDecorr(MethodStrategy):
     ----------
     beta : float
         See :class:`Decorrelation`. The paper uses 0.1.
+    weighting : {"uniform", "num-examples"}
+        Weights of the updates.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
-    def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
-        super().__init__([Decorrelation(beta)], **kwargs)
+    def __init__(self, beta: float = 0.1, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([Decorrelation(beta)], weighting=weighting, **kwargs)
 
 
 class FedDecorrClient(MethodClient):

@@ -43,11 +43,16 @@ def decorrelation(w: Params, x: np.ndarray) -> Params:
 
 
 def feddecorr(
-    w: Params, *run: Any, beta: float = 0.1, slope: Slope = gradient, **how: Any
+    w: Params,
+    *run: Any,
+    beta: float = 0.1,
+    slope: Slope = gradient,
+    weighting: str = "uniform",
+    **how: Any,
 ) -> list[Params]:
     """Return the global model after each round: FedAvg's on the changed loss."""
 
     def changed(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
         return plus(slope(v, x, y), beta, decorrelation(v, x))
 
-    return fedavg(w, *run, slope=changed, **how)
+    return fedavg(w, *run, slope=changed, weighting=weighting, **how)
