@@ -15,8 +15,8 @@ The paper writes ``(1/d²) ‖K‖_F²`` with the correlation matrix K, whose di
 code, which is followed here, has some ``(B − 1)²/B`` times that.
 
 Source: Shi, Liang, Zhang, Tan, Bai, "Towards understanding and mitigating dimensional collapse in
-heterogeneous federated learning" (2023), Sec. 4. It averages the clients alike, so ``weighting`` is
-"uniform".
+heterogeneous federated learning" (2023), Sec. 4. Its code weighs the clients by their examples;
+here they count alike unless `weighting` says otherwise.
 """
 
 from __future__ import annotations
