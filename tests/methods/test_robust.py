@@ -108,6 +108,13 @@ def test_one_hostile_client_has_a_bounded_effect(name: str, aggregator: Any, par
     assert apart(attacked, clean(name, aggregator)) < 2.0
 
 
+def test_step_counts_do_not_hide_second_moments_from_a_bound() -> None:
+    strategies = [trained("FedAdamW", fr.NormBound(), part)[1] for part in ("", "uploads")]
+    clean, attacked = (s.training.model.server["fedadamw"] for s in strategies)
+    assert all(a.max() < 10 * clean[key].max() for key, a in attacked.items())
+    assert clean["step"] == pytest.approx(6, rel=1e-12)  # two rounds of three steps
+
+
 @pytest.mark.parametrize("aggregator", AGGREGATORS[::3], ids=repr)
 def test_updates_may_be_coded_or_rounded(aggregator: Any) -> None:
     """A code's aggregate is the same through bytes, to the bit; in half precision it is near."""

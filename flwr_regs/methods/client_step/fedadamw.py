@@ -12,7 +12,8 @@ Both bias corrections use the run's step count, as torch's AdamW has one. In rou
 0, and there is no Δ̄. ``K_k`` are the client's own planned steps, or its step budget if that is smaller;
 under ``incomplete="scale"`` they are the planned ones. If all clients take K steps, T is ``(t − 1) K``.
 Where they take unequally many, it is their mean, as v̄ is the mean of what so many steps have made. In both
-all clients count alike, whatever the `weighting` of their models.
+all clients count alike, whatever the `weighting` of their models. A robust aggregator gets the moments as
+one vector, and the step counts apart.
 
 Clients that have no optimiser of their own run ``torch.optim.AdamW`` with torch's settings: weight decay
 0.01, β 0.9 and 0.999, ε 1e-8. An AdamW of their own, or of the train config, keeps its settings. Another
@@ -119,12 +120,24 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
         if negative := [key for key, a in upload.items() if (a < 0).any()]:
             raise ValueError(f"'{negative[0]}' is negative, expected squares and a step count")
 
+    def addends(self, pid: int, delta: Arrays, upload: Slot, ctx: ServerContext) -> Slot:
+        if not ctx.robust:
+            return upload
+        # the count is far larger than the moments: a bound on the length of both would bound it alone
+        return {key if key != "step" else f"step.{pid}": a for key, a in upload.items()}
+
+    def adds(self, key: str) -> bool:
+        return not key.startswith("step.")
+
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
+        mean = {key: a / len(ctx.weights) for key, a in uploads.items() if self.adds(key)}
+        if ctx.robust:
+            steps = {key: {"step": a} for key, a in uploads.items() if not self.adds(key)}
+            mean |= ctx.aggregated({int(key.removeprefix("step.")): a for key, a in steps.items()})
         wide = np.result_type(np.float32, *(w.dtype for w in ctx.params.values()))
-        mean = {key: np.asarray(a / len(ctx.weights), wide) for key, a in uploads.items()}
-        return mean, delta
+        return {key: np.asarray(a, wide) for key, a in mean.items()}, delta
 
 
 @torch.no_grad()

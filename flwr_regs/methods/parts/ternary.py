@@ -82,8 +82,9 @@ class SparseTernary(Term, Compresses, TakesBack):
     ``"delta"`` downlink. A client that missed rounds gets the missed steps, or the model if that is
     smaller.
 
-    FedADC's momentum follows the step as it was sent: FedADC derives ``m_t`` from the last global step,
-    which is ``ST(Δ)`` with `density_down`. What waits in the server's residual is not in it.
+    With `density_down`, FedADC's clients get the ``m_t`` of the step as it was sent, since they derive it
+    from the last global step, ``ST(Δ)``. What waits in the server's residual is not in it. The server's
+    own share, ``(β_g − β_l) m_t``, is of the momentum before compression.
 
     Parameters
     ----------
