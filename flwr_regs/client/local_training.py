@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
 from flwr_regs.chain import Chain
-from flwr_regs.client.measure.classifier import Hook, Taps
+from flwr_regs.client.measure.classifier import Hook, Modes, Taps, in_modes, modes_of
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, returns_loss, uncompiled
@@ -233,6 +233,7 @@ class LocalTraining:
         self._accumulates = False  # gradients of several batches, for a step
         self._differs = ""  # how the loop's loss is another than loss_fn's
         self._step_loss: tuple[Tensor, Any, Any] | None = None  # an own loop's, and of what
+        self._modes: Modes = {}  # at the first step: a loop may end with an evaluation of its own
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
@@ -349,6 +350,7 @@ class LocalTraining:
             if not remedies.are_finite(data.tensors([inputs, targets])):
                 raise ValueError(remedies.not_finite(self._data))
             self._taps.check(output)
+            self._modes = modes_of(self.model)
             counts = self._ctx.label_counts
             if counts is not None and isinstance(output, Tensor) and output.ndim == 2:
                 counts = data.padded(counts, output.shape[1])
@@ -472,7 +474,8 @@ class LocalTraining:
     def _train(self, *args: Any, **how: Any) -> Arrays:
         if self._accumulates:
             raise RuntimeError(ACCUMULATES)
-        return self._measures.train(self._ctx, self._replay.again, *args, **how)
+        with in_modes(self._modes):
+            return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
     def _loss_differs(self) -> str:
         """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.

@@ -16,6 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import flwr_regs as fr
+from flwr_regs.client.local_training import LocalTraining
+from flwr_regs.client.train.batches import seeded
+from flwr_regs.methods.personal.apfl import MixedModel
+from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
@@ -25,7 +29,7 @@ Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
 
 
 def plain_loop(
-    loop: fr.ClientRound,
+    loop: LocalTraining,
     model: nn.Module,
     make: Any,
     before_step: Callable[[Any, nn.Module], None] = lambda *_: None,
@@ -335,6 +339,20 @@ def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batche
     grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loaded, model), 4)
     got = run(fr.FedSAM(0.1, seed=3), fr.FedSAMClient, grid=grid, model=model)
     close(got, run(fr.FedSAM(0.1, seed=3), fr.FedSAMClient, model=model), 0.0)
+
+
+@pytest.mark.parametrize("term", [PersonalModel(0.1), MixedModel()])
+def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(term: Any) -> None:
+    def kept(evaluates: bool) -> dict[str, torch.Tensor]:
+        model = norm_model(drop=0.5)
+        loop = LocalTraining(model, term, make_clients()[0], lr=0.1, epochs=1, device="cpu")
+        with seeded(1, loop.device):
+            plain_loop(loop, model, torch.optim.SGD)
+            model.train(not evaluates)
+            return loop.finish().client
+
+    want = kept(False)
+    assert all(torch.equal(v, want[n]) for n, v in kept(True).items())
 
 
 @pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
