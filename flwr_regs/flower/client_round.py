@@ -186,7 +186,8 @@ def load_model(
     Raises
     ------
     ProtocolError
-        Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself.
+        Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself;
+        `personal` of another method than the strategy's.
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
@@ -203,6 +204,8 @@ def load_model(
         plain_model.load_state_dict(made.state_dict())
         note_left(plain_model)
     elif not term.private(list(plain_model.state_dict())):
+        if (runs := parcel.config.get(keys.METHOD_KEY)) != name:
+            raise ProtocolError(f"personal=True of {name}, but the strategy runs '{runs}'")
         raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
 
 

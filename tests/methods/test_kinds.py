@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 import flwr_regs as fr
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
+from flwr_regs.wire.arrays import ProtocolError
 from tests.conftest import close, make_clients, make_model, run, start
 from tests.flower.clients.test_own_loop import plain_loop
 from tests.sampling import sampled
@@ -286,6 +287,8 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
             equal.append(not torch.equal(own[name], shared.state_dict()[name]))
         with pytest.raises(ValueError, match="digit"):
             fr.load_model(message, [OneStep], other, **named)
+        with pytest.raises(ProtocolError, match="of FedAvg, but the strategy runs 'one-step'"):
+            fr.load_model(message, fr.FedAvgClient, shared, personal=True)
         metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
