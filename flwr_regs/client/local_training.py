@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from typing import Any, cast
 from weakref import finalize, proxy
 
@@ -25,10 +24,16 @@ import flwr_regs.client.train.remedies as remedies
 from flwr_regs.chain import Chain
 from flwr_regs.client.measure.classifier import Hook, Modes, Taps, in_modes, modes_of
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
+from flwr_regs.client.train.optimizer import (
+    ClientOptimizer,
+    Factory,
+    check_factory,
+    clip,
+    momentum_of,
+)
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, returns_loss, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
-from flwr_regs.term import NOT_NEGATIVE, WHOLE, Arrays, ClientContext, Slot, Term, changed
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, WHOLE, Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
 STILL = (
@@ -164,6 +169,7 @@ class LocalTraining:
         check_optimizer(config, "config")
         WHOLE.check(type(self).__name__, "max_steps", max_steps, optional=True)
         NOT_NEGATIVE.check(type(self).__name__, "max_seconds", max_seconds, optional=True)
+        SWITCH.check(type(self).__name__, "train_mode", train_mode)
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
@@ -260,6 +266,7 @@ class LocalTraining:
         Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
         and if the state is to be kept of an optimiser that the method makes.
         """
+        check_factory(type(self).__name__, make)
         made = self._optimizer.made(make)
         self._ctx = changed(self._ctx, momentum=momentum_of(made, self._ctx.lr))
         return made
@@ -535,7 +542,9 @@ class LocalTraining:
         stepped = min(self._taken, self._optimizer.steps or self._taken)
         if not (self._optimizer.steps or self._begins_finite or moved):
             stepped = 0
-        taken = stepped if steps is None else index(steps)
+        if steps is not None:
+            WHOLE.check(type(self).__name__, "steps", steps)
+        taken = stepped if steps is None else int(steps)
         if not 0 <= taken <= self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         if any(p.requires_grad for p in self._frozen):

@@ -139,8 +139,10 @@ class ClientRound(LocalTraining):
         steps : int, optional
             The optimiser's steps, if it did not take one for each `correct`.
 
-        Raises TypeError for a metric that is no number.
+        Raises TypeError for a metric that is no number, and ValueError for wrong `steps`.
         """
+        if not isinstance(metrics, Mapping | None):
+            raise TypeError(f"reply: the metrics must be a mapping, not {metrics!r:.80}")
         own = with_plain_numbers(metrics or {})
         for name, value in own.items():
             if type(value) is bool or not isinstance(value, int | float | list):

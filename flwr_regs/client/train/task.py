@@ -26,8 +26,12 @@ _OWN_LOSS = "_flwr_regs_loss"  # the attribute of logits that holds the loss whi
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile(model)``, whose names are plain; any other model itself.
 
-    Raises ValueError for a model with compiled layers, whose names are not plain.
+    Raises TypeError for what is no module, and ValueError for a model with compiled layers, whose names are
+    not plain.
     """
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, not {given}")
     plain = getattr(model, "_orig_mod", model)
     if layers := [n for n, _ in plain.named_modules() if n.endswith("_orig_mod")]:
         compiled = [n.removesuffix("._orig_mod") for n in layers]

@@ -223,6 +223,12 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         plain_loop(loop, model, make)
         loop.reply()
         return
+    if what == "lists metrics":
+        loop.reply([1.0])  # type: ignore[arg-type]
+    if what == "takes half a step":
+        loop.reply(steps=0.5)  # type: ignore[arg-type]
+    if what == "gives an optimiser":
+        loop.optimizer(make(model.parameters(), lr=loop.lr))
     optimizer = loop.optimizer(make)
     for inputs, targets in loop.batches():
         output = model(inputs)
@@ -244,6 +250,12 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
     [
         (partial(odd_loop, "freezes"), "the loop has frozen '0.weight': do so bef"),
         (partial(odd_loop, "replies"), r"finish\(\) or reply\(\) was called before"),
+        (partial(odd_loop, "lists metrics"), r"the metrics must be a mapping, not \[1.0\]"),
+        (partial(odd_loop, "takes half a step"), "steps must be a whole number .* not 0.5"),
+        (
+            partial(odd_loop, "gives an optimiser"),
+            "optimizer must be called as .* not an instance of SGD",
+        ),
         (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
         (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
@@ -434,9 +446,14 @@ def test_a_mod_may_call_the_client_again_and_leave_lists_out(method: str, mod: A
 
 
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
-    app = own_app(fr.FedFORClient, target="y")
-    with pytest.raises(fr.RoundFailed, match=r"no argument 'target'.*'target_key'"):
-        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+    for match, wrong in {
+        r"no argument 'target'.*'target_key'": {"target": "y"},
+        "ClientRound: train_mode must be True or False": {"train_mode": "eval"},
+        "model must be a torch.nn.Module, not the class Linear": {"model": lambda: nn.Linear},
+    }.items():
+        app = own_app(fr.FedFORClient, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(fr.RoundFailed, match=match):
+            run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
     app = own_app(fr.FedFORClient)
     del app._registered_funcs["evaluate.default"]
     with pytest.raises(fr.RoundFailed, match=r"@app.evaluate\(\), or .* fraction_evaluate=0"):
