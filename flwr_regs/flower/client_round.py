@@ -200,9 +200,10 @@ def load_model(
     term, slots, _ = evaluated(parcel, held, plain_model, identity)
     if not personal:
         return
-    how = client.optimizer, client.save_private
+    how, place = (client.optimizer, client.save_private), next(plain_model.parameters()).device
     made = own_model(measures(client), term, parcel.config, slots, *how)
     if made is not None:
+        plain_model.to(place)  # the user's data are there
         plain_model.load_state_dict(made.state_dict())
         note_left(plain_model)
     elif not term.private(list(plain_model.state_dict())):

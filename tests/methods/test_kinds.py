@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any, ClassVar
+from unittest.mock import call, patch
 
 import numpy as np
 import pytest
@@ -278,7 +279,12 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         named: dict[str, Any] = {"train_data": as_dicts("img", "digit")(batches), "device": "cpu"}
         named |= {"personal": True, "output_fn": lambda output: output["scores"]}
         plain, other = make_model(), returns(lambda logits: {"scores": logits})()
-        fr.load_model(message, [OneStep], plain, personal=True, train_data=batches, device="cpu")
+        with patch.object(plain, "to", wraps=plain.to) as placed:
+            fr.load_model(
+                message, [OneStep], plain, personal=True, train_data=batches, device="cpu"
+            )
+        assert placed.call_args == call(torch.device("cpu"))  # back from where it was made
+        assert placed.call_count == 2
         fr.load_model(message, [OneStep], other, target_key="digit", **named)
         own, shared = plain.state_dict(), make_model()
         fr.load_model(message, [OneStep], shared, personal=False)
