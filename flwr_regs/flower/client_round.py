@@ -189,10 +189,12 @@ def load_model(
     ------
     ProtocolError
         Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself;
-        `personal` of another method than the strategy's.
+        `personal` of another method than the strategy's; the message is for a round.
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
+    if (kind := message.metadata.message_type).split(".")[0] == "train":
+        raise ProtocolError(f"load_model evaluates; for '{kind}' messages, use ClientRound")
     name, terms, who = _described(method)
     client = RegClient(model, train_data, terms=terms, **settings)
     plain_model, (parcel, held) = uncompiled(model), _content(message)

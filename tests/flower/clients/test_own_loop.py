@@ -471,6 +471,9 @@ def test_a_message_of_another_strategy_or_kind_is_refused(kind: str, why: str) -
     message = Message(RecordDict({"config": ConfigRecord()}), 1, kind)
     with pytest.raises(ValueError, match=why):
         fr.ClientRound(message, fr.FedFORClient, make_model(), make_clients()[0], device="cpu")
+    why = "for 'train' messages, use ClientRound" if kind == "train" else "the message holds"
+    with pytest.raises(ValueError, match=why):
+        fr.load_model(message, fr.FedFORClient, make_model())
 
 
 def test_the_model_may_be_moved_by_a_trainer() -> None:
