@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from typing import Any, cast
 from weakref import finalize, proxy
 
@@ -23,12 +22,18 @@ from torch import Tensor, nn
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
 from flwr_regs.chain import Chain
-from flwr_regs.client.measure.classifier import Hook, Taps
+from flwr_regs.client.measure.classifier import Hook, Modes, Taps, in_modes, modes_of
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.optimizer import ClientOptimizer, Factory, clip, momentum_of
+from flwr_regs.client.train.optimizer import (
+    ClientOptimizer,
+    Factory,
+    check_factory,
+    clip,
+    momentum_of,
+)
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, returns_loss, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
-from flwr_regs.term import NOT_NEGATIVE, WHOLE, Arrays, ClientContext, Slot, Term, changed
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, WHOLE, Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
 STILL = (
@@ -164,6 +169,7 @@ class LocalTraining:
         check_optimizer(config, "config")
         WHOLE.check(type(self).__name__, "max_steps", max_steps, optional=True)
         NOT_NEGATIVE.check(type(self).__name__, "max_seconds", max_seconds, optional=True)
+        SWITCH.check(type(self).__name__, "train_mode", train_mode)
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
@@ -233,6 +239,7 @@ class LocalTraining:
         self._accumulates = False  # gradients of several batches, for a step
         self._differs = ""  # how the loop's loss is another than loss_fn's
         self._step_loss: tuple[Tensor, Any, Any] | None = None  # an own loop's, and of what
+        self._modes: Modes = {}  # at the first step: a loop may end with an evaluation of its own
         self._losses: list[Tensor] = []  # read at the end: a read waits for a GPU
         self._sizes: list[int] = []
         self._taken = 0
@@ -259,6 +266,7 @@ class LocalTraining:
         Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
         and if the state is to be kept of an optimiser that the method makes.
         """
+        check_factory(type(self).__name__, make)
         made = self._optimizer.made(make)
         self._ctx = changed(self._ctx, momentum=momentum_of(made, self._ctx.lr))
         return made
@@ -349,6 +357,7 @@ class LocalTraining:
             if not remedies.are_finite(data.tensors([inputs, targets])):
                 raise ValueError(remedies.not_finite(self._data))
             self._taps.check(output)
+            self._modes = modes_of(self.model)
             counts = self._ctx.label_counts
             if counts is not None and isinstance(output, Tensor) and output.ndim == 2:
                 counts = data.padded(counts, output.shape[1])
@@ -472,7 +481,8 @@ class LocalTraining:
     def _train(self, *args: Any, **how: Any) -> Arrays:
         if self._accumulates:
             raise RuntimeError(ACCUMULATES)
-        return self._measures.train(self._ctx, self._replay.again, *args, **how)
+        with in_modes(self._modes):
+            return self._measures.train(self._ctx, self._replay.again, *args, **how)
 
     def _loss_differs(self) -> str:
         """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.
@@ -532,7 +542,9 @@ class LocalTraining:
         stepped = min(self._taken, self._optimizer.steps or self._taken)
         if not (self._optimizer.steps or self._begins_finite or moved):
             stepped = 0
-        taken = stepped if steps is None else index(steps)
+        if steps is not None:
+            WHOLE.check(type(self).__name__, "steps", steps)
+        taken = stepped if steps is None else int(steps)
         if not 0 <= taken <= self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         if any(p.requires_grad for p in self._frozen):

@@ -124,8 +124,7 @@ class RegClient(Spelled, NumPyClient):
         save_private: Root = None,
         terms: Sequence[type[Term]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        plain_model = uncompiled(model)
         check_batches(train_data, "train_data")
         if eval_data is not None:
             check_batches(eval_data, "eval_data")
@@ -140,8 +139,8 @@ class RegClient(Spelled, NumPyClient):
         # needs may be a property, which the settings decide
         needs: list[Any] = [t.needs for t in self.composition if not isinstance(t.needs, property)]
         if classifier is not None or any("features" in of_term for of_term in needs):
-            find_classifier(uncompiled(model), classifier)  # raises here, before any round
-        pinned(private, uncompiled(model))  # raises here, before any round
+            find_classifier(plain_model, classifier)  # raises here, before any round
+        pinned(private, plain_model)  # raises here, before any round
         self.model, self.train_data, self.eval_data = model, train_data, eval_data
         self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
         self.optimizer, self.keep_optimizer, self.device = optimizer, keep_optimizer, device

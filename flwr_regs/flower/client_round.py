@@ -139,8 +139,10 @@ class ClientRound(LocalTraining):
         steps : int, optional
             The optimiser's steps, if it did not take one for each `correct`.
 
-        Raises TypeError for a metric that is no number.
+        Raises TypeError for a metric that is no number, and ValueError for wrong `steps`.
         """
+        if not isinstance(metrics, Mapping | None):
+            raise TypeError(f"reply: the metrics must be a mapping, not {metrics!r:.80}")
         own = with_plain_numbers(metrics or {})
         for name, value in own.items():
             if type(value) is bool or not isinstance(value, int | float | list):
@@ -186,10 +188,13 @@ def load_model(
     Raises
     ------
     ProtocolError
-        Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself.
+        Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself;
+        `personal` of another method than the strategy's; the message is for a round.
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
+    if (kind := message.metadata.message_type).split(".")[0] == "train":
+        raise ProtocolError(f"load_model evaluates; for '{kind}' messages, use ClientRound")
     name, terms, who = _described(method)
     client = RegClient(model, train_data, terms=terms, **settings)
     plain_model, (parcel, held) = uncompiled(model), _content(message)
@@ -197,12 +202,15 @@ def load_model(
     term, slots, _ = evaluated(parcel, held, plain_model, identity)
     if not personal:
         return
-    how = client.optimizer, client.save_private
+    how, place = (client.optimizer, client.save_private), next(plain_model.parameters()).device
     made = own_model(measures(client), term, parcel.config, slots, *how)
     if made is not None:
+        plain_model.to(place)  # the user's data are there
         plain_model.load_state_dict(made.state_dict())
         note_left(plain_model)
     elif not term.private(list(plain_model.state_dict())):
+        if (runs := parcel.config.get(keys.METHOD_KEY)) != name:
+            raise ProtocolError(f"personal=True of {name}, but the strategy runs '{runs}'")
         raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
 
 

@@ -31,6 +31,7 @@ CASES = [
     (loader(X[:, :3], Y), r"the shape \(3,\): a linear layer of the model gets 3 numbers, but"),
     (loader(X.double(), Y), r"the inputs are torch\.float64, not torch\.float32: give x\.to"),
     ([((X * 9).to(torch.uint8), Y)], r"the inputs are torch\.uint8, not torch\.float32"),
+    ([{"x": X, "i": Y, "label": Y}], r"here \['x', 'i'\], all go into the model; leave out of"),
     (loader(X, Y), "one example, and BatchNorm needs two in training: .*drop_last=True"),
     (loader(LOST, Y, 9), "example 5 of train_data holds NaN or infinity"),
     (loader(LOST, Y, 3, drop_last=True), "example 5 of train_data holds NaN or infinity"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any, ClassVar
+from unittest.mock import call, patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import flwr_regs as fr
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
+from flwr_regs.wire.arrays import ProtocolError
 from tests.conftest import close, make_clients, make_model, run, start
 from tests.flower.clients.test_own_loop import plain_loop
 from tests.sampling import sampled
@@ -277,7 +279,12 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         named: dict[str, Any] = {"train_data": as_dicts("img", "digit")(batches), "device": "cpu"}
         named |= {"personal": True, "output_fn": lambda output: output["scores"]}
         plain, other = make_model(), returns(lambda logits: {"scores": logits})()
-        fr.load_model(message, [OneStep], plain, personal=True, train_data=batches, device="cpu")
+        with patch.object(plain, "to", wraps=plain.to) as placed:
+            fr.load_model(
+                message, [OneStep], plain, personal=True, train_data=batches, device="cpu"
+            )
+        assert placed.call_args == call(torch.device("cpu"))  # back from where it was made
+        assert placed.call_count == 2
         fr.load_model(message, [OneStep], other, target_key="digit", **named)
         own, shared = plain.state_dict(), make_model()
         fr.load_model(message, [OneStep], shared, personal=False)
@@ -286,6 +293,8 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
             equal.append(not torch.equal(own[name], shared.state_dict()[name]))
         with pytest.raises(ValueError, match="digit"):
             fr.load_model(message, [OneStep], other, **named)
+        with pytest.raises(ProtocolError, match="of FedAvg, but the strategy runs 'one-step'"):
+            fr.load_model(message, fr.FedAvgClient, shared, personal=True)
         metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 

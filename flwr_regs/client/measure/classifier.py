@@ -6,7 +6,7 @@ And its features: its input, or the output of another layer, read by hooks on th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Self
@@ -263,13 +263,31 @@ def restored(*given: Any) -> Iterator[nn.Module]:
             tensor.data = data.copy_(value)
 
 
+Modes = Mapping[nn.Module, bool]
+"""Module -> whether it is in train mode."""
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """Return the mode of each module of a model."""
+    return {module: module.training for module in model.modules()}
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Put modules into modes; then give each its own mode back."""
+    before = {module: module.training for module in modes}
+    try:
+        for module, training in modes.items():
+            module.training = training
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode; then give each module its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_modes(modes_of(model)):
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training

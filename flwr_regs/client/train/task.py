@@ -26,8 +26,12 @@ _OWN_LOSS = "_flwr_regs_loss"  # the attribute of logits that holds the loss whi
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile(model)``, whose names are plain; any other model itself.
 
-    Raises ValueError for a model with compiled layers, whose names are not plain.
+    Raises TypeError for what is no module, and ValueError for a model with compiled layers, whose names are
+    not plain.
     """
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, not {given}")
     plain = getattr(model, "_orig_mod", model)
     if layers := [n for n, _ in plain.named_modules() if n.endswith("_orig_mod")]:
         compiled = [n.removesuffix("._orig_mod") for n in layers]
@@ -84,14 +88,23 @@ class Task:
         `params` replace the model's parameters, or buffers, of the same names. A model that computes its
         loss needs the `targets`; without them, `loss` has no loss of this output.
 
-        Raises TypeError if the output holds no logits: see `logits`.
+        Raises TypeError if the output holds no logits: see `logits`; ValueError for an entry of a batch
+        that the model does not take.
         """
         if params is None and type(inputs) is Tensor and self.loss_fn is not None:
             return self.logits(model(inputs))  # as most steps do
         args, kwargs = self.arguments(inputs, targets)
-        if params is None:
-            return self.logits(model(*args, **kwargs))
-        return self.logits(called(model, dict(params), args, kwargs))
+        try:
+            if params is None:
+                return self.logits(model(*args, **kwargs))
+            return self.logits(called(model, dict(params), args, kwargs))
+        except TypeError as error:
+            if not isinstance(inputs, Keywords) or "unexpected keyword" not in str(error):
+                raise
+            raise ValueError(
+                f"{error}: a batch's entries beside the targets, here {[*inputs]}, all go into the model; "
+                "leave out of the data what it does not take"
+            ) from error
 
     def arguments(self, inputs: Any, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with which the model is called on a batch."""

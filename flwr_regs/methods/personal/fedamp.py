@@ -92,7 +92,10 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
         return self.alpha * math.exp(-x / self.sigma) / self.sigma
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        return {n: ctx.broadcast[n].clone() if ctx.broadcast else p for n, p in params.items()}
+        if not (u := ctx.broadcast):
+            return params
+        # with what a term on the left has added to w_t
+        return {n: u[n] + (p - ctx.start[n]) for n, p in params.items()}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         u, pull = ctx.broadcast or ctx.start, self.lam / self.alpha

@@ -16,6 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import flwr_regs as fr
+from flwr_regs.client.local_training import LocalTraining
+from flwr_regs.client.train.batches import seeded
+from flwr_regs.flower.compat import identify
+from flwr_regs.methods.personal.apfl import MixedModel
+from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
@@ -25,7 +30,7 @@ Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
 
 
 def plain_loop(
-    loop: fr.ClientRound,
+    loop: LocalTraining,
     model: nn.Module,
     make: Any,
     before_step: Callable[[Any, nn.Module], None] = lambda *_: None,
@@ -219,6 +224,12 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         plain_loop(loop, model, make)
         loop.reply()
         return
+    if what == "lists metrics":
+        loop.reply([1.0])  # type: ignore[arg-type]
+    if what == "takes half a step":
+        loop.reply(steps=0.5)  # type: ignore[arg-type]
+    if what == "gives an optimiser":
+        loop.optimizer(make(model.parameters(), lr=loop.lr))
     optimizer = loop.optimizer(make)
     for inputs, targets in loop.batches():
         output = model(inputs)
@@ -240,6 +251,12 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
     [
         (partial(odd_loop, "freezes"), "the loop has frozen '0.weight': do so bef"),
         (partial(odd_loop, "replies"), r"finish\(\) or reply\(\) was called before"),
+        (partial(odd_loop, "lists metrics"), r"the metrics must be a mapping, not \[1.0\]"),
+        (partial(odd_loop, "takes half a step"), "steps must be a whole number .* not 0.5"),
+        (
+            partial(odd_loop, "gives an optimiser"),
+            "optimizer must be called as .* not an instance of SGD",
+        ),
         (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
         (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
@@ -337,6 +354,20 @@ def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batche
     close(got, run(fr.FedSAM(0.1, seed=3), fr.FedSAMClient, model=model), 0.0)
 
 
+@pytest.mark.parametrize("term", [PersonalModel(0.1), MixedModel()])
+def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(term: Any) -> None:
+    def kept(evaluates: bool) -> dict[str, torch.Tensor]:
+        model = norm_model(drop=0.5)
+        loop = LocalTraining(model, term, make_clients()[0], lr=0.1, epochs=1, device="cpu")
+        with seeded(1, loop.device):
+            plain_loop(loop, model, torch.optim.SGD)
+            model.train(not evaluates)
+            return loop.finish().client
+
+    want = kept(False)
+    assert all(torch.equal(v, want[n]) for n, v in kept(True).items())
+
+
 @pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
 @pytest.mark.parametrize(
     ("client", "left_out"),
@@ -416,9 +447,14 @@ def test_a_mod_may_call_the_client_again_and_leave_lists_out(method: str, mod: A
 
 
 def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
-    app = own_app(fr.FedFORClient, target="y")
-    with pytest.raises(fr.RoundFailed, match=r"no argument 'target'.*'target_key'"):
-        run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+    for match, wrong in {
+        r"no argument 'target'.*'target_key'": {"target": "y"},
+        "ClientRound: train_mode must be True or False": {"train_mode": "eval"},
+        "model must be a torch.nn.Module, not the class Linear": {"model": lambda: nn.Linear},
+    }.items():
+        app = own_app(fr.FedFORClient, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(fr.RoundFailed, match=match):
+            run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
     app = own_app(fr.FedFORClient)
     del app._registered_funcs["evaluate.default"]
     with pytest.raises(fr.RoundFailed, match=r"@app.evaluate\(\), or .* fraction_evaluate=0"):
@@ -433,9 +469,13 @@ def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
     ],
 )
 def test_a_message_of_another_strategy_or_kind_is_refused(kind: str, why: str) -> None:
+    identify()  # else the test passes only behind another
     message = Message(RecordDict({"config": ConfigRecord()}), 1, kind)
     with pytest.raises(ValueError, match=why):
         fr.ClientRound(message, fr.FedFORClient, make_model(), make_clients()[0], device="cpu")
+    why = "for 'train' messages, use ClientRound" if kind == "train" else "the message holds"
+    with pytest.raises(ValueError, match=why):
+        fr.load_model(message, fr.FedFORClient, make_model())
 
 
 def test_the_model_may_be_moved_by_a_trainer() -> None:

@@ -20,7 +20,7 @@ from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.personal import calibrate, trained_model
 from flwr_regs.client.train.task import Task
-from flwr_regs.term import ServerContext, Term
+from flwr_regs.term import ClientContext, ServerContext, Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of, train
 from tests.conftest import close, dropping, make_clients, make_model, norm_model, start, to_numpy
@@ -290,3 +290,11 @@ def test_a_cloud_model_stays_among_the_clients_models() -> None:
     others = table(v0=[0.0], v1=[0.01], v2=[0.03])
     u = fr.CloudModel(alpha=50.0, sigma=1.0).broadcast_to(0, others, ctx)["w"]
     np.testing.assert_allclose(u, [0.02], rtol=1e-2)
+
+
+@pytest.mark.parametrize(("left", "starts"), [(True, 3.0 + 0.5 * 1.0), (False, 3.0 + 0.5 * 3.0)])
+def test_a_start_beside_fedamps_counts_on_either_side(left: bool, starts: float) -> None:
+    w, v, u = ({"w": torch.tensor([x])} for x in (1.0, 0.0, 3.0))
+    terms = [fr.RelaxedStart(0.5), fr.CloudModel()]
+    ctx = ClientContext(w, 0.1, 1, client={"fedinit": v}, broadcast={"fedamp": u})
+    assert chain(terms if left else terms[::-1]).start(w, ctx)["w"].item() == starts
