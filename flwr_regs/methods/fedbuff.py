@@ -290,10 +290,8 @@ class BufferedTraining(Training):
 
             moves = update_of(before, given, before.buffers)
             delta = {n: mean(m, delta[n]) for n, m in moves.items()}
-            for n, value in buffers.items():
-                both = mean(before.arrays.get(n, given[n]), value)
-                whole = value.dtype.kind in "iu"
-                buffers[n] = (np.rint(both) if whole else both).astype(value.dtype)
+            for n, value in buffers.items():  # the step rounds whole numbers, once
+                buffers[n] = mean(before.arrays.get(n, given[n]), value)
             turns, examples = before.turns + 1, before.num_examples + examples
             counts = ("examples-processed", self.options.weighted_by_key)
             for name in metrics.keys() & before.metrics.keys():
