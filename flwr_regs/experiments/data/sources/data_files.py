@@ -112,8 +112,7 @@ def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) 
                 left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
                 width, height = image.size
                 plain = image.convert(mode).crop((left, top, width - left, height - top))
-                if plain.size != (size, size):
-                    plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+                plain = plain.resize((size, size), Image.Resampling.BILINEAR)
                 pixels[:] = np.atleast_3d(np.asarray(plain)).transpose(2, 0, 1)
     out /= 255
     return out
