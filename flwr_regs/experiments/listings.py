@@ -24,9 +24,7 @@ from flwr_regs.methods.registry import COMPOSITIONS, METHODS, Method
 
 LEGEND = Path(__file__).with_name("methods_legend.txt").read_text(encoding="utf-8")
 """What the columns of the methods' table are."""
-HEAD = (
-    *("method", "for", "down", "up", "trips", "state", "SecAgg", "DP", "robust", "streams", "stacks"),
-)  # fmt: skip
+HEAD = "method for down up trips state SecAgg DP robust streams stacks"
 
 
 def listing(args: Namespace) -> str:
@@ -64,7 +62,7 @@ def protocols(args: Namespace) -> str:
 
 def methods() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
-    cells = [HEAD, *map(_short, METHODS.values())]
+    cells = [HEAD.split(), *map(_short, METHODS.values())]
     terms = [name for name in catalogue() if name not in METHODS]
     lines = _wrapped([(name, _plain(light(name)).splitlines()[0]) for name in METHODS])
     lines += ["", *columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
