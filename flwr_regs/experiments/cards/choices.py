@@ -113,9 +113,8 @@ def with_notes(card: Experiment) -> Experiment:
     hashes, panels = card.data_hashes, []
     for panel in card.panels:
         notes = list(panel.notes)
-        for name, settings in {
-            of.settings.dataset: of.settings for of in card.tests(panel)
-        }.items():
+        sets = {run.settings.dataset: run.settings for run in card.tests(panel)}
+        for name, settings in sets.items():
             known = catalogue.expected(name, card.hashes)
             if settings.synthetic:
                 drawn = f"this run is on {datasets.RECORDS} random records of their shape"
