@@ -1,19 +1,23 @@
-"""What tuning chooses: for each method the best of its points on held-out data, by successive halving."""
+"""What tuning chooses: for each method the best of its points on held-out data, by successive halving.
+
+And what it said, tried and cost, for a reader of the results.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
-from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from flwr_regs.experiments.space import Point, Space, edges, grid_size, points, shown
 
 Train = Callable[[Sequence[Run]], Mapping[tuple[str, int], RunRecord]]
@@ -157,3 +161,26 @@ def notes(
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said
+
+
+def trials(folder: Path, rows: Collection[str]) -> tuple[list[RunRecord], list[Path]]:
+    """Return the trials of these rows in a panel's folder, in order of their files; and all other files."""
+    tuning, ours, others = folder / "tuning", [], []
+    for path in sorted((tuning / "runs").glob("*.jsonl")):
+        run = read(path)
+        if run.row in rows and path == record_path(tuning, run.label, run.seed):
+            ours.append(run)
+        else:
+            others.append(path)
+    return ours, others
+
+
+def cost(tried: Sequence[RunRecord]) -> str:
+    """Say what tuning cost, and what the results take from it."""
+    steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
+    seconds = sum(run.processor_seconds or run.seconds for run in tried)
+    rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
+    with_seeds = f"with seed {', '.join(map(str, seeds))}"
+    took = f"{len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor time"
+    beside = "Intervals and p-values leave out that other seeds might have tuned otherwise."
+    return f"Tuning took {took} and {steps:,} local steps, {with_seeds}. {beside}"
