@@ -188,11 +188,10 @@ def cards(data_dir: str = "") -> str:
 def card(experiment: Experiment, data_dir: str = "", name: str = "") -> str:
     """Return all that a card holds, and what it needs; `name` is what `bench` finds it by."""
     names = _datasets(experiment)
-    hashes = {of: data.expected(of, experiment.hashes) or "not known" for of in names}
+    hashes = [f"{of} {data.expected(of, experiment.hashes) or 'not known'}" for of in names]
     command = f"flwr-regs bench {shlex.quote(name or experiment.name)}"
     lines = [f"needs: {needed(experiment, data_dir)}"]
     lines += [f"  {of}: {data.files(of)}" for of in names if data.files(of)]
-    known = ", ".join(f"{of} {of_data}" for of, of_data in hashes.items())
-    lines += [f"hashes of the data: {known}", "", command]
+    lines += [f"hashes of the data: {', '.join(hashes)}", "", command]
     lines += [f"{command} --setting reduced"] * ("reduced" in levels(experiment)[1:])
     return "\n".join([*lines, "", card_files.text(experiment)])
