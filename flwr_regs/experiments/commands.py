@@ -252,7 +252,7 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     tests = experiment.tests(panel, chosen)
     _, made = card_files.of_folder(folder)
     several, others = tuning.trials(folder, chosen)
-    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder, others)]
+    notes = [*tuning.notes(chosen, made.get("tuning", {})), *check_records(tests, folder, others)]
     if several:
         notes.append(tuning.cost(several))
     if not (records := recorded(tests, folder)):

@@ -108,12 +108,12 @@ class ClientData:
     def _matched(self) -> list[Array]:
         """The test examples of each client, as its training examples are distributed; [] if by class."""
         data, settings = self.data, self.settings
-        train, test = data.groups, data.test_groups
+        train, test, other = data.groups, data.test_groups, "a partition without groups"
         if settings.partition not in partitions.IN_GROUPS or train is None or test is None:
             if settings.test_split == "classes":
                 return []
-            return test_split(data.train_y, self.parts, data.test_y, settings.seed)
-        return test_split(train, self.parts, test, settings.seed, "a partition without groups")
+            train, test, other = data.train_y, data.test_y, "test-split=classes"
+        return test_split(train, self.parts, test, settings.seed, other)
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""

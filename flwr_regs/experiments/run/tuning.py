@@ -134,13 +134,11 @@ class _Method:
         }
 
 
-def notes(
-    chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[str]:
+def notes(chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
     said, tried, spaces = [], set[Any](), defaultdict[str, dict[Space, str]](dict)
     for label, point in chosen.items():
-        outcome = (outcomes or {}).get(label, {"trials": "some"})
+        outcome = outcomes.get(label, {"trials": "some"})
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
