@@ -90,9 +90,7 @@ def draw(
         steps = len(order.sizes) if steps is None else steps
         passes = -(-steps // len(order.sizes)) if order.sizes else 0
         sizes = (order.sizes * passes)[:steps]
-        rows = order.draw(generator, passes)
-        if len(sizes) < passes * len(order.sizes):
-            rows = rows[: sum(sizes)]
+        rows = order.draw(generator, passes)[: sum(sizes)]
         return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
     with forked():
         torch.set_rng_state(generator.get_state())
