@@ -95,8 +95,6 @@ def read_spaces(texts: Iterable[str], where: str) -> tuple[Space, ...]:
 
 def points(spaces: Sequence[Space], trials: int) -> list[Point]:
     """Return different points that are tried: the whole grid if it is small, else Sobol's sequence."""
-    if not spaces:
-        return [{}]
     grid = [*product(*(space.choices for space in spaces))]
     if not is_grid(spaces, trials):
         from scipy.stats import qmc
