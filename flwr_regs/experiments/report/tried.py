@@ -30,8 +30,7 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
         row["accuracy"] = 100 * last(run) if run.whole else np.nan
         tuned = {k: v if type(v) in (int, float) else str(v) for k, v in run.point.items()}
         rows.append(row | tuned)
-    trials = pd.DataFrame(rows)
-    equal = trials.groupby(["label", "point", "rounds"], sort=False)
+    equal = pd.DataFrame(rows).groupby(["label", "point", "rounds"], sort=False)
     accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False)).round(9)
     points = equal.first().assign(accuracy=accuracy).reset_index()
     order = ["label", "rounds", "accuracy"]
