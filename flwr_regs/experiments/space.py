@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, log2, prod, sqrt
 from typing import Any
@@ -34,7 +34,7 @@ class Space:
         Or these values.
     """
 
-    text: str
+    text: str = field(compare=False)
     key: str
     low: float = 0.0
     high: float = 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ class _Method:
 
 def notes(chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
-    said, tried, spaces = [], set[Any](), defaultdict[str, dict[Space, str]](dict)
+    said, tried, spaces = [], set[Any](), defaultdict[str, set[Space]](set)
     for label, point in chosen.items():
         outcome = outcomes.get(label, {"trials": "some"})
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
@@ -148,13 +147,13 @@ def notes(chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]]
         elif lost:
             said[-1] += f" ({lost} of them diverged or failed)"
         for space in map(Space.read, outcome.get("spaces", ())):
-            spaces[space.key].setdefault(replace(space, text=""), space.text)
+            spaces[space.key].add(space)
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point:  # a range that is widened adds to the budget, as for every method
             tried.add(outcome.get("budget", outcome["trials"]))
-    unlike = [sorted(of.values()) for of in spaces.values() if len(of) > 1]
+    unlike = [sorted(s.text for s in of) for of in spaces.values() if len(of) > 1]
     said += [f"not tuned alike: {' and '.join(texts)}" for texts in unlike]
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
