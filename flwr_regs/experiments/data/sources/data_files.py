@@ -141,8 +141,7 @@ def by_group(train: Groups, test: Groups, convert: Callable[[Any], Any] = lambda
         return x, y
 
     def joined(part: str, groups: Groups) -> tuple[tuple[Array, Array], Array]:
-        of_names = [(i, name) for i, name in enumerate(names) if name in groups]
-        pairs = {i: pair(part, name, groups[name]) for i, name in of_names}
+        pairs = {i: pair(part, n, groups[n]) for i, n in enumerate(names) if n in groups}
         pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
         if not pairs:
             raise ValueError(f"the {part} data has no examples")
