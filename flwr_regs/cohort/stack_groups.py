@@ -296,8 +296,7 @@ def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:
 
 def _tables(slots: Slot) -> dict[str, Table]:
     """Return the clients' slots by term as arrays, a row each; without empty ones."""
-    given = {t: slot for t, slot in slots.items() if slot}
-    return {t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in given.items()}
+    return {t: Table({k: to_numpy(a) for k, a in s.items()}) for t, s in slots.items() if s}
 
 
 def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
@@ -336,5 +335,4 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
 
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
-    entries = ((t, k, a) for t, slot in slots.items() for k, a in slot.items())
-    return frozenset((t, k, a.shape, a.dtype) for t, k, a in entries)
+    return frozenset((t, k, a.shape, a.dtype) for t, s in slots.items() for k, a in s.items())
