@@ -140,8 +140,7 @@ def client_of(runs: tuple[Run, ...], context: MessageContext) -> RegClient:
 @lru_cache(maxsize=2)
 def _shared(runs: tuple[Run, ...]) -> tuple[RunClients, dict[str, type[RegClient]]]:
     """Return the clients, and method -> its kind of client."""
-    strategies = [run.strategy() for run in runs]
-    kinds = {strategy.method_name: client_class(strategy) for strategy in strategies}
+    kinds = {made.method_name: client_class(made) for made in map(Run.strategy, runs)}
     return RunClients(runs[0], client_data_of(runs[0].settings)), kinds
 
 
