@@ -29,12 +29,13 @@ from benchmarks.common import table, write_picture
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files, card_report
 from flwr_regs.experiments.experiment import Experiment, Panel
-from flwr_regs.experiments.report import drawing, metrics, plots, statistics, tried
+from flwr_regs.experiments.report import drawing, metrics, plots, statistics
 from flwr_regs.experiments.report.drawing import Picture
 from flwr_regs.experiments.report.metrics import per_cent
 from flwr_regs.experiments.report.results import Results, number, ranks_over
 from flwr_regs.experiments.report.run_records import missing
 from flwr_regs.experiments.report.statistics import Ranks
+from flwr_regs.experiments.run import tuning
 from flwr_regs.experiments.settings import DEFAULTS
 
 ROOT = comparisons.ROOT
@@ -287,8 +288,8 @@ def panel_table(place: Path, results: Results) -> str:
         *(f"to {results.target:.0%}", "worst client", "MB", "diverged", "tuned"),
     ]
     said = [*results.decisions()[1:], *metrics.warnings(results.runs)]
-    if trials := tried.trials(place, chosen)[0]:
-        said.append(tried.cost(trials))
+    if trials := tuning.trials(place, chosen)[0]:
+        said.append(tuning.cost(trials))
         said.append(
             "*Tuned*: the best point, and of how many. *Edge*: it has the smallest or the largest value "
             "that was tried. A method whose best is at an edge is given a third more points, once; the "

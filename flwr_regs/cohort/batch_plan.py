@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_regs.client.train.batches import Pairs, batch_size, cycle, forked, mapped, tensors
+from flwr_regs.client.train.batches import Pairs, batch_size, cycle, flat, forked, mapped, tensors
 from flwr_regs.client.train.plain_loaders import Order, has_generator
 
 DATA = 2**26
@@ -90,9 +90,7 @@ def draw(
         steps = len(order.sizes) if steps is None else steps
         passes = -(-steps // len(order.sizes)) if order.sizes else 0
         sizes = (order.sizes * passes)[:steps]
-        rows = order.draw(generator, passes)
-        if len(sizes) < passes * len(order.sizes):
-            rows = rows[: sum(sizes)]
+        rows = order.draw(generator, passes)[: sum(sizes)]
         return Plan(data, generator, sizes, sizes, order, rows, kind=order.kind)
     with forked():
         torch.set_rng_state(generator.get_state())
@@ -198,19 +196,11 @@ def _form(batch: Any) -> Any:
     Raises CannotStack if that is more than plain values: a stack has the first client's, and whether others
     are equal is not known.
     """
-    if odd := _odd(batch):
-        raise CannotStack(f"its batches hold a {odd}")
+    plain = Tensor | int | float | str | bytes | None
+    if odd := [leaf for leaf in flat(batch) if not isinstance(leaf, plain)]:
+        raise CannotStack(f"its batches hold a {type(odd[0]).__name__}")
     place: Any = ...
     return (repr(mapped(batch, lambda _: place)), *((t.shape, t.dtype) for t in tensors(batch)))
-
-
-def _odd(value: Any) -> str:
-    """Return the type of something in a nested value that is not plain; "" if all is."""
-    if isinstance(value, dict | list | tuple):
-        parts = value.values() if isinstance(value, dict) else value
-        return next(filter(None, map(_odd, parts)), "")
-    plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
-    return "" if plain else type(value).__name__
 
 
 def random_state(device: torch.device) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -22,6 +22,8 @@ from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
 
+Precision = torch.dtype | None
+"""Of the check; None: the model's own."""
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
 """The precision of the check -> what rounding may change, of the norm of the update. Where the model does
 not run in float64, its own precision is taken, in which a small gradient may have any sign."""
@@ -72,7 +74,7 @@ class Drawn:
     """A client's data in another precision; what they draw is not `Quiet`."""
 
     source: Batches
-    precision: torch.dtype | None
+    precision: Precision
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
@@ -125,9 +127,7 @@ def difference(group: Group) -> str:
     return ""
 
 
-def _stacked(
-    group: Group, pair: Sequence[Member], precision: torch.dtype | None, quiet: Quiet
-) -> StackedResult:
+def _stacked(group: Group, pair: list[Member], precision: Precision, quiet: Quiet) -> StackedResult:
     """Train two clients in a stack."""
     entries, broadcast = _in(precision, (group.view.entries, group.view.broadcast))
     how = {"entries": entries, "broadcast": broadcast, "precision": None, "randomness": "same"}
@@ -137,7 +137,7 @@ def _stacked(
         return group.run(Stack(view, [_member(c, precision) for c in pair]))
 
 
-def _member(member: Member, precision: torch.dtype | None) -> Member:
+def _member(member: Member, precision: Precision) -> Member:
     """Return a member in another precision."""
     plan = member.plan
     batches = [_in(precision, plan.batch(step)) for step in range(len(plan))]
@@ -147,15 +147,13 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     return replace(told, plan=plan, private=private)
 
 
-def _told(member: Any, precision: torch.dtype | None) -> Any:
+def _told(member: Any, precision: Precision) -> Any:
     """Return a client in a round, in a stack or alone, with what it is told in another precision."""
     begun = replace(member.begun, slots=_in(precision, member.begun.slots))
     return replace(member, broadcast=_in(precision, member.broadcast), begun=begun)
 
 
-def _alone(
-    group: Group, c: Member, precision: torch.dtype | None, quiet: Quiet
-) -> tuple[Arrays, Arrays]:
+def _alone(group: Group, c: Member, precision: Precision, quiet: Quiet) -> tuple[Arrays, Arrays]:
     """Train a client alone, and return (all its entries, its update); its model stays as it is."""
     client, message = c.asked.client, c.asked.message
     model, over_data = client.model, measures(client)
@@ -182,7 +180,7 @@ def _use(model: nn.Module, group: Group, batch: Any) -> None:
         task.loss(task.output(plain, inputs, targets, entries), targets)
 
 
-def _in(precision: torch.dtype | None, tree: Any) -> Any:
+def _in(precision: Precision, tree: Any) -> Any:
     """Return nested values with all floating tensors in a precision; None: as they are."""
     return mapped(tree, lambda t: t.to(precision) if precision and t.is_floating_point() else t)
 

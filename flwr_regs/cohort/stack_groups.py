@@ -106,16 +106,6 @@ class Recipe:
         """Whether this is a round's first exchange, without training."""
         return bool(self.config.get(keys.PROBE_KEY))
 
-    @cached_property
-    def needs_counts(self) -> bool:
-        """Whether a term needs each client's label counts."""
-        return any("label_counts" in t.needs for t in self.term.terms)
-
-    @cached_property
-    def reads_counts_early(self) -> bool:
-        """Whether a term may see label counts before a forward pass has told the number of classes."""
-        return self.probes or any(t.acts("start") for t in self.term.terms)
-
     def steps(self, pairs: data.Pairs) -> int:
         """Return E; for a first exchange, the batches of one pass.
 
@@ -306,8 +296,7 @@ def _numbers(modules: nn.Module) -> list[set[tuple[str, float]]]:
 
 def _tables(slots: Slot) -> dict[str, Table]:
     """Return the clients' slots by term as arrays, a row each; without empty ones."""
-    given = {t: slot for t, slot in slots.items() if slot}
-    return {t: Table({k: to_numpy(a) for k, a in slot.items()}) for t, slot in given.items()}
+    return {t: Table({k: to_numpy(a) for k, a in s.items()}) for t, s in slots.items() if s}
 
 
 def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
@@ -333,11 +322,12 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
         if len(record) > len(recipe.common.get(name, ()))
     }
     broadcast = clients.broadcast_of(term, own, None, (), {}) if own else {}
-    counts = None
-    if recipe.needs_counts:
+    counts, classes = None, 0
+    if any("label_counts" in t.needs for t in term.terms):
         with data.seeded(seed, torch.device("cpu")):  # as a client alone counts them
             counts = data.label_counts(pairs)
-    classes = len(counts) if counts is not None and recipe.reads_counts_early else 0
+        if recipe.probes or any(t.acts("start") for t in term.terms):
+            classes = len(counts)  # a term may see them before a forward pass tells the number
     form = (_form_of(broadcast), _form_of(begun.slots), *sorted(private), classes)
     plan = draw(pairs, torch.Generator().manual_seed(seed), order_of(pairs), most)
     return Member(plan, planned, private, broadcast, counts, asked, begun, form)
@@ -345,5 +335,4 @@ def member_of(asked: clients.Asked, recipe: Recipe) -> Member:
 
 def _form_of(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
-    entries = ((t, k, a) for t, slot in slots.items() for k, a in slot.items())
-    return frozenset((t, k, a.shape, a.dtype) for t, k, a in entries)
+    return frozenset((t, k, a.shape, a.dtype) for t, s in slots.items() for k, a in s.items())

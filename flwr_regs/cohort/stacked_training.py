@@ -620,12 +620,9 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
         raise CannotStack(f"its model or loss writes to its {what}")
 
 
-def _stacked(slots: Sequence[Slot]) -> Slot:
+def _stacked(slots: Sequence[Slot]) -> Any:
     """Return the members' slots, which have the same entries, as one."""
-    return {
-        t: {key: torch.stack([of[t][key] for of in slots]) for key in slot}
-        for t, slot in slots[0].items()
-    }
+    return tree_map(lambda *of_each: torch.stack(of_each), *slots)
 
 
 def _broadcasts(slots: Slot, start: Arrays) -> bool:

@@ -25,7 +25,6 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import places
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.extras import needed
-from flwr_regs.experiments.report import tried
 from flwr_regs.experiments.report.folders import CannotWrite, check_writable, locked, write
 from flwr_regs.experiments.report.metrics import exploded, last
 from flwr_regs.experiments.report.results import Results, check_rows, provenance, ranks_over
@@ -185,10 +184,10 @@ def _train_panel(
 
 def _draw_tuning(experiment: Experiment, folder: Path, out: Path, look: Look | None = None) -> None:
     """Draw into `out` what tuning tried in a panel's folder, if it tried several points."""
-    from flwr_regs.experiments.report import drawing
+    from flwr_regs.experiments.report import drawing, tried
 
     chosen = chosen_of(experiment, folder)
-    if several := tried.trials(folder, chosen)[0]:
+    if several := tuning.trials(folder, chosen)[0]:
         for name, picture in tried.pictures(several, chosen, look or drawing.Look()).items():
             drawing.save(picture, out / name)
 
@@ -252,10 +251,10 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     chosen = chosen_of(experiment, folder)
     tests = experiment.tests(panel, chosen)
     _, made = card_files.of_folder(folder)
-    several, others = tried.trials(folder, chosen)
-    notes = [*tuning.notes(chosen, made.get("tuning")), *check_records(tests, folder, others)]
+    several, others = tuning.trials(folder, chosen)
+    notes = [*tuning.notes(chosen, made.get("tuning", {})), *check_records(tests, folder, others)]
     if several:
-        notes.append(tried.cost(several))
+        notes.append(tuning.cost(several))
     if not (records := recorded(tests, folder)):
         raise ValueError(f"{folder} has no runs yet")
     done = {key for key, record in records.items() if record.status != "unfinished"}

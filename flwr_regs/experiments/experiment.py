@@ -367,9 +367,8 @@ class Experiment:
             raise ValueError("bench tests on the test set: leave held-out-clients out")
         trials = [run for panel in self.panels for run in self.trial_runs(panel, ends=True)]
         if self.baseline and not all(run.settings.held_out_share for run in trials):
-            raise ValueError(
-                "bench tunes on data that clients hold out: leave held-out-share=0 out"
-            )
+            held = "bench tunes on data that clients hold out"
+            raise ValueError(f"{held}: leave held-out-share=0 out")
         for space in self.tune:
             if not any(space.applies(row.calls) for row in self.rows):
                 texts = ", ".join(text_of(row.calls) for row in self.rows)
@@ -401,10 +400,9 @@ class Experiment:
                 why = f"the loss of dataset '{of.dataset}' is its own, and has no accuracy"
                 raise ValueError(f"{run.label}: {asked}, but {why}")
             if of.partition == "noise" and clients.data.augment == "crop-24":
+                clash = f"{run.label}: partition=noise does not go with {of.dataset}"
                 why = "crop-24 standardises each picture by itself, after the noise was added"
-                raise ValueError(
-                    f"{run.label}: partition=noise does not go with {of.dataset}: {why}"
-                )
+                raise ValueError(f"{clash}: {why}")
             if of.test_on_clients:
                 clients.test_rows(0)
         return whole

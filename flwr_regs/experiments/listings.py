@@ -24,9 +24,7 @@ from flwr_regs.methods.registry import COMPOSITIONS, METHODS, Method
 
 LEGEND = Path(__file__).with_name("methods_legend.txt").read_text(encoding="utf-8")
 """What the columns of the methods' table are."""
-HEAD = (
-    *("method", "for", "down", "up", "trips", "state", "SecAgg", "DP", "robust", "streams", "stacks"),
-)  # fmt: skip
+HEAD = "method for down up trips state SecAgg DP robust streams stacks"
 
 
 def listing(args: Namespace) -> str:
@@ -64,7 +62,7 @@ def protocols(args: Namespace) -> str:
 
 def methods() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
-    cells = [HEAD, *map(_short, METHODS.values())]
+    cells = [HEAD.split(), *map(_short, METHODS.values())]
     terms = [name for name in catalogue() if name not in METHODS]
     lines = _wrapped([(name, _plain(light(name)).splitlines()[0]) for name in METHODS])
     lines += ["", *columns(cells), "", LEGEND, "methods, as calls with their own arguments:"]
@@ -190,11 +188,10 @@ def cards(data_dir: str = "") -> str:
 def card(experiment: Experiment, data_dir: str = "", name: str = "") -> str:
     """Return all that a card holds, and what it needs; `name` is what `bench` finds it by."""
     names = _datasets(experiment)
-    hashes = {of: data.expected(of, experiment.hashes) or "not known" for of in names}
+    hashes = [f"{of} {data.expected(of, experiment.hashes) or 'not known'}" for of in names]
     command = f"flwr-regs bench {shlex.quote(name or experiment.name)}"
     lines = [f"needs: {needed(experiment, data_dir)}"]
     lines += [f"  {of}: {data.files(of)}" for of in names if data.files(of)]
-    known = ", ".join(f"{of} {of_data}" for of, of_data in hashes.items())
-    lines += [f"hashes of the data: {known}", "", command]
+    lines += [f"hashes of the data: {', '.join(hashes)}", "", command]
     lines += [f"{command} --setting reduced"] * ("reduced" in levels(experiment)[1:])
     return "\n".join([*lines, "", card_files.text(experiment)])

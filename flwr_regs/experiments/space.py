@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, log2, prod, sqrt
 from typing import Any
@@ -34,7 +34,7 @@ class Space:
         Or these values.
     """
 
-    text: str
+    text: str = field(compare=False)
     key: str
     low: float = 0.0
     high: float = 0.0
@@ -95,8 +95,6 @@ def read_spaces(texts: Iterable[str], where: str) -> tuple[Space, ...]:
 
 def points(spaces: Sequence[Space], trials: int) -> list[Point]:
     """Return different points that are tried: the whole grid if it is small, else Sobol's sequence."""
-    if not spaces:
-        return [{}]
     grid = [*product(*(space.choices for space in spaces))]
     if not is_grid(spaces, trials):
         from scipy.stats import qmc

@@ -165,9 +165,7 @@ def _file(path: Path) -> ModuleType:
     # its own name, so that a file beside it that imports it gets this module, if another has not got it
     if name in sys.modules or plain is None or plain.origin != str(path):
         name += f"_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # a name that ends in .py has a loader
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, path)  # .py files have a loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     with blaming(f"importing '{path}' failed"):
         try:

@@ -60,9 +60,8 @@ def experiment_of(args: Namespace) -> tuple[Experiment, str]:
     if card:
         experiment = _of_card(args, card, {**given}, changed)
     else:
-        whole = _here(given)
-        experiment = Experiment.of_methods(whole, heading=heading, baseline=args.command == "bench")
-        experiment = replace(experiment, **changed)
+        changed |= {"heading": heading, "baseline": args.command == "bench"}
+        experiment = Experiment.of_methods(_here(given), **changed)
     tunes = experiment.tunes
     if idle := [key for key in ("trials", "tuning_seeds") if key in changed and not tunes]:
         option = idle[0].replace("_", "-")

@@ -285,14 +285,17 @@ def padded(counts: Tensor, classes: int) -> Tensor:
     return torch.nn.functional.pad(counts, (0, max(classes - len(counts), 0)))
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value, in order."""
-    if isinstance(value, Tensor):
-        return [value]
+def flat(value: Any) -> list[Any]:
+    """Return what nested dicts, lists and tuples hold, in order."""
     if isinstance(value, dict | list | tuple):
         parts = value.values() if isinstance(value, dict) else value
-        return [t for part in parts for t in tensors(part)]
-    return []
+        return [leaf for part in parts for leaf in flat(part)]
+    return [value]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value, in order."""
+    return [leaf for leaf in flat(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

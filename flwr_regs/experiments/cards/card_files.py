@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ from flwr_regs.experiments.settings import named
 from flwr_regs.experiments.space import Space, read_spaces
 from flwr_regs.wire.config import nearest
 
-FOLDER = files("flwr_regs.experiments") / "cards"
+FOLDER = Path(__file__).parent
 FILE = "experiment.toml"
 """The card in a results' folder."""
 
 
 def names() -> list[str]:
     """Return the names of the package's cards, in order of source, tables and figures."""
-    stems = [p.name.removesuffix(".toml") for p in FOLDER.iterdir() if p.name.endswith(".toml")]
+    stems = [path.stem for path in FOLDER.glob("*.toml")]
     return sorted(stems, key=lambda stem: re.sub(r"\d+", lambda number: f"{number[0]:>4}", stem))
 
 

@@ -15,8 +15,6 @@ from flwr_regs.experiments.settings import DEFAULTS, SETTINGS
 
 SMOKE = {name: of.smoke for name, of in SETTINGS.items() if of.smoke is not None}
 """What ``--smoke`` sets."""
-SMOKE_MOST = {name: of.smoke_most for name, of in SETTINGS.items() if of.smoke_most}
-"""The largest values that ``--smoke`` leaves."""
 
 
 def levels(card: Experiment) -> list[str]:
@@ -93,7 +91,7 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     """
     first = card.panels[0]
     whole = {**DEFAULTS, **card.settings, **first.settings, **given}
-    small = {key: min(whole[key], most) for key, most in SMOKE_MOST.items()}
+    small = {n: min(whole[n], of.smoke_most) for n, of in SETTINGS.items() if of.smoke_most}
     if whole["partition"] in BY_GROUP:
         small["examples"] = 0  # few examples of all groups are none of a client's
     if whole["fraction-train"] < 1:
@@ -113,9 +111,8 @@ def with_notes(card: Experiment) -> Experiment:
     hashes, panels = card.data_hashes, []
     for panel in card.panels:
         notes = list(panel.notes)
-        for name, settings in {
-            of.settings.dataset: of.settings for of in card.tests(panel)
-        }.items():
+        sets = {run.settings.dataset: run.settings for run in card.tests(panel)}
+        for name, settings in sets.items():
             known = catalogue.expected(name, card.hashes)
             if settings.synthetic:
                 drawn = f"this run is on {datasets.RECORDS} random records of their shape"

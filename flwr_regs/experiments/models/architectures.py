@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr_regs.experiments.extras import table_beside
@@ -20,11 +20,7 @@ class Net:
     smallest: int = 0
     example: tuple[int, ...] = (3, 32, 32)
     classes: int = 10
-    plan: Sequence[Any] = ()
-    hidden: Sequence[Any] = ()
-    kernel: int = 3
-    norm: bool = False
-    bias: bool = True
+    layers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def words(self) -> bool:
@@ -35,9 +31,8 @@ class Net:
         """Return its body for the shape of an input; with `words`, for how many integers there are."""
         from flwr_regs.experiments.models import layers
 
-        listed = self.plan, self.hidden, self.kernel, self.norm, self.bias
         make = getattr(layers, self.name.replace("-", "_"), None)
-        return make(*size) if make else layers.stacked(size[0], *listed)
+        return make(*size) if make else layers.stacked(size[0], **self.layers)
 
 
 NETS = {name: Net(name, **row) for name, row in table_beside(__file__).items()}

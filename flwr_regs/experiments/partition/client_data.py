@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data.datasets import Data, load, records, reduced
-from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.partitions import (
-    BY_ROUND,
-    IN_GROUPS,
-    partition,
-    partition_hash,
-)
+from flwr_regs.experiments.partition import partitions, shifts
 from flwr_regs.experiments.partition.splits import test_split
 from flwr_regs.experiments.settings import PERSONAL_SHARE, PROBLEM, Settings
 
@@ -46,7 +40,7 @@ class ClientData:
         """The examples of each client, then of each client that is held out."""
         data, settings = self.data, self.settings
         clients = settings.num_clients + settings.held_out_clients
-        parts = partition(data.train_y, settings, clients, data.groups, data.coarse)
+        parts = partitions.partition(data.train_y, settings, clients, data.groups, data.coarse)
         return [*map(self._kept, parts)]
 
     def _shuffled(self, rows: Array) -> Array:
@@ -68,7 +62,7 @@ class ClientData:
     @property
     def hash(self) -> str:
         """The hash of the split: equal ones have the same examples on the same clients."""
-        return partition_hash(self.parts)
+        return partitions.partition_hash(self.parts)
 
     @cached_property
     def label_counts(self) -> Array:
@@ -79,7 +73,7 @@ class ClientData:
     @property
     def by_round(self) -> bool:
         """Whether a client's data changes from round to round."""
-        return self.settings.partition in BY_ROUND
+        return self.settings.partition in partitions.BY_ROUND
 
     def rows(self, pid: int, server_round: int) -> Array:
         """Return a client's training examples in a round, those that it holds out among them."""
@@ -114,12 +108,12 @@ class ClientData:
     def _matched(self) -> list[Array]:
         """The test examples of each client, as its training examples are distributed; [] if by class."""
         data, settings = self.data, self.settings
-        train, test = data.groups, data.test_groups
-        if settings.partition not in IN_GROUPS or train is None or test is None:
+        train, test, other = data.groups, data.test_groups, "a partition without groups"
+        if settings.partition not in partitions.IN_GROUPS or train is None or test is None:
             if settings.test_split == "classes":
                 return []
-            return test_split(data.train_y, self.parts, data.test_y, settings.seed)
-        return test_split(train, self.parts, test, settings.seed, "a partition without groups")
+            train, test, other = data.train_y, data.test_y, "test-split=classes"
+        return test_split(train, self.parts, test, settings.seed, other)
 
     def _bounded(self, rows: Array, seed: Any) -> Array:
         """Return `most_tested` of some rows at random, if that is set and they are more."""

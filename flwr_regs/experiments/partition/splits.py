@@ -252,13 +252,7 @@ def long_tail_rounds(labels: Array, n: int, rng: Rng, s: Settings) -> list[Array
     return [shifts.long_tail(labels, client, 1, s.seed, **drawn) for client in range(n)]
 
 
-def test_split(
-    train: Array,
-    parts: list[Array],
-    test: Array,
-    seed: int,
-    other: str = "test-split=classes",  # noqa: PT028
-) -> list[Array]:
+def test_split(train: Array, parts: list[Array], test: Array, seed: int, other: str) -> list[Array]:
     """Return each client's test examples, so that they are distributed as its training examples are.
 
     Of each kind (a class or group) the test examples are dealt in proportion to the training examples of

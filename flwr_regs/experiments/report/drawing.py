@@ -67,9 +67,8 @@ class Look:
         for name, part, pair in ("size", inches, self.size), ("accuracy", percent, self.accuracy):
             two = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(part.fits, pair))
             if pair is not None and not (two and (name == "size" or pair[0] < pair[1])):
-                raise ValueError(
-                    f"a picture's {name} must be two numbers, {part.expected}, not {pair!r}"
-                )
+                must = f"must be two numbers, {part.expected}, not {pair!r}"
+                raise ValueError(f"a picture's {name} {must}")
 
 
 def style(look: Look) -> AbstractContextManager[None]:

@@ -242,8 +242,7 @@ def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float
     It is that of the client's own model, where the method gives it one.
     """
     tests = entry.get("evaluate", {}).get("clients", {})
-    each = (tests[client] for client in sorted(tests))
-    return [test.get(f"personal-{metric}", test[metric]) for test in each]
+    return [test.get(f"personal-{metric}", test[metric]) for _, test in sorted(tests.items())]
 
 
 def tests_of_clients(run: RunRecord) -> list[dict[str, Any]]:

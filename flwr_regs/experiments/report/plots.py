@@ -301,10 +301,8 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
         axes.set_xticks([1, *(tick for tick in ticks if 1 < tick <= len(names))])
         axes.set_xlabel("mean rank (1 is the best)")
-        apart = (
-            "" if ranks.p < LEVEL else ": too few panels, or too equal ranks, to tell methods apart"
-        )
-        friedman = f"Friedman's test: p = {ranks.p:.2g}{apart}"
+        apart = ": too few panels, or too equal ranks, to tell methods apart"
+        friedman = f"Friedman's test: p = {ranks.p:.2g}{apart * (not ranks.p < LEVEL)}"
         bars = "Grey bars join methods whose mean ranks differ by less than Nemenyi's critical difference"
         caption = f"Ranks over {ranks.blocks} panels by the mean over seeds. {friedman}. {bars}."
         drawing.head(picture, title, caption)

@@ -23,9 +23,7 @@ def half_interval(values: pd.DataFrame) -> pd.Series:
     return stats.t.ppf(1 - LEVEL / 2, values.count(axis=1) - 1) * values.sem(axis=1)
 
 
-def differences(
-    values: pd.DataFrame, baseline: str, untested: Collection[str] = ()
-) -> pd.DataFrame:
+def differences(values: pd.DataFrame, baseline: str, untested: Collection[str]) -> pd.DataFrame:
     """Return what each label's values say beside the baseline's of the same seeds.
 
     Parameters

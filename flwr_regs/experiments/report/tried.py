@@ -1,45 +1,19 @@
-"""What tuning tried in a panel's folder: what that cost, and how far the best point is from the others."""
+"""What tuning tried, in tables and pictures: how far the best point is from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from flwr_regs.experiments.report import plots
+from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.metrics import last
 from flwr_regs.experiments.report.results import Results
-from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
+from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.space import Point, shown
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from flwr_regs.experiments.report.drawing import Look, Picture
-
-
-def trials(folder: Path, rows: Collection[str]) -> tuple[list[RunRecord], list[Path]]:
-    """Return the trials of these rows in a panel's folder, in order of their files; and all other files."""
-    tuning, ours, others = folder / "tuning", [], []
-    for path in sorted((tuning / "runs").glob("*.jsonl")):
-        run = read(path)
-        if run.row in rows and path == record_path(tuning, run.label, run.seed):
-            ours.append(run)
-        else:
-            others.append(path)
-    return ours, others
-
-
-def cost(tried: Sequence[RunRecord]) -> str:
-    """Say what tuning cost, and what the results take from it."""
-    steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
-    seconds = sum(run.processor_seconds or run.seconds for run in tried)
-    rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
-    with_seeds = f"with seed {', '.join(map(str, seeds))}"
-    took = f"{len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor time"
-    beside = "Intervals and p-values leave out that other seeds might have tuned otherwise."
-    return f"Tuning took {took} and {steps:,} local steps, {with_seeds}. {beside}"
 
 
 def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
@@ -50,16 +24,13 @@ def table(tried: Sequence[RunRecord]) -> pd.DataFrame:
     mean of the last five rounds over the tuning seeds (NaN: one diverged), and each key that was tuned, NaN
     where a method has it not.
     """
-    import pandas as pd
-
     rows = []
     for run in tried:
         row = {"label": run.row, "point": shown(run.point), "rounds": run.job["rounds"]}
         row["accuracy"] = 100 * last(run) if run.whole else np.nan
         tuned = {k: v if type(v) in (int, float) else str(v) for k, v in run.point.items()}
         rows.append(row | tuned)
-    trials = pd.DataFrame(rows)
-    equal = trials.groupby(["label", "point", "rounds"], sort=False)
+    equal = pd.DataFrame(rows).groupby(["label", "point", "rounds"], sort=False)
     accuracy = equal["accuracy"].agg(lambda of_seeds: of_seeds.mean(skipna=False)).round(9)
     points = equal.first().assign(accuracy=accuracy).reset_index()
     order = ["label", "rounds", "accuracy"]
@@ -76,10 +47,6 @@ def pictures(
     on held-out data at its best point, in a band that reaches to the second best (Wang et al. 2021, Figs. 1
     and 3).
     """
-    import pandas as pd
-
-    from flwr_regs.experiments.report import plots
-
     how: Any = {"title": Results(tried).title, "look": look}
     best, seeds, order = [], dict[str, int](), [*chosen]
     tried = sorted(tried, key=lambda run: run.point != chosen.get(run.row))

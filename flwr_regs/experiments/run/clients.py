@@ -6,14 +6,15 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from flwr_regs import Clients, client_app
+from flwr_regs import Clients, RegStrategy, client_app
 from flwr_regs.client.train.batches import Batches
 from flwr_regs.experiments.data.augment import Augmented
 from flwr_regs.experiments.data.losses import LOSSES
@@ -23,11 +24,6 @@ from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.app import MessageContext
 from flwr_regs.flower.client import RegClient, client_class
-
-if TYPE_CHECKING:
-    from flwr.serverapp import Grid
-
-    from flwr_regs import RegStrategy
 
 MOST_KEPT = 2**30
 """The bytes of a data set up to which a process also keeps each client's examples."""
@@ -144,8 +140,7 @@ def client_of(runs: tuple[Run, ...], context: MessageContext) -> RegClient:
 @lru_cache(maxsize=2)
 def _shared(runs: tuple[Run, ...]) -> tuple[RunClients, dict[str, type[RegClient]]]:
     """Return the clients, and method -> its kind of client."""
-    strategies = [run.strategy() for run in runs]
-    kinds = {strategy.method_name: client_class(strategy) for strategy in strategies}
+    kinds = {made.method_name: client_class(made) for made in map(Run.strategy, runs)}
     return RunClients(runs[0], client_data_of(runs[0].settings)), kinds
 
 

@@ -136,15 +136,7 @@ def train(
 
 
 class Workers(WorkerPool):
-    """Processes that each do a job at a time. With them ends what they have started, such as Ray.
-
-    Parameters
-    ----------
-    number : int
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(_worker, None, number, "nothing", "")
+    """Processes that each do a job at a time. With them ends what they have started, such as Ray."""
 
     def close(self) -> None:
         for process in self.running.values():
@@ -161,7 +153,7 @@ def _in_processes(
     jobs: Sequence[Callable[[], Any]], progress: Progress, workers: int, keep: bool
 ) -> Iterator[Any]:
     """Do the jobs in processes of their own, some at a time, and yield what they return."""
-    pool = _KEPT.pop(workers, None) or Workers(workers)
+    pool = _KEPT.pop(workers, None) or Workers(_worker, None, workers, "nothing", "")
     with closing(pool.answers(jobs, lanes=range(len(jobs)))) as answers:
         for _, answer in answers:
             if isinstance(answer, News):

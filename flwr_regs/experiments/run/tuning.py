@@ -1,19 +1,22 @@
-"""What tuning chooses: for each method the best of its points on held-out data, by successive halving."""
+"""What tuning chooses: for each method the best of its points on held-out data, by successive halving.
+
+And what it said, tried and cost, for a reader of the results.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.metrics import last
-from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from flwr_regs.experiments.space import Point, Space, edges, grid_size, points, shown
 
 Train = Callable[[Sequence[Run]], Mapping[tuple[str, int], RunRecord]]
@@ -130,13 +133,11 @@ class _Method:
         }
 
 
-def notes(
-    chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[str]:
+def notes(chosen: Mapping[str, Point], outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Say what tuning chose, where that is at the edge of what was tried, and if budgets were unequal."""
-    said, tried, spaces = [], set[Any](), defaultdict[str, dict[Space, str]](dict)
+    said, tried, spaces = [], set[Any](), defaultdict[str, set[Space]](set)
     for label, point in chosen.items():
-        outcome = (outcomes or {}).get(label, {"trials": "some"})
+        outcome = outcomes.get(label, {"trials": "some"})
         grid = f" of {size} points of a grid" if (size := outcome.get("grid")) else ""
         best = f"{shown(point, ' = ')}; the best of {outcome['trials']}{grid} on held-out data"
         said.append(f"{label}: {best if point else 'nothing to tune'}")
@@ -146,14 +147,37 @@ def notes(
         elif lost:
             said[-1] += f" ({lost} of them diverged or failed)"
         for space in map(Space.read, outcome.get("spaces", ())):
-            spaces[space.key].setdefault(replace(space, text=""), space.text)
+            spaces[space.key].add(space)
         for key in outcome.get("edge", ()):
             again = ", which was widened" * (key in outcome.get("widened", ()))
             said[-1] += f" ({key} is at the edge of what was tried{again})"
         if point:  # a range that is widened adds to the budget, as for every method
             tried.add(outcome.get("budget", outcome["trials"]))
-    unlike = [sorted(of.values()) for of in spaces.values() if len(of) > 1]
+    unlike = [sorted(s.text for s in of) for of in spaces.values() if len(of) > 1]
     said += [f"not tuned alike: {' and '.join(texts)}" for texts in unlike]
     if len(tried) > 1:
         said.append("the budgets are not equal: a grid has as many points as its values make")
     return said
+
+
+def trials(folder: Path, rows: Collection[str]) -> tuple[list[RunRecord], list[Path]]:
+    """Return the trials of these rows in a panel's folder, in order of their files; and all other files."""
+    tuning, ours, others = folder / "tuning", [], []
+    for path in sorted((tuning / "runs").glob("*.jsonl")):
+        run = read(path)
+        if run.row in rows and path == record_path(tuning, run.label, run.seed):
+            ours.append(run)
+        else:
+            others.append(path)
+    return ours, others
+
+
+def cost(tried: Sequence[RunRecord]) -> str:
+    """Say what tuning cost, and what the results take from it."""
+    steps = sum(sum(entry.get("steps", {}).values()) for run in tried for entry in run.rounds)
+    seconds = sum(run.processor_seconds or run.seconds for run in tried)
+    rounds, seeds = max(run.job["rounds"] for run in tried), sorted({run.seed for run in tried})
+    with_seeds = f"with seed {', '.join(map(str, seeds))}"
+    took = f"{len(tried)} trainings of at most {rounds} rounds, {seconds:,.0f} s of processor time"
+    beside = "Intervals and p-values leave out that other seeds might have tuned otherwise."
+    return f"Tuning took {took} and {steps:,} local steps, {with_seeds}. {beside}"

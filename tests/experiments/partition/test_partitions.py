@@ -261,17 +261,17 @@ def test_test_data_is_distributed_as_the_training_data() -> None:
     rng = np.random.default_rng(3)
     train, test = rng.integers(0, 5, 4000), rng.integers(0, 5, 2000)
     parts = partition(train, "dirichlet", 6, 1, dirichlet_alpha=0.5)
-    tests = splits.test_split(train, parts, test, 1)
+    tests = splits.test_split(train, parts, test, 1, "")
     assert sorted(np.concatenate(tests)) == list(range(2000))
     scaled = held(train, parts) * np.bincount(test) / np.bincount(train)
     assert abs(held(test, tests) - scaled).max() <= 1
-    assert not np.array_equal(tests[0], splits.test_split(train, parts, test, 2)[0])
+    assert not np.array_equal(tests[0], splits.test_split(train, parts, test, 2, "")[0])
     # what nobody trains on is left out
     train, test = np.array([0, 0, 1, 1, 2]), np.array([2, 0, 1, 1, 0, 2])
-    tests = splits.test_split(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
+    tests = splits.test_split(train, [np.array([0, 1]), np.array([2, 3])], test, 0, "")
     assert [sorted(rows) for rows in tests] == [[1, 4], [2, 3]]
     # the smallest of three takes one from the largest
-    tests = splits.test_split(np.zeros(30), np.split(np.arange(30), [1, 10]), np.zeros(4), 0)
+    tests = splits.test_split(np.zeros(30), np.split(np.arange(30), [1, 10]), np.zeros(4), 0, "")
     assert [len(rows) for rows in tests] == [1, 1, 2]
     assert sorted(np.concatenate(tests)) == [0, 1, 2, 3]
 

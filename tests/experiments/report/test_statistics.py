@@ -33,7 +33,7 @@ def test_differences_are_paired_t_tests_with_holms_correction() -> None:
     rows = {"base": base, "far": base + 0.1, "near": base + np.array([3, 1, 2, 0, 3, 0]) / 100}
     rows |= {"far": rows["far"] + rng.normal(0, 0.01, 6), "same": base + 0.05}
     rows["lost"] = np.where(np.arange(6) < 3, base - rng.normal(0.05, 0.1, 6), np.nan)
-    table = statistics.differences(pd.DataFrame(rows).T, "base")
+    table = statistics.differences(pd.DataFrame(rows).T, "base", ())
     assert [*table.index] == ["far", "near", "same", "lost"]
     p = []
     for label in ("far", "near", "lost"):
@@ -51,7 +51,7 @@ def test_differences_are_paired_t_tests_with_holms_correction() -> None:
     # the interval of this one excludes 0, but it is one of three that were looked at
     assert p[1] < 0.05 < table.p_holm.near
     assert np.isnan(table.p.same)  # no spread, no test
-    few = statistics.differences(pd.DataFrame(rows).T[[0, 1]], "base")
+    few = statistics.differences(pd.DataFrame(rows).T[[0, 1]], "base", ())
     assert not few.decided.any()
 
 

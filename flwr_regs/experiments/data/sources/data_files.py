@@ -112,8 +112,7 @@ def pictures(sources: Sequence[Any], mode: str, size: int, centre: float = 1.0) 
                 left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
                 width, height = image.size
                 plain = image.convert(mode).crop((left, top, width - left, height - top))
-                if plain.size != (size, size):
-                    plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+                plain = plain.resize((size, size), Image.Resampling.BILINEAR)
                 pixels[:] = np.atleast_3d(np.asarray(plain)).transpose(2, 0, 1)
     out /= 255
     return out
@@ -142,8 +141,7 @@ def by_group(train: Groups, test: Groups, convert: Callable[[Any], Any] = lambda
         return x, y
 
     def joined(part: str, groups: Groups) -> tuple[tuple[Array, Array], Array]:
-        of_names = [(i, name) for i, name in enumerate(names) if name in groups]
-        pairs = {i: pair(part, name, groups[name]) for i, name in of_names}
+        pairs = {i: pair(part, n, groups[n]) for i, n in enumerate(names) if n in groups}
         pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
         if not pairs:
             raise ValueError(f"the {part} data has no examples")

@@ -39,8 +39,7 @@ def synthetic(_: str, alpha: float, beta: float, clients: int, seed: int, iid: b
             bias = rng.normal(shift[k], 1, CLASSES)
         x = rng.normal(mean, spread, (sizes[k], INPUTS))
         y = (x @ weights + bias).argmax(axis=1)
-        cut = int(TRAINED * sizes[k])
-        halves = (np.split(of, [cut]) for of in (x.astype(np.float32), y))
+        halves = (files.cut(of, TRAINED) for of in (x.astype(np.float32), y))
         train[k], test[k] = zip(*halves, strict=True)
     return files.by_group(train, test)
 
