@@ -42,7 +42,7 @@ def outcome(line: str, folder: Path) -> str:
     text = out.getvalue() + error.getvalue()
     text = re.sub(r"results/[\d-]+", "results/TIME", text.replace(str(folder), "FOLDER"))
     text = re.sub(rf"{tempfile.gettempdir()}/flwr-regs-\w+", "TEMPORARY", text)
-    text = re.sub(r"\b[\d.]+ (µs|ms|s|min)\b", "TIME", text)
+    text = re.sub(r"\b([\d.]+ h )?[\d.]+ (µs|ms|s|min)\b", "TIME", text)
     # what pandas and tarfile say differs from version to version
     text = re.sub(r"(?m)\b(ParserError|ReadError|EOFError): .*?(?=; expected|\)$)", r"\1", text)
     lines = [re.sub(r"  +", "  ", t) for t in text.splitlines()]
