@@ -229,10 +229,11 @@ class RegStrategy(Strategy):
                 arrays = to_record(views_of(initial_arrays))
                 same = fingerprint(self.method_name, self.options, model, train)
                 saved.check(same, num_rounds)
+                self._begin(arrays, train)  # here: a user's configure_train may skip round 1
                 if saved.resumed is not None:
-                    self._begin(arrays, train)
                     saved.restore(self.training)
-                    arrays = self._released = self.arrays
+                    arrays = self.arrays
+                self._released = arrays
                 test = evaluate_fn or (lambda number, arrays: None)
                 loop = Loop(self, grid, train, evaluate, test, num_rounds, result, saved)
                 return loop.run(arrays)
@@ -289,8 +290,7 @@ class RegStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
     ) -> Paused[Round]:
         """Begin a round on a network, if anybody trains."""
-        again = self._saved is not None and self._num_rounds is None  # `start` has begun already
-        if self._training is None or (server_round == 1 and not again):
+        if self._training is None or (server_round == 1 and self._saved is None):  # without `start`
             self._begin(arrays, config)
         elif arrays is not self._released:
             changed = self.training.adopt(views_of(arrays))

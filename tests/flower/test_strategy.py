@@ -511,14 +511,24 @@ def test_another_model_without_a_word_and_replies_without_a_round_are_refused() 
 class TrainsOnly(fr.FedFOR):
     """A user's own variation, which keeps its method's name: its clients do not evaluate."""
 
+    skips = 0
+
+    def configure_train(self, server_round: int, *args: Any) -> Any:
+        return [] if server_round == self.skips else super().configure_train(server_round, *args)
+
     def configure_evaluate(self, *args: Any) -> Any:
         return []
 
 
 def test_a_subclass_may_skip_a_phase() -> None:
+    """Also training in round 1, in which nothing of an earlier training goes on."""
     strategy = TrainsOnly(alpha=0.1, seed=1)
-    start(strategy, fr.InProcessGrid(app_of(fr.FedFORClient), 3))
-    assert [(e["failures"], "evaluate" in e) for e in strategy.history] == [({}, False)] * 2
+    grid = fr.InProcessGrid(app_of(fr.FedFORClient), 3)
+    for strategy.skips, trained in ((1, [False, True]), (0, [True] * 2), (1, [False, True])):
+        start(strategy, grid)
+        entries = [("cohort" in e, "evaluate" in e) for e in strategy.history]
+        assert entries == [(is_trained, False) for is_trained in trained]
+    assert not strategy.history[-1]["failures"]
 
 
 def test_clients_that_evaluate_alone_leave_the_model_as_it_is() -> None:
