@@ -211,6 +211,9 @@ class RegStrategy(Strategy):
         if not isinstance(grid, Grid):
             grids = "one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients)"
             raise TypeError(f"grid must be {grids}, not {type(grid).__name__}")
+        if not (evaluate_fn is None or callable(evaluate_fn)):
+            given_fn = f"not {evaluate_fn!r:.80}"
+            raise TypeError(f"evaluate_fn must be a function of a round and its arrays, {given_fn}")
         initial_arrays = record_of_state(initial_arrays)
         model = Training.begin(self.options, views_of(initial_arrays)).model
         if isinstance(grid, InProcessGrid):

@@ -191,6 +191,8 @@ def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, mes
     for number in (0, "3"):
         with pytest.raises(ValueError, match="num_rounds must be a whole number of at least 1"):
             fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), number)
+    with pytest.raises(TypeError, match="evaluate_fn must be a function"):
+        fr.FedAvg().start(Untouchable(app_of(), 3), initial(), evaluate_fn={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
