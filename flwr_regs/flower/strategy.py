@@ -355,8 +355,10 @@ class RegStrategy(Strategy):
             messages = getattr(self, f"configure_{kind}")(server_round, arrays, config, grid)
             if not isinstance(messages, Iterable):
                 raise TypeError(f"configure_{kind} must return messages, not {messages!r:.80}")
-            by_grid = GridNetwork(grid, self._timeout)
-            replies = by_grid.exchange(list(messages), self.options.deadline)
+            messages, by_grid = list(messages), GridNetwork(grid, self._timeout)
+            if (begun := self._trained if kind == "train" else self._evaluated) is not None:
+                begun.note_sent(messages)
+            replies = by_grid.exchange(messages, self.options.deadline)
             with self._taking_back(server_round if kind == "train" else 0):  # no round is 0
                 returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
                 match kind, returned:

@@ -533,6 +533,21 @@ def test_a_subclass_may_skip_a_phase() -> None:
     assert not strategy.history[-1]["failures"]
 
 
+class SendsItsOwn(fr.FedAvg):
+    """A user's own variation: client 0 gets a message that is made anew, and a question beside it."""
+
+    def configure_train(self, *args: Any) -> Any:
+        first, *others = super().configure_train(*args)
+        node, content = first.metadata.dst_node_id, RecordDict({**first.content})
+        return [Message(content, node, "train"), Message(content, node, "query.mine"), *others]
+
+
+def test_a_reply_counts_to_a_message_that_a_subclass_has_made_anew() -> None:
+    strategy = SendsItsOwn(seed=1, fraction_evaluate=0.0)
+    start(strategy, fr.InProcessGrid(app_of(), 3))
+    assert [(e["failures"], e["replies"]) for e in strategy.history] == [({}, [0, 1, 2])] * 2
+
+
 def test_clients_that_evaluate_alone_leave_the_model_as_it_is() -> None:
     strategy = fr.FedProx(0.1, seed=1, fraction_train=0.0)  # the clients may be of another method
     result = start(strategy, fr.InProcessGrid(app_of(), 3))

@@ -249,6 +249,12 @@ class Paused(Generic[T]):
         """The requests as messages."""
         return messages_of(self.requests)
 
+    def note_sent(self, messages: Iterable[Message]) -> None:
+        """Note which messages a user's code sends in place of these; further ones are its own."""
+        kinds = {request.kind for request in self.requests}  # a user's may be train.my-kind
+        types = ((m.metadata.message_type, m) for m in messages)
+        self.messages = [m for kind, m in types if kinds & {kind, kind.split(".")[0]}]
+
     def over(self, network: Network, timeout: float | None) -> T | None:
         """Run the course to its end on a network."""
         return self._ended([network.ask(request, timeout) for request in self.requests])
@@ -314,7 +320,7 @@ def replies_to(
                 why = one_line(str(reply.error.reason))
                 if (code := reply.error.code) != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     why = f"error code {code}: {why}"
-                if pid is None:
+                if pid is None or (node_of and asked is None):
                     stray.append((asked, why))
                 else:
                     failures[pid] = why
