@@ -45,6 +45,10 @@ WRAPPED = (
     "method sends: use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper "
     "of your own calls the strategy's prepare(...) first"
 )
+OTHER_RATES = (
+    "clients get the learning rate %s, but %s may compute on the server with %s: a configure_train of your "
+    "own changes the config before it calls super(), not the messages; or use lr_schedule"
+)
 
 RETURNS = {
     "train": "(ArrayRecord or None, MetricRecord or None)",
@@ -95,7 +99,7 @@ class RegStrategy(Strategy):
         self._training: Training | None = None
         self._num_rounds: int | None = None  # set by `prepare`, used once
         self._timeout: float | None = 3600.0
-        self._wrapped = False
+        self._wrapped = self._named_rates = False
         # begun by configure_*, ended by aggregate_*
         self._trained: Paused[Round] | None = None
         self._evaluated: Paused[Mapping[str, Any] | None] | None = None
@@ -283,7 +287,8 @@ class RegStrategy(Strategy):
     ) -> Iterable[Message]:
         """Begin a round: draw its cohort and return the messages. The first also begins the training.
 
-        `arrays` is the last round's model, or another one to continue from.
+        `arrays` is the last round's model, or another one to continue from. The server computes with this
+        `config`: what a subclass changes in the messages reaches the clients alone.
         """
         self._serve(grid)
         self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
@@ -358,6 +363,7 @@ class RegStrategy(Strategy):
             messages, by_grid = list(messages), GridNetwork(grid, self._timeout)
             if (begun := self._trained if kind == "train" else self._evaluated) is not None:
                 begun.note_sent(messages)
+                self._compare_rates(begun)
             replies = by_grid.exchange(messages, self.options.deadline)
             with self._taking_back(server_round if kind == "train" else 0):  # no round is 0
                 returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
@@ -372,6 +378,19 @@ class RegStrategy(Strategy):
         paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
         result = paused.over(network, self.options.deadline)
         return self._ended(result) if trains else _as_record(result)
+
+    def _compare_rates(self, begun: Paused[Any]) -> None:
+        """Warn, once in a training, of messages with another learning rate than the server's."""
+        parcels = [p for r in begun.requests if r.kind == "train" for p in r.parcels.values()]
+        given = {str(parcel.config.get("lr")) for parcel in parcels}
+        configs = [m.content.get(keys.CONFIG) for m in begun.messages]
+        others = {
+            str(c["lr"]) for c in configs if isinstance(c, ConfigRecord) and "lr" in c
+        } - given
+        readers = [t.name for t in self.term.terms if t.reads_lr]
+        if parcels and others and readers and not self._named_rates:
+            self._named_rates = True
+            log(WARNING, OTHER_RATES, ", ".join(sorted(others)), readers, *given)
 
     def _network(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""
@@ -443,7 +462,7 @@ class RegStrategy(Strategy):
         self._training = self.training_kind(self.options, self.method_name, *given)
         if self._saved is not None:
             self._saved.watch(self._training)
-        self._num_rounds = None
+        self._num_rounds, self._named_rates = None, False
         self.history = self._training.history
         self._trained = self._evaluated = self._released = None
         if private := len(arrays) - len(self._training.model.model):

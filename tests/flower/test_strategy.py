@@ -533,6 +533,22 @@ def test_a_subclass_may_skip_a_phase() -> None:
     assert not strategy.history[-1]["failures"]
 
 
+class Faster(fr.FedADC):
+    """A user's own variation, whose server does not know the clients' learning rate."""
+
+    def configure_train(self, *args: Any) -> Any:
+        messages = list(super().configure_train(*args))
+        for message in messages:
+            message.content["config"]["lr"] = 0.3
+        return messages
+
+
+def test_a_learning_rate_that_the_server_does_not_know_is_named_once(log: Log) -> None:
+    start(Faster(seed=1), fr.InProcessGrid(app_of(fr.FedADCClient), 3))
+    (text,) = [line for line in log() if "0.3" in line and "learning rate" in line]
+    assert "may compute on the server with 0.2" in text
+
+
 class SendsItsOwn(fr.FedAvg):
     """A user's own variation: client 0 gets a message that is made anew, and a question beside it."""
 
