@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -194,10 +195,20 @@ def parcel_of(content: RecordDict) -> Parcel:
 
 
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a node says of itself to the IDENTIFY query: its partition and its Flower."""
+    """Return what a node says of itself to the IDENTIFY query: its partition and its Flower.
+
+    The server refuses, by its name, a number that is not whole.
+    """
     keys = [key for key in ("partition-id", "num-partitions") if key in node_config]
-    numbers = {key: int(node_config[key]) for key in keys}
+    numbers = {key: _whole(node_config[key]) for key in keys}
     return {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__, **numbers}
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number, also one in a text, as an int; anything else as it is."""
+    with suppress(ValueError, OverflowError):
+        return int(value) if int(value) == float(value) else value
+    return value
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
