@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, Any] = {CONFIG: ConfigRecord, METRICS: MetricRecord}
 _label = cache(str)  # how Flower labels a dtype; there are a dozen
+REFUSED = b"refused by the client: "
 LONGEST_REFUSAL = 2000
 """Characters of the reason of a refusal: numpy prints no longer header."""
 
@@ -86,6 +87,9 @@ def view_of(name: str, array: Array) -> np.ndarray:
             raise Unreadable(f"it has shape {head.shape}, but is labelled {label}")
         return head.view(array.data)
     except (Unreadable, TypeError) as error:
+        if isinstance(array.data, bytes) and array.data.startswith(REFUSED, 12):
+            why = array.data[12 : 12 + LONGEST_REFUSAL].decode(errors="replace")
+            raise ProtocolError(shown(why, LONGEST_REFUSAL)) from error
         who = f"array '{shown(name, LONGEST_NAME)}'"
         raise ProtocolError(f"{who} cannot be read: {error}") from error
 
@@ -165,7 +169,7 @@ def reply_of(parcel: Parcel) -> RecordDict:
 
 def unreadable(why: str) -> bytes:
     """Return an array's bytes with `why` in place of shape and dtype; numpy's error then shows it."""
-    header = f"refused by the client: {why[:LONGEST_REFUSAL]}".encode()
+    header = REFUSED + why[:LONGEST_REFUSAL].encode()
     return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
 
 
