@@ -263,6 +263,8 @@ class NodeState:
 
 # privacy mods
 
+CLIPPING = (fixedclipping_mod, adaptiveclipping_mod)
+
 
 def guarded(mods: Sequence[Mod]) -> list[Mod]:
     """Return `mods`, with a guard around each of Flower's three privacy mods.
@@ -281,8 +283,7 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
         if home.startswith("flwr.client.mod"):
             older = f"{_name_of(mod)} of flwr.client.mod reads an older message layout"
             raise TypeError(f"{older}; use the one of flwr.clientapp.mod")
-    private = (fixedclipping_mod, adaptiveclipping_mod)
-    return [_guard(m) if m in private or isinstance(m, LocalDpMod) else m for m in mods]
+    return [_guard(m) if m in CLIPPING or isinstance(m, LocalDpMod) else m for m in mods]
 
 
 def _guard(mod: Mod) -> Mod:
@@ -302,9 +303,13 @@ def _guard(mod: Mod) -> Mod:
         if running := statistics(arrays_in(message.content).get(keys.ARRAYS) or ()):
             why = "which noise would ruin: use GroupNorm, or FedBN, which keeps them here"
             return refuse(f"BatchNorm's statistics {running}, {why}")
+        if mod in CLIPPING and "clipping_norm" not in _config(message.content):
+            return refuse("a train_config without 'clipping_norm'")
+        inner: list[Message] = []
 
         def checked(message: Message, context: Context) -> Message:
             reply = call_next(message, context)
+            inner.append(reply)
             if reply.has_error():
                 return reply
             more = sorted(arrays_in(reply.content).keys() - {keys.ARRAYS})
@@ -312,7 +317,15 @@ def _guard(mod: Mod) -> Mod:
             sends = f"a client that sends {more} beside its model: that stays unprotected"
             return refuse(sends) if more else reply
 
-        return mod(message, context, checked)
+        try:
+            return mod(message, context, checked)
+        except ZeroDivisionError:  # Flower's, of an update of length 0
+            if not inner:  # no: the client's own
+                raise
+            metrics: Any = inner[-1].content.get(keys.METRICS) or {}
+            if metrics.get("local-steps") == 0:  # it holds nothing of the data
+                return inner[-1]
+            return refuse("an update of length 0")
 
     return guard
 
