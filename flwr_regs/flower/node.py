@@ -24,6 +24,7 @@ from numbers import Integral
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import mod as of_message_api
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.common import log
 
@@ -281,8 +282,11 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
     for mod in mods:
         home = getattr(mod, "__module__", None) or type(mod).__module__
         if home.startswith("flwr.client.mod"):
+            remedy = "use the one of flwr.clientapp.mod"
+            if not hasattr(of_message_api, _name_of(mod)):  # such as secure aggregation
+                remedy = "flwr.clientapp.mod has none in its place (docs/privacy.md)"
             older = f"{_name_of(mod)} of flwr.client.mod reads an older message layout"
-            raise TypeError(f"{older}; use the one of flwr.clientapp.mod")
+            raise TypeError(f"{older}; {remedy}")
     return [_guard(m) if m in CLIPPING or isinstance(m, LocalDpMod) else m for m in mods]
 
 

@@ -10,6 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
+from flwr.client import mod as older
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
@@ -329,6 +330,15 @@ def test_a_client_that_took_no_step_is_inactive_with_a_mod_too(mod: Any) -> None
     if strategy.privacy:
         with pytest.raises(fr.RoundFailed, match="a train_config without 'clipping_norm'"):
             start(strategy, grid=grid)
+
+
+def test_a_mod_of_flowers_older_layout_is_refused_where_the_app_is_built() -> None:
+    for mod, remedy in (
+        (older.fixedclipping_mod, "use the one"),
+        (older.secaggplus_mod, "none in"),
+    ):
+        with pytest.raises(TypeError, match=f"older message layout; .*{remedy}"):
+            grid_of("FedAvg", [mod])
 
 
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
