@@ -288,7 +288,8 @@ class RegStrategy(Strategy):
         """Begin a round: draw its cohort and return the messages. The first also begins the training.
 
         `arrays` is the last round's model, or another one to continue from. The server computes with this
-        `config`: what a subclass changes in the messages reaches the clients alone.
+        `config`: what a subclass changes in the messages reaches the clients alone. They share their
+        ArrayRecords: to change the arrays of one client, give its message a record of its own.
         """
         self._serve(grid)
         self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
