@@ -60,7 +60,8 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = Tr
         ``context.node_config["partition-id"]`` names the data to load. Import heavy packages inside it.
     mods : sequence of Flower mods
         They see Message-API records. Flower's privacy mods (``flwr.clientapp.mod``) see only train
-        messages, and refuse methods that they cannot protect.
+        messages, and refuse methods that they cannot protect. The server does not learn of a learning rate
+        that a mod changes: SCAFFOLD, FedADC and FedFOR compute with the strategy's.
     once : bool
         A :class:`flwr_regs.StackedGrid` calls `client_fn` once for each client. False: for each message, as
         everywhere else; its ``context.config`` is the message's.

@@ -24,6 +24,7 @@ from numbers import Integral
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import mod as of_message_api
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.common import log
 
@@ -263,6 +264,8 @@ class NodeState:
 
 # privacy mods
 
+CLIPPING = (fixedclipping_mod, adaptiveclipping_mod)
+
 
 def guarded(mods: Sequence[Mod]) -> list[Mod]:
     """Return `mods`, with a guard around each of Flower's three privacy mods.
@@ -279,10 +282,12 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
     for mod in mods:
         home = getattr(mod, "__module__", None) or type(mod).__module__
         if home.startswith("flwr.client.mod"):
+            remedy = "use the one of flwr.clientapp.mod"
+            if not hasattr(of_message_api, _name_of(mod)):  # such as secure aggregation
+                remedy = "flwr.clientapp.mod has none in its place (docs/privacy.md)"
             older = f"{_name_of(mod)} of flwr.client.mod reads an older message layout"
-            raise TypeError(f"{older}; use the one of flwr.clientapp.mod")
-    private = (fixedclipping_mod, adaptiveclipping_mod)
-    return [_guard(m) if m in private or isinstance(m, LocalDpMod) else m for m in mods]
+            raise TypeError(f"{older}; {remedy}")
+    return [_guard(m) if m in CLIPPING or isinstance(m, LocalDpMod) else m for m in mods]
 
 
 def _guard(mod: Mod) -> Mod:
@@ -302,9 +307,13 @@ def _guard(mod: Mod) -> Mod:
         if running := statistics(arrays_in(message.content).get(keys.ARRAYS) or ()):
             why = "which noise would ruin: use GroupNorm, or FedBN, which keeps them here"
             return refuse(f"BatchNorm's statistics {running}, {why}")
+        if mod in CLIPPING and "clipping_norm" not in _config(message.content):
+            return refuse("a train_config without 'clipping_norm'")
+        inner: list[Message] = []
 
         def checked(message: Message, context: Context) -> Message:
             reply = call_next(message, context)
+            inner.append(reply)
             if reply.has_error():
                 return reply
             more = sorted(arrays_in(reply.content).keys() - {keys.ARRAYS})
@@ -312,7 +321,15 @@ def _guard(mod: Mod) -> Mod:
             sends = f"a client that sends {more} beside its model: that stays unprotected"
             return refuse(sends) if more else reply
 
-        return mod(message, context, checked)
+        try:
+            return mod(message, context, checked)
+        except ZeroDivisionError:  # Flower's, of an update of length 0
+            if not inner:  # no: the client's own
+                raise
+            metrics: Any = inner[-1].content.get(keys.METRICS) or {}
+            if metrics.get("local-steps") == 0:  # it holds nothing of the data
+                return inner[-1]
+            return refuse("an update of length 0")
 
     return guard
 

@@ -31,7 +31,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import Refused
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
-from flwr_regs.term import COUNT, ParameterError, Term
+from flwr_regs.term import COUNT, POSITIVE, ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import (
     OPTIMIZER_KEYS,
@@ -44,6 +44,10 @@ WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... do not know all that a "
     "method sends: use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper "
     "of your own calls the strategy's prepare(...) first"
+)
+OTHER_RATES = (
+    "clients get the learning rate %s, but %s may compute on the server with %s: a configure_train of your "
+    "own changes the config before it calls super(), not the messages; or use lr_schedule"
 )
 
 RETURNS = {
@@ -95,7 +99,7 @@ class RegStrategy(Strategy):
         self._training: Training | None = None
         self._num_rounds: int | None = None  # set by `prepare`, used once
         self._timeout: float | None = 3600.0
-        self._wrapped = False
+        self._wrapped = self._named_rates = False
         # begun by configure_*, ended by aggregate_*
         self._trained: Paused[Round] | None = None
         self._evaluated: Paused[Mapping[str, Any] | None] | None = None
@@ -211,6 +215,9 @@ class RegStrategy(Strategy):
         if not isinstance(grid, Grid):
             grids = "one of Flower's grids, InProcessGrid(clients) or StackedGrid(clients)"
             raise TypeError(f"grid must be {grids}, not {type(grid).__name__}")
+        if not (evaluate_fn is None or callable(evaluate_fn)):
+            given_fn = f"not {evaluate_fn!r:.80}"
+            raise TypeError(f"evaluate_fn must be a function of a round and its arrays, {given_fn}")
         initial_arrays = record_of_state(initial_arrays)
         model = Training.begin(self.options, views_of(initial_arrays)).model
         if isinstance(grid, InProcessGrid):
@@ -229,10 +236,11 @@ class RegStrategy(Strategy):
                 arrays = to_record(views_of(initial_arrays))
                 same = fingerprint(self.method_name, self.options, model, train)
                 saved.check(same, num_rounds)
+                self._begin(arrays, train)  # here: a user's configure_train may skip round 1
                 if saved.resumed is not None:
-                    self._begin(arrays, train)
                     saved.restore(self.training)
-                    arrays = self._released = self.arrays
+                    arrays = self.arrays
+                self._released = arrays
                 test = evaluate_fn or (lambda number, arrays: None)
                 loop = Loop(self, grid, train, evaluate, test, num_rounds, result, saved)
                 return loop.run(arrays)
@@ -257,8 +265,9 @@ class RegStrategy(Strategy):
 
         `start` calls this. If you call ``configure_train`` and the others yourself, you may call it first:
         then the rounds are known, and you may hand back another model than you were given.
-        Raises ValueError for an unknown, missing or wrong key.
+        Raises ValueError for an unknown, missing or wrong key, or a wrong `timeout`.
         """
+        POSITIVE.check("start", "timeout", timeout, optional=True)
         self._check_train(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
@@ -279,7 +288,9 @@ class RegStrategy(Strategy):
     ) -> Iterable[Message]:
         """Begin a round: draw its cohort and return the messages. The first also begins the training.
 
-        `arrays` is the last round's model, or another one to continue from.
+        `arrays` is the last round's model, or another one to continue from. The server computes with this
+        `config`: what a subclass changes in the messages reaches the clients alone. They share their
+        ArrayRecords: to change the arrays of one client, give its message a record of its own.
         """
         self._serve(grid)
         self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
@@ -289,8 +300,7 @@ class RegStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
     ) -> Paused[Round]:
         """Begin a round on a network, if anybody trains."""
-        again = self._saved is not None and self._num_rounds is None  # `start` has begun already
-        if self._training is None or (server_round == 1 and not again):
+        if self._training is None or (server_round == 1 and self._saved is None):  # without `start`
             self._begin(arrays, config)
         elif arrays is not self._released:
             changed = self.training.adopt(views_of(arrays))
@@ -354,7 +364,8 @@ class RegStrategy(Strategy):
                 raise TypeError(f"configure_{kind} must return messages, not {messages!r:.80}")
             messages = list(messages)
             if begun := self._trained if kind == "train" else self._evaluated:
-                begun.sent = messages
+                begun.note_sent(messages)
+                self._compare_rates(begun)
             replies = GridNetwork(grid, self._timeout).exchange(messages, self.options.deadline)
             with self._taking_back(server_round if kind == "train" else 0):  # no round is 0
                 returned = getattr(self, f"aggregate_{kind}")(server_round, replies)
@@ -369,6 +380,19 @@ class RegStrategy(Strategy):
         paused: Paused[Any] = self._round(*given) if trains else self._evaluation(*given)
         result = paused.over(network, self.options.deadline)
         return self._ended(result) if trains else _as_record(result)
+
+    def _compare_rates(self, begun: Paused[Any]) -> None:
+        """Warn, once in a training, of messages with another learning rate than the server's."""
+        parcels = [p for r in begun.requests if r.kind == "train" for p in r.parcels.values()]
+        given = {str(parcel.config.get("lr")) for parcel in parcels}
+        configs = [m.content.get(keys.CONFIG) for m in begun.messages]
+        others = {
+            str(c["lr"]) for c in configs if isinstance(c, ConfigRecord) and "lr" in c
+        } - given
+        readers = [t.name for t in self.term.terms if t.reads_lr]
+        if parcels and others and readers and not self._named_rates:
+            self._named_rates = True
+            log(WARNING, OTHER_RATES, ", ".join(sorted(others)), readers, *given)
 
     def _network(self, grid: Grid) -> Network | None:
         """Return a network without messages; None where a grid or this strategy needs messages."""
@@ -440,7 +464,7 @@ class RegStrategy(Strategy):
         self._training = self.training_kind(self.options, self.method_name, *given)
         if self._saved is not None:
             self._saved.watch(self._training)
-        self._num_rounds = None
+        self._num_rounds, self._named_rates = None, False
         self.history = self._training.history
         self._trained = self._evaluated = self._released = None
         if private := len(arrays) - len(self._training.model.model):

@@ -51,6 +51,7 @@ def evaluation(
     clock = time.monotonic()
 
     (replies,) = yield [training.population.request("evaluate", parcels)]
+    bytes_down |= dict.fromkeys(replies.unsent, 0)
 
     def measured(pid: int, reply: Parcel) -> dict[str, Any]:
         check_round(f"the evaluation of client {pid}", reply, common)

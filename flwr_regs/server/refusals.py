@@ -69,6 +69,10 @@ def _callables(value: Any) -> bool:
     return all(map(callable, as_many(value)))
 
 
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
+
+
 def _is_aggregator(value: Any) -> bool:
     return isinstance(value, Aggregator) and not isinstance(value, type)
 
@@ -112,6 +116,9 @@ RANGES: list[Row] = [
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP"),
     ("aggregator", _is_aggregator, "be an aggregator, such as Mean() or Krum(byzantine=1)"),
     ("keep_best", _is_metric, "be a metric's name, or a function of a round's entry"),
+    ("weighted_by_key", lambda v: isinstance(v, str) and v != "", "be the name of a metric"),
+    ("train_metrics_aggr_fn", _is_function, "be a function of records and a key, or None"),
+    ("evaluate_metrics_aggr_fn", _is_function, "be a function of records and a key, or None"),
     ("stop_when", _callables, "be a function of the history, or a list of them"),
     ("on_round", _callables, "be a function of a round's entry, or a list of them"),
     ("checkpoint_dir", lambda v: v is None or bool(fspath(v)), "be the path of a folder or None"),

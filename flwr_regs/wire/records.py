@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, Any] = {CONFIG: ConfigRecord, METRICS: MetricRecord}
 _label = cache(str)  # how Flower labels a dtype; there are a dozen
+REFUSED = b"refused by the client: "
 LONGEST_REFUSAL = 2000
 """Characters of the reason of a refusal: numpy prints no longer header."""
 
@@ -85,6 +87,9 @@ def view_of(name: str, array: Array) -> np.ndarray:
             raise Unreadable(f"it has shape {head.shape}, but is labelled {label}")
         return head.view(array.data)
     except (Unreadable, TypeError) as error:
+        if isinstance(array.data, bytes) and array.data.startswith(REFUSED, 12):
+            why = array.data[12 : 12 + LONGEST_REFUSAL].decode(errors="replace")
+            raise ProtocolError(shown(why, LONGEST_REFUSAL)) from error
         who = f"array '{shown(name, LONGEST_NAME)}'"
         raise ProtocolError(f"{who} cannot be read: {error}") from error
 
@@ -164,7 +169,7 @@ def reply_of(parcel: Parcel) -> RecordDict:
 
 def unreadable(why: str) -> bytes:
     """Return an array's bytes with `why` in place of shape and dtype; numpy's error then shows it."""
-    header = f"refused by the client: {why[:LONGEST_REFUSAL]}".encode()
+    header = REFUSED + why[:LONGEST_REFUSAL].encode()
     return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
 
 
@@ -194,10 +199,20 @@ def parcel_of(content: RecordDict) -> Parcel:
 
 
 def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a node says of itself to the IDENTIFY query: its partition and its Flower."""
+    """Return what a node says of itself to the IDENTIFY query: its partition and its Flower.
+
+    The server refuses, by its name, a number that is not whole.
+    """
     keys = [key for key in ("partition-id", "num-partitions") if key in node_config]
-    numbers = {key: int(node_config[key]) for key in keys}
+    numbers = {key: _whole(node_config[key]) for key in keys}
     return {PROTOCOL_KEY: PROTOCOL, FLOWER_KEY: flwr.__version__, **numbers}
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number, also one in a text, as an int; anything else as it is."""
+    with suppress(ValueError, OverflowError):
+        return int(value) if int(value) == float(value) else value
+    return value
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:

@@ -120,6 +120,7 @@ def test_the_app_refuses_what_would_cost_its_results_before_it_asks_a_client(
             with pytest.raises((OSError, ValueError), match=words):
                 server.app(grid, Context(1, 1, {}, RecordDict(), config))
             assert not grid.kinds
+        assert "alpha=0.5" in repr(server.strategy("FedFOR(0.5)"))
     finally:
         for name in ("server", "task"):
             sys.modules.pop(name, None)

@@ -10,6 +10,7 @@ from flwr_regs import SCAFFOLD, InProcessGrid, SCAFFOLDClient, StackedGrid
 from flwr_regs.flower.grids import grid_network
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.population.population import Population
 from flwr_regs.testing.problem import app_of, make_clients
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -45,6 +46,16 @@ def test_what_a_grid_knows_is_what_its_clients_say() -> None:
     assert asked.kinds.count(keys.IDENTIFY) == 2 * CLIENTS
     close(a, b, 0.0)
     assert cohorts == same
+
+
+def test_a_partition_id_that_is_no_whole_number_is_refused_by_name() -> None:
+    grid = InProcessGrid(APP, CLIENTS)
+    for node, odd in {1000: "a", 1001: 0.5, 1002: "2"}.items():
+        grid._contexts[node].node_config["partition-id"] = odd
+    who = Population(2, CLIENTS, 30.0)
+    assert who.refresh(GridNetwork(grid)) == [2, 3, 4, 5]
+    assert "reports the partition-id 'a', expected" in who.refused[1000]
+    assert "reports the partition-id 0.5, expected" in who.refused[1001]
 
 
 class Busy(Watching):

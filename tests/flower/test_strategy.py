@@ -191,6 +191,8 @@ def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, mes
     for number in (0, "3"):
         with pytest.raises(ValueError, match="num_rounds must be a whole number of at least 1"):
             fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), number)
+    with pytest.raises(TypeError, match="evaluate_fn must be a function"):
+        fr.FedAvg().start(Untouchable(app_of(), 3), initial(), evaluate_fn={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -511,14 +513,55 @@ def test_another_model_without_a_word_and_replies_without_a_round_are_refused() 
 class TrainsOnly(fr.FedFOR):
     """A user's own variation, which keeps its method's name: its clients do not evaluate."""
 
+    skips = 0
+
+    def configure_train(self, server_round: int, *args: Any) -> Any:
+        return [] if server_round == self.skips else super().configure_train(server_round, *args)
+
     def configure_evaluate(self, *args: Any) -> Any:
         return []
 
 
 def test_a_subclass_may_skip_a_phase() -> None:
+    """Also training in round 1, in which nothing of an earlier training goes on."""
     strategy = TrainsOnly(alpha=0.1, seed=1)
-    start(strategy, fr.InProcessGrid(app_of(fr.FedFORClient), 3))
-    assert [(e["failures"], "evaluate" in e) for e in strategy.history] == [({}, False)] * 2
+    grid = fr.InProcessGrid(app_of(fr.FedFORClient), 3)
+    for strategy.skips, trained in ((1, [False, True]), (0, [True] * 2), (1, [False, True])):
+        start(strategy, grid)
+        entries = [("cohort" in e, "evaluate" in e) for e in strategy.history]
+        assert entries == [(is_trained, False) for is_trained in trained]
+    assert not strategy.history[-1]["failures"]
+
+
+class Faster(fr.FedADC):
+    """A user's own variation, whose server does not know the clients' learning rate."""
+
+    def configure_train(self, *args: Any) -> Any:
+        messages = list(super().configure_train(*args))
+        for message in messages:
+            message.content["config"]["lr"] = 0.3
+        return messages
+
+
+def test_a_learning_rate_that_the_server_does_not_know_is_named_once(log: Log) -> None:
+    start(Faster(seed=1), fr.InProcessGrid(app_of(fr.FedADCClient), 3))
+    (text,) = [line for line in log() if "0.3" in line and "learning rate" in line]
+    assert "may compute on the server with 0.2" in text
+
+
+class SendsItsOwn(fr.FedAvg):
+    """A user's own variation: client 0 gets a message that is made anew, and a question beside it."""
+
+    def configure_train(self, *args: Any) -> Any:
+        first, *others = super().configure_train(*args)
+        node, content = first.metadata.dst_node_id, RecordDict({**first.content})
+        return [Message(content, node, "train"), Message(content, node, "query.mine"), *others]
+
+
+def test_a_reply_counts_to_a_message_that_a_subclass_has_made_anew() -> None:
+    strategy = SendsItsOwn(seed=1, fraction_evaluate=0.0)
+    start(strategy, fr.InProcessGrid(app_of(), 3))
+    assert [(e["failures"], e["replies"]) for e in strategy.history] == [({}, [0, 1, 2])] * 2
 
 
 class LeavesOut(fr.FedAvg):

@@ -10,6 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
+from flwr.client import mod as older
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
@@ -282,8 +283,8 @@ def example(row: str, **settings: Any) -> Any:
     return strategy_of(fr.METHODS[row].example, **{**usual, **settings})
 
 
-def grid_of(row: str, mods: Any = ()) -> Watching:
-    app: Any = app_of(client_class(example(row)), CLIENTS)
+def grid_of(row: str, mods: Any = (), **of_clients: Any) -> Watching:
+    app: Any = app_of(client_class(example(row)), CLIENTS, **of_clients)
     return Watching(fr.client_app(app.client_fn, mods), 3)
 
 
@@ -315,6 +316,29 @@ def test_a_mod_is_refused_before_a_client_trains_that_sends_more_than_its_update
     grid = grid_of("SCAFFOLD", [LocalDpMod(1, 0.1, 1, 1e-5)])
     with pytest.raises(fr.RoundFailed, match=r"LocalDpMod does not go with .* needs more of a"):
         start(example("SCAFFOLD"), grid=grid, rounds=1)
+
+
+@pytest.mark.parametrize("mod", [LocalDpMod(1, 0.1, 1, 1e-5), fixedclipping_mod])
+def test_a_client_that_took_no_step_is_inactive_with_a_mod_too(mod: Any) -> None:
+    strategy = example(
+        "FedAvg", privacy=fr.CentralDP(0.5, 0.0) if mod is fixedclipping_mod else None
+    )
+    grid = grid_of("FedAvg", [mod], step_budget=0)
+    train = {"local-epochs": 1, **({"clipping_norm": 0.5} if strategy.privacy else {})}
+    with pytest.raises(fr.RoundFailed, match=r"needed 1: inactive: \[0, 1, 2\]$"):
+        start(strategy, grid=grid, train=train)
+    if strategy.privacy:
+        with pytest.raises(fr.RoundFailed, match="a train_config without 'clipping_norm'"):
+            start(strategy, grid=grid)
+
+
+def test_a_mod_of_flowers_older_layout_is_refused_where_the_app_is_built() -> None:
+    for mod, remedy in (
+        (older.fixedclipping_mod, "use the one"),
+        (older.secaggplus_mod, "none in"),
+    ):
+        with pytest.raises(TypeError, match=f"older message layout; .*{remedy}"):
+            grid_of("FedAvg", [mod])
 
 
 def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:

@@ -152,7 +152,7 @@ def _runs_of(config: tuple[tuple[str, Any], ...]) -> tuple[Run, ...]:
 
 def client_fn(context: MessageContext) -> RegClient:
     """Return a client of ``flwr run``: its run config says what is compared, its node how many clients."""
-    config = {**context.run_config, "num-clients": context.node_config["num-partitions"]}
+    config = {**context.run_config, "num-clients": int(context.node_config["num-partitions"])}
     return client_of(_runs_of(tuple(config.items())), context)
 
 

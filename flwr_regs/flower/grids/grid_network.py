@@ -236,17 +236,10 @@ def _own(message: Message, reply: Message) -> Message:
 
 
 class Paused(Generic[T]):
-    """A course that waits for the replies to its `requests`; none, which then ends with None.
-
-    Attributes
-    ----------
-    sent : sequence of Message
-        Those of its messages that were sent, if a user's code may have left some out.
-    """
+    """A course that waits for the replies to its `requests`; none, which then ends with None."""
 
     def __init__(self, course: Course[T] | None = None) -> None:
         self._course = course
-        self.sent: Sequence[Message] | None = None
         self.requests = () if course is None else next(course)
 
     def __bool__(self) -> bool:
@@ -257,6 +250,12 @@ class Paused(Generic[T]):
         """The requests as messages."""
         return messages_of(self.requests)
 
+    def note_sent(self, messages: Iterable[Message]) -> None:
+        """Note which messages a user's code sends in place of these; further ones are its own."""
+        kinds = {request.kind for request in self.requests}  # a user's may be train.my-kind
+        types = ((m.metadata.message_type, m) for m in messages)
+        self.messages = [m for kind, m in types if kinds & {kind, kind.split(".")[0]}]
+
     def over(self, network: Network, timeout: float | None) -> T | None:
         """Run the course to its end on a network."""
         return self._ended([network.ask(request, timeout) for request in self.requests])
@@ -265,7 +264,7 @@ class Paused(Generic[T]):
         """Run the course to its end with the replies to its messages; RuntimeError without a course."""
         if self._course is None and list(replies):
             raise RuntimeError("replies came without a configure_train or configure_evaluate")
-        return self._ended(replies_to(self.requests, self.messages, replies, self.sent))
+        return self._ended(replies_to(self.requests, self.messages, replies))
 
     def _ended(self, replies: Sequence[Replies]) -> T | None:
         if self._course is None:
@@ -297,19 +296,17 @@ def _name_other_versions(replies: Replies) -> None:
 
 
 def replies_to(
-    requests: Iterable[Request],
-    messages: Iterable[Message],
-    replies: Iterable[Message],
-    sent: Iterable[Message] | None = None,
+    requests: Iterable[Request], messages: Iterable[Message], replies: Iterable[Message]
 ) -> list[Replies]:
     """Return, by partition id, those of the `replies` that belong to each request of the `messages`.
 
     A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
     sent them. Flower reports a lost node as an error from node 1 to the node's message, and says nothing of
-    a node that missed the timeout. So a client without a reply counts as failed. Where only the messages
-    `sent` went out, a client without one of them counts as left out.
+    a node that missed the timeout. So a client without a reply counts as failed. Without a message, it was
+    left out.
     """
-    reached = None if sent is None else {message.metadata.dst_node_id for message in sent}
+    messages = list(messages)
+    reached = {message.metadata.dst_node_id for message in messages}
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
     node_of.pop("", None)
     came_all, answered = list(replies), list[Replies]()
@@ -328,7 +325,7 @@ def replies_to(
                 why = one_line(str(reply.error.reason))
                 if (code := reply.error.code) != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     why = f"error code {code}: {why}"
-                if pid is None:
+                if pid is None or (node_of and asked is None):
                     stray.append((asked, why))
                 else:
                     failures[pid] = why
@@ -338,7 +335,7 @@ def replies_to(
                 contents[pid] = reply
         came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
         failures |= unread
-        unsent = [p for p in request.parcels if reached is not None and nodes[p] not in reached]
+        unsent = [p for p in request.parcels if nodes[p] not in reached and p not in came]
         failures |= dict.fromkeys(unsent, LEFT_OUT)
         silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
         for pid in silent:

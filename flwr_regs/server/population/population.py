@@ -23,6 +23,8 @@ LONGEST = 60.0
 """Seconds that one query may take."""
 MOST_PARTITIONS = 2**31
 """A node's partition-id is below this, and its num-partitions at most this."""
+STAND_INS = 2**63
+"""So is what stands in for a missing one; half of Flower's node ids are larger."""
 MOST_CLASSES = 10_000
 MOST_MISSING = 1000
 """Missing clients that are named one by one."""
@@ -38,7 +40,8 @@ class Population(Snapshots):
     """The clients of a run, by partition id.
 
     Flower draws new node ids for each run, so cohorts are drawn over partition ids, which nodes report. A
-    node without a partition id is known by its node id: cohorts then repeat only while it keeps that id.
+    node without a partition id is known by its node id modulo 2**63: cohorts then repeat only while it
+    keeps that id.
 
     Parameters
     ----------
@@ -249,7 +252,7 @@ class Population(Snapshots):
         placed: dict[int, int] = {}
         for node, (pid, total) in reported.items():
             if "partition-id" not in replies.came[node].config:
-                LOG.warning("node %d has no partition-id; its node id stands in for it", node)
+                LOG.warning("node %d has no partition-id; %d stands in for it", node, pid)
             other = placed.get(pid, self.nodes.get(pid, node))
             if other != node and other in present:
                 both = f"nodes {other} and {node} both serve partition-id {pid}"
@@ -276,7 +279,7 @@ def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:
     Raises ProtocolError unless both are whole numbers in range.
     """
     config = reply.config
-    pid, total = config.get("partition-id", node), config.get("num-partitions")
+    pid, total = config.get("partition-id", node % STAND_INS), config.get("num-partitions")
     if "partition-id" in config and not (type(pid) is int and 0 <= pid < MOST_PARTITIONS):
         wrong = f"the partition-id {quoted(pid, 40)}, expected one from 0 to {MOST_PARTITIONS - 1}"
     elif total is not None and not (type(total) is int and 0 < total <= MOST_PARTITIONS):

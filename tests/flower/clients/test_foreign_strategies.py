@@ -46,6 +46,15 @@ def test_the_run_ends_in_round_one_and_says_why(make: Any, app: str) -> None:
         start(make(), SerialisingGrid(APPS[app](), 6))
 
 
+def test_a_mod_that_takes_the_config_away_is_told_the_same() -> None:
+    def mod(message: Message, context: Context, call_next: Any) -> Message:
+        message.content.pop("config")
+        return call_next(message, context)
+
+    with pytest.raises(fr.RoundFailed, match=WHY):
+        start(fr.FedFOR(0.1), fr.InProcessGrid(fr.client_app(client_of, [mod]), 6))
+
+
 def test_records_of_other_names_are_refused() -> None:
     strategy = partial(flowers.FedAvg, arrayrecord_key="model")
     with pytest.raises(ValueError, match=r"no ArrayRecord 'arrays', only \['config', 'model'"):

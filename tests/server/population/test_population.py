@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flwr_regs.flower.node import INT64
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.server.population import population
 from flwr_regs.server.population.population import Population, PopulationError
@@ -141,6 +142,15 @@ def test_a_node_that_cannot_say_who_it_is_is_left_out() -> None:
     time.sleep(0.3)
     assert who.refresh(network) == [0, 1, 2]
     assert not who.refused
+
+
+def test_a_node_without_a_partition_gets_a_number_that_messages_can_carry() -> None:
+    network = NumpyNetwork(1, lambda *_: Parcel())
+    network.here = {node := 2**64 - 3}
+    who = Population(1, 1, 1.0)
+    (pid,) = who.refresh(network)
+    assert INT64.fits(pid)
+    assert who.request("train", {pid: Parcel()}).nodes == {pid: node}
 
 
 def test_of_two_nodes_with_one_partition_the_second_is_left_out() -> None:

@@ -46,5 +46,6 @@ def strategy(method: str, **settings: Any) -> Any:
     call = ast.parse(method, mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError(f"method is {method!r}, expected a call such as 'FedFOR(alpha=0.1)'")
-    arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    return getattr(flwr_regs, call.func.id)(**arguments, **settings)
+    first = [ast.literal_eval(value) for value in call.args]
+    named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    return getattr(flwr_regs, call.func.id)(*first, **named, **settings)
