@@ -6,10 +6,11 @@ import runpy
 from typing import Any
 
 import pytest
+import yaml
 
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build
-from flwr_regs.methods.registry import COMPOSITIONS
+from flwr_regs.methods.registry import COMPOSITIONS, METHODS
 from tests.conftest import ROOT
 from tests.docs.test_tutorials import blocks
 
@@ -43,3 +44,19 @@ def test_the_commands_and_compositions_of_a_page_are_methods(name: str) -> None:
     for methods in commands + re.findall(r"`(\w+(?:\([^`]*\))?\+[^`]*)`", PAGES[name]):
         for calls in parse_methods(methods).values():
             build(calls)
+
+
+def test_the_paper_of_each_method_is_in_the_citation_file() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
+    for name, row in METHODS.items():
+        page = " ".join(PAGES[f"{name.lower()}.md"].split()).casefold()
+        for paper in row.paper.split("; "):
+            found = re.match(r"(.+?)(?: et al\.)? (\d{4})", paper)
+            assert found, paper
+            authors = found[1].split(", ")
+            assert any(
+                [author["family-names"] for author in entry["authors"]][: len(authors)] == authors
+                and entry["year"] == int(found[2])
+                and entry["title"].casefold() in page
+                for entry in cited
+            ), f"{name}: {paper}"
