@@ -36,7 +36,7 @@ class NoMajority(TooFewReplies):
     """The clients disagree, half against half: nobody knows which of them are right. The run goes on."""
 
 
-UNDECIDED = "the clients disagree, half against half, on which parameters they train"
+UNDECIDED = "the clients disagree, half against half, on the parameters they train, tie or freeze"
 
 
 class Snapshots:
