@@ -13,7 +13,7 @@ from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.text import LONGEST_NAME, MOST_NAMES, quoted, shown
 
 MOST_ENTRIES = 1000
-"""Metrics, and entries of a config, that a reply may have; numbers that a list of one may have."""
+"""Metrics, and entries of a config, that a reply may have; numbers that all its lists may have."""
 
 SMALLEST = 1e-15
 """The smallest number of examples: the weight of a smaller one could be rounded to 0."""
@@ -35,7 +35,8 @@ def usable(value: Any) -> bool:
 def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Metrics, float]:
     """Return (a reply's metrics, the client's examples); raise ProtocolError without these.
 
-    Names are made printable, and a list of more than `MOST_ENTRIES` numbers is left out.
+    Names are made printable. A list is left out that would make more than `MOST_ENTRIES` numbers of all
+    lists together: an evaluation's stay in the history.
     """
     what = f"the reply of client {pid}"
     if parcel.metrics is None:
@@ -47,9 +48,13 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Metric
     if not usable(count) or not float(count or 0) >= SMALLEST:
         good = f"a number from {SMALLEST:g} to {LARGEST:g}, not {quoted(count, 40)}"
         raise ProtocolError(f"{what}: metric '{weighted_by_key}' must be {good}")
-    metrics = parcel.metrics.items()
-    long = {name for name, v in metrics if isinstance(v, list) and len(v) > MOST_ENTRIES}
-    return {shown(n, LONGEST_NAME): v for n, v in metrics if n not in long}, float(count or 0)
+    metrics, room = dict[str, Any](), MOST_ENTRIES
+    for name, value in parcel.metrics.items():
+        size = len(value) if isinstance(value, list) else 0
+        if size <= room:
+            metrics[shown(name, LONGEST_NAME)] = value
+            room -= size
+    return metrics, float(count or 0)
 
 
 def common_metrics(metrics: Mapping[int, Metrics]) -> tuple[list[Metrics], dict[int, list[str]]]:

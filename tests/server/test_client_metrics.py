@@ -32,8 +32,9 @@ def test_a_metric_that_nobody_can_use_stays_as_it_is() -> None:
     assert left_out == {}
 
 
-def test_a_list_without_end_is_left_out() -> None:
-    lists = {"long": [0.0] * (MOST_ENTRIES + 1), "short": [0.0] * MOST_ENTRIES}
+def test_lists_without_end_are_left_out() -> None:
+    """Also many short ones."""
+    lists = {"long": [0.0] * (MOST_ENTRIES + 1), "short": [0.0] * MOST_ENTRIES, "more": [0.0]}
     kept, _ = read_metrics(0, Parcel(metrics={"num-examples": 2, **lists}), "num-examples")
     assert sorted(kept) == ["num-examples", "short"]
 
