@@ -193,6 +193,11 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/here cannot be written \(Not a directory\)"):
         Folder(tmp_path / "file" / "here")
+    (tmp_path / "got").mkdir()
+    (tmp_path / "got" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="got cannot be written"):
+        Folder(tmp_path / "got")
+    assert not (tmp_path / "mine").exists()  # nor overwritten
     fail_at(monkeypatch, 1, OSError(30, "Read-only file system"))
     with pytest.raises(CheckpointError, match="Read-only file system"):
         Folder(tmp_path)
