@@ -43,8 +43,8 @@ def sync_folder(folder: Path) -> None:
 def claim(path: Path) -> Callable[[], None]:
     """Lock a file that stands for a folder; return what gives it up, as the end of the process also does.
 
-    Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written, or is
-    a link: what it leads to would be overwritten.
+    Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written,
+    or is a link: what it leads to would be overwritten.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     descriptor = os.open(path, flags, 0o600)
