@@ -125,7 +125,7 @@ class BufferedTraining(Training):
         self._done: dict[int, Parcel | str] = {}  # simulated: what comes once the time has come
         self._arrived: list[tuple[int, Parcel]] = []
         self._network: Network | None = None  # the first: it knows what is on its way
-        self._fill: Callable[[Round], None]  # of the round
+        self._fill: Callable[[Round], bool]  # of the round
 
     def snapshot(self) -> dict[str, Any]:
         at_work = {
@@ -158,15 +158,20 @@ class BufferedTraining(Training):
         this_round.events |= {"began": [], "arrived": [], "staleness": []}
         self._fill = partial(self._filled, exchange, members, network)
         try:
-            self._fill(this_round)
+            self._fill_up(this_round)
             self._close(this_round)
         finally:
             del self._fill  # it holds the round
 
+    def _fill_up(self, this_round: Round) -> None:
+        """Fill the buffer; others take the places of clients that do not fit the rest."""
+        while self._fill(this_round) and not self._full(this_round):
+            pass
+
     def _filled(
         self, exchange: Exchange, members: list[int], network: Network, this_round: Round
-    ) -> None:
-        """Let clients train until the buffer is full, or none is left."""
+    ) -> bool:
+        """Let clients train until the buffer is full, or none is left; return whether some do not fit."""
         elsewhere, number = _open_ended(network), this_round.number
         reader = Reader(self.method, self.options, self.model)
         this_round.came = came = {**this_round.came}
@@ -211,8 +216,10 @@ class BufferedTraining(Training):
         if (layer := output_layer(came)) is not None:
             events["output_layer"] = layer
         this_round.lap("clients")
+        came_in = len(this_round.received)
         reader.compare(this_round, dict(sorted(this_round.received.items())))
         self.participation.select(this_round)
+        return len(this_round.received) < came_in
 
     def _full(self, this_round: Round) -> bool:
         return sum(reply.turns for reply in this_round.used.values()) >= self._plan.buffer
@@ -310,7 +317,7 @@ class BufferedTraining(Training):
         kept = {*this_round.used, *this_round.inactive, *this_round.incomplete}
         if received.keys() - kept:  # they were left out since: others take their places
             this_round.received = {pid: received[pid] for pid in received if pid in kept}
-            self._fill(this_round)
+            self._fill_up(this_round)
             this_round.lose(this_round.came)
         if not self._full(this_round):
             used = sum(reply.turns for reply in this_round.used.values())
