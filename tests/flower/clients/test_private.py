@@ -16,10 +16,11 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.abilities import Withholds
 from flwr_regs.flower.compat import recorddict_to_proto
-from flwr_regs.flower.node import NodeState
+from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
+from flwr_regs.wire.arrays import ProtocolError
 from tests.conftest import close, make_clients, no_space, remembered, run
 from tests.conftest import norm_model as model
 from tests.flower.clients.test_own_loop import own_app
@@ -177,6 +178,14 @@ def test_a_message_that_reaches_for_a_nodes_state_is_refused(
     with pytest.raises(fr.RoundFailed, match=why):
         run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=1, model=model, grid=grid)
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_node_without_a_partition_takes_no_other_nodes_messages() -> None:
+    """They would open the folder of another client of its machine."""
+    context = Context(1, 2**63 + 5, {}, RecordDict(), {})
+    check_incoming({keys.CLIENT_KEY: 5}, context)
+    with pytest.raises(ProtocolError, match="for partition 6, but this node serves 5"):
+        check_incoming({keys.CLIENT_KEY: 6}, context)
 
 
 @pytest.mark.parametrize("entry", [keys.START_KEY, keys.METHOD_KEY])
