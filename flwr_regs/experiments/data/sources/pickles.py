@@ -39,14 +39,36 @@ def _bytes(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+class _Dtype:
+    """A plain dtype. numpy's own takes the layout of its memory from the pickle, and would follow it."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.plain = np.dtype(code)
+        if self.plain.kind not in "biufcSUO":
+            raise pickle.UnpicklingError(f"it has the dtype {code!r:.40}")
+
+    def __setstate__(self, state: Any) -> None:
+        self.plain = self.plain.newbyteorder(state[1])
+
+
+class _Array(np.ndarray[Any, Any]):
+    """An array that the pickle fills; one of objects with objects, not with their addresses."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, content = state
+        if (dtype.plain.kind == "O") != isinstance(content, list):
+            raise pickle.UnpicklingError("it has an array with another content than its dtype says")
+        super().__setstate__((1, shape, dtype.plain, fortran, content))
+
+
 _LEGAL: dict[tuple[str, str], Any] = {
     # an array of protocol 5; one that the pickle fills; a number
     ("numpy.core.numeric", "_frombuffer"): lambda data, dtype, shape, order: np.frombuffer(
-        data, dtype
+        data, dtype.plain
     ).reshape(shape, order=order),
-    ("numpy.core.multiarray", "_reconstruct"): lambda kind, shape, code: np.empty(0, np.uint8),
-    ("numpy.core.multiarray", "scalar"): lambda dtype, data: np.frombuffer(data, dtype)[0],
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): lambda kind, shape, code: _Array(0, np.uint8),
+    ("numpy.core.multiarray", "scalar"): lambda dtype, data: np.frombuffer(data, dtype.plain)[0],
+    ("numpy", "ndarray"): "ndarray",  # named alone: called, it would take addresses for objects
+    ("numpy", "dtype"): _Dtype,
     ("_codecs", "encode"): _bytes,
 }

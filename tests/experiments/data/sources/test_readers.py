@@ -173,10 +173,27 @@ class Evil:
         return os.mkdir, (str(Path(__file__).parent / "made-by-a-pickle"),)
 
 
+class Addresses:
+    """Objects at addresses that the pickle says: read, they end the process, or worse."""
+
+    def __reduce__(self) -> Any:
+        return np.ndarray, ((1,), "O", b"A" * 8)
+
+
+class Layout:
+    """A dtype with an object that it does not admit."""
+
+    def __reduce__(self) -> Any:
+        field = {"a": (np.dtype("O"), 0)}
+        return np.dtype, ("V8", False, True), (3, "|", None, ("a",), field, 8, 1, 0)
+
+
 def test_a_pickle_that_calls_something_or_is_broken_is_refused(tmp_path: Path) -> None:
     inside = np.array([Evil()], dtype=object)
     named = "it names posix.mkdir"
-    for thing, end, why in ((Evil(), None, named), (inside, None, named), (np.arange(99), -40, "")):
+    broken = (np.arange(99), -40, "")
+    forged = (Addresses(), None, "not callable"), (Layout(), None, "it has the dtype 'V8'")
+    for thing, end, why in ((Evil(), None, named), (inside, None, named), broken, *forged):
         (tmp_path / "x.pkl").write_bytes(pickle.dumps(thing)[:end])
         with pytest.raises(ValueError, match=f"x.pkl: .*{why}.*; expected a pickle of plain arr"):
             pickles.read(tmp_path / "x.pkl")
