@@ -226,8 +226,8 @@ class Folder:
         manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
         content = {MANIFEST: json.dumps(manifest), STATE: text, HISTORY: "\n".join(lines)}
         place = self.path / f"round-{number:06d}"
-        write_atomically(place, written(content, store))
         self._lines = lines[:-1]  # the last entry may still change
+        write_atomically(place, written(content, store))
         with suppress(OSError):  # what cannot be removed now is removed later
             checkpoints = rounds_in(self.path)
             for older in sorted(checkpoints)[:-KEPT]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -273,3 +274,15 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
     with pytest.raises(TypeError, match="history of entry 1 holds arrays"):
         mine.save(2, STATE, [*history, {"round": 2, "loss": np.ones(2)}])
+
+
+def test_what_a_full_disk_did_not_take_is_not_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, history = Folder(tmp_path), [{"round": 1}, {"round": 2}]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            mine.save(2, STATE, history)
+    history[0]["loss"] = np.ones(2)  # type: ignore[assignment]
+    mine.save(2, STATE, history)  # which would raise for the array
