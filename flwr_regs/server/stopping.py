@@ -119,11 +119,12 @@ def values(history: History, metric: str) -> list[tuple[int, float]]:
 
     The server has it too if it has tested the initial model alone by now. A list of numbers is no value.
     """
-    tested = any(metric in entry.get("initial_metrics", {}) for entry in history)
+    tested = any(metric in entry.get("initial_metrics", ()) for entry in history)
     sources = SOURCES[:1] if tested else SOURCES
     for source in sources:
-        entries = [(e["round"], e.get(source, {}).get(metric)) for e in history]
-        if numbers := [(t, float(value)) for t, value in entries if isinstance(value, Real)]:
+        said = [(e["round"], e[source][metric]) for e in history if metric in e.get(source, ())]
+        # the type first: thousands of rounds would wait for isinstance
+        if numbers := [(t, float(v)) for t, v in said if type(v) is float or isinstance(v, Real)]:
             return numbers
     if len(history) == 1:
         known = sorted({name for source in sources for name in history[0].get(source, {})})

@@ -413,7 +413,7 @@ class Training:
         heavy = max(scaled, key=scaled.__getitem__)
         share = scaled[heavy] / (sum(scaled.values()) or 1.0)
         is_heavy = not means.robust and len(scaled) >= MANY and share > 0.5
-        ended = [entry for entry in self.history if "failed" not in entry]
+        ended = (entry for entry in self.history if "failed" not in entry)
         if is_heavy and not any(heavy in entry.get("heavy", {}) for entry in ended):
             events["heavy"] = {heavy: share}
             has = f"client {heavy} has {share:.3g} of the weight of {len(scaled)} clients"

@@ -23,12 +23,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -226,8 +227,8 @@ class Folder:
         manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
         content = {MANIFEST: json.dumps(manifest), STATE: text, HISTORY: "\n".join(lines)}
         place = self.path / f"round-{number:06d}"
-        write_atomically(place, written(content, store))
         self._lines = lines[:-1]  # the last entry may still change
+        write_atomically(place, written(content, store))
         with suppress(OSError):  # what cannot be removed now is removed later
             checkpoints = rounds_in(self.path)
             for older in sorted(checkpoints)[:-KEPT]:
@@ -282,18 +283,30 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
     if isinstance(value, bytes):
         return {"$bytes": _stored(np.frombuffer(value, np.uint8), store)}
     if isinstance(value, list | tuple):
-        items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(value)]
+        items = [*value]
+        if not _is_json(items):
+            items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(items)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, set | frozenset):
-        items = [to_json(v, store, where) for v in value]
-        return {f"${type(value).__name__}": sorted(items, key=json.dumps)}  # equal sets, one order
+        items = [*value] if _is_json(value) else [to_json(v, store, where) for v in value]
+        return {f"${type(value).__name__}": sorted(items, key=repr)}  # equal sets, one order
     if isinstance(value, Mapping):
-        pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
+        if _is_json(value.values()):
+            pairs = [*value.items()]
+        else:
+            pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
         if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
             return dict(pairs)
-        return {"$dict": [[to_json(k, store, where), v] for k, v in pairs]}
+        if not _is_json(value):
+            pairs = [(to_json(k, store, where), v) for k, v in pairs]
+        return {"$dict": pairs}
     can = "numbers, texts, bytes, arrays, and lists and dicts of these can be saved"
     raise TypeError(f"{where} is {value!r:.80} of type {type(value).__name__}; only {can}")
+
+
+def _is_json(values: Collection[Any]) -> bool:
+    """Whether all are values that JSON has as they are, as most of a large population's are."""
+    return {*map(type, values)} <= {NoneType, bool, int, str}
 
 
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:

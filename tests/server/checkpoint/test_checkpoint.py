@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -82,6 +83,14 @@ def test_a_value_comes_back_to_the_bit(value: Any) -> None:
     text = json.dumps(to_json(value, store))
     found = from_json(json.loads(text), load(pack(store)))
     assert same(found, value), (found, value)
+
+
+@pytest.mark.parametrize("value", [[1, None, "a"], (1, 2), {4, 5}, {1: 2, 3: True}])
+def test_what_json_has_is_not_turned_one_by_one(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "to_json", Mock(side_effect=AssertionError))
+    assert from_json(json.loads(json.dumps(to_json(value, {}))), {}) == value
 
 
 @pytest.mark.parametrize("value", [lambda: 0, np.array([{}], dtype=object), 1j, np.ones(2, "c8")])
@@ -278,3 +287,15 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
     with pytest.raises(TypeError, match="history of entry 1 holds arrays"):
         mine.save(2, STATE, [*history, {"round": 2, "loss": np.ones(2)}])
+
+
+def test_what_a_full_disk_did_not_take_is_not_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, history = Folder(tmp_path), [{"round": 1}, {"round": 2}]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            mine.save(2, STATE, history)
+    history[0]["loss"] = np.ones(2)  # type: ignore[assignment]
+    mine.save(2, STATE, history)  # which would raise for the array
