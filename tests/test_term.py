@@ -129,16 +129,8 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("broadcast", lambda *_: None, "arrays or numbers by name, not a NoneType"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
-        (
-            "finish",
-            lambda d, *_: (d.update(d | {"0.bias": d["0.bias"] / 2}) or d, {}, {}),
-            "changes",
-        ),
-        (
-            "start",
-            lambda p, *_: {n: a.mul_(2) for n, a in p.items()},
-            "new arrays, but changes '0.we",
-        ),
+        ("finish", lambda d, *_: (d.update({"0.bias": d["0.bias"] / 2}) or d, {}, {}), "changes"),
+        ("start", lambda p, *_: {n: a.mul_(2) for n, a in p.items()}, "new arrays.* changes '0.we"),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:

@@ -240,6 +240,10 @@ def asked(client_fn: Any) -> fr.InProcessGrid:
     return fr.InProcessGrid(ClientApp(client_fn), 3)
 
 
+def begun(arrays: Any) -> Any:
+    return fr.FedAvg().start(Untouchable(app_of(), 3), arrays)
+
+
 NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
 UNSAID: Any = fr.FedAvg(lr_schedule=lambda t: None)  # type: ignore[arg-type,return-value]
 NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
@@ -249,16 +253,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),
-    (
-        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), HALF),
-        TypeError,
-        "0.weight'.* are bfloat16.*float32_arr",
-    ),
-    (
-        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), make_model()),  # type: ignore[arg-type]
-        TypeError,
-        r"not a Sequential; give model\.state_dict\(\)",
-    ),
+    (lambda: begun(HALF), TypeError, "0.weight'.* are bfloat16.*float32_arr"),
+    (lambda: begun(make_model()), TypeError, r"not a Sequential; give model\.state_dict\(\)"),
     (
         lambda: start(fr.FedAvg(), Untouchable(app_of(), 3), evaluate_fn=lambda *_: (0.5, {})),  # type: ignore[arg-type,return-value]
         TypeError,
@@ -277,21 +273,13 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"server_lr_schedule\(1\) is nan, expected a finite number",
     ),
-    (
-        lambda: returning("aggregate_train", initial()),
-        TypeError,
-        r"return \(ArrayRecord or None, M",
-    ),
+    (lambda: returning("aggregate_train", initial()), TypeError, r"return \(ArrayRecord or None"),
     (
         lambda: returning("aggregate_evaluate", {"x": "y"}),
         TypeError,
         "aggregate_evaluate: the metric 'x' is 'y', expected a number",
     ),
-    (
-        lambda: returning("aggregate_evaluate", (0.5, {})),
-        TypeError,
-        r"a MetricRecord .*, not \(0.5",
-    ),
+    (lambda: returning("aggregate_evaluate", (0.5, {})), TypeError, r"a MetricRecord .*not \(0.5"),
     (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number of at"),
     (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must be a number of at"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
@@ -300,11 +288,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: made(fr.Clients, batchsize=8), TypeError, "no argument 'batchsize'.*'batch_size'"),
     (lambda: made(fr.Clients).app(fr.FedFOR), TypeError, "as FedFORClient, not the class FedFOR"),
     (lambda: run(NO_METRICS, fr.FedAvgClient), TypeError, "return a MetricRecord, not a float"),
-    (
-        lambda: start(NO_RATE, asked(None)),
-        ValueError,
-        r"lr_schedule\(1\) makes the learning rate 0",
-    ),
+    (lambda: start(NO_RATE, asked(None)), ValueError, r"lr_schedule\(1\) makes the .* rate 0"),
     (
         lambda: start(fr.FedAvg(), asked(lambda _: fr.FedAvgClient(make_model(), []).to_client())),
         PopulationError,

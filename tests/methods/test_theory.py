@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import (
-    Point,
-    half_squared_error,
-    quadratic_clients,
-    train,
-)
+from flwr_regs.testing.problem import Point, half_squared_error, quadratic_clients, train
 from tests.conftest import budgeted
 from tests.laws import minimum
 
