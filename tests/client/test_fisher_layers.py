@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.client.measure import fisher
-from flwr_regs.client.measure.fisher import find_layers, of_layers
+from flwr_regs.client.measure.fisher import of_layers
 from tests.client.test_fisher import go, make_data, odd, plain
-from tests.conftest import close
+from tests.conftest import close, noted
 
 
 class Called(nn.Module):
@@ -137,25 +137,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 def test_squares_are_those_of_each_samples_own_gradient(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[set[str]] = []
-
-    def find(*args: Any) -> Any:
-        layers = find_layers(*args)
-        found.append(of_layers(layers))
-        return layers
-
     def failed(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(args)
 
     make, names = CASES[case]
     model, data = odd(make), make_data()
-    monkeypatch.setattr(fisher, "find_layers", find)
+    found = noted(monkeypatch, fisher, "find_layers")
     monkeypatch.setattr(fisher.warnings, "warn", failed)
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     want = plain(model, x, y)
     for memory in (1, 2**20):
         close(go(model, data, memory=memory), want, 1e-13)
-    assert found == [names, names]
+    assert [of_layers(layers) for *_, layers in found] == [names, names]
 
 
 def test_numbers_whose_own_squares_have_no_float() -> None:

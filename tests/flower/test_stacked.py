@@ -19,20 +19,9 @@ from flwr_regs.abilities import Carries, Evolves, Perturbs
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
-from tests.conftest import Log, drawn
+from tests.conftest import Log, drawn, noted
 from tests.flower import stacks
-from tests.flower.stacks import (
-    SIZES,
-    Cohort,
-    Model,
-    OneByOne,
-    Stacked,
-    compare,
-    data_of,
-    pair,
-    perceptron,
-    values_of,
-)
+from tests.flower.stacks import SIZES, Cohort, Model, Stacked, compare, data_of, pair, perceptron
 
 
 class Tied(nn.Module):
@@ -504,14 +493,10 @@ def test_clients_of_other_kinds_go_in_other_stacks() -> None:
 
 
 def test_a_large_cohort_trains_in_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    run = Group.run
-    monkeypatch.setattr(
-        Group, "run", lambda self, *stack: sizes.append(len(self.members)) or run(self, *stack)
-    )
+    stacks = noted(monkeypatch, Group, "run")
     two_models = 2 * (6 * 4 * 83 + 400)  # of 83 numbers
     assert not compare(Cohort(grid={"memory": two_models, "check": False})).fallbacks
-    assert sizes == [2, 2, 1, 2, 2, 1]
+    assert [len(group.members) for group, *_ in stacks] == [2, 2, 1, 2, 2, 1]
 
 
 def test_a_client_that_fails_fails_as_by_itself() -> None:
@@ -554,9 +539,9 @@ def test_each_client_has_a_dropout_mask_of_its_own() -> None:
     def updates(kind: Any) -> np.ndarray:
         grid = kind(cohort.app(), 200)
         cohort.train(grid)
-        return np.stack([values_of(m)["arrays/2.weight"] for m in grid.replies[0].values()])
+        return np.stack([m.records["arrays"]["2.weight"] for m in grid.replies[0].values()])
 
-    actual, expected = updates(Stacked), updates(OneByOne)
+    actual, expected = updates(Stacked), updates(stacks.OneByOne)
     assert len(np.unique(actual.reshape(200, -1), axis=0)) == 200
     spread = expected.std(0) / 200**0.5
     assert (abs(actual.mean(0) - expected.mean(0)) < 6 * spread + 1e-6).all()
