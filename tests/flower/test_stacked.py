@@ -411,6 +411,7 @@ def holding(params: Any, lr: float) -> Any:
 
 Once = partial(Cohort, rounds=1)
 Equal = partial(Once, config={"local-steps": 3})
+Unchecked = partial(Once, grid={"check": False})
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
     "the app has mods": Once(mods=[lambda message, context, call: call(message, context)]),
@@ -441,7 +442,7 @@ REASONS: dict[str, Cohort] = {
         terms=[fr.Private("none, scale")], model=partial(scalar, lambda m, x: m.layer(x))
     ),
     "its scale and shift lie in the same memory": Once(model=aliased),
-    "its 0.bias has a hook on its gradient": Once(model=hooked, grid={"check": False}),
+    "its 0.bias has a hook on its gradient": Unchecked(model=hooked),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
@@ -451,15 +452,11 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, **_: list(data_of(k, False)),
         config=TWO_EPOCHS,
     ),
-    "its model or loss writes to its parameters": Once(
-        model=partial(Model, bounding), grid={"check": False}
-    ),
+    "its model or loss writes to its parameters": Unchecked(model=partial(Model, bounding)),
     "an embedding or one_hot gets an index that is out of range": Once(
         loader=one_wrong_class, settings={"loss_fn": by_one_hot}
     ),
-    "index_fill may read other members' rows": Once(
-        settings={"loss_fn": filling}, grid={"check": False}
-    ),
+    "index_fill may read other members' rows": Unchecked(settings={"loss_fn": filling}),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
     "its optimiser's factory looks at values that": Once(
         "FedInit", {"beta": 0.1}, settings={"optimizer": by_norm}

@@ -23,6 +23,7 @@ from flwr_regs.methods.personal.apfl import MixedModel
 from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
+from flwr_regs.testing.problem import app_of
 from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
 from tests.laws import CASES
 
@@ -426,14 +427,9 @@ def twice(message: Message, context: Context, call_next: Any) -> Any:
 def test_a_mod_may_call_the_client_again_and_leave_lists_out(method: str, mod: Any) -> None:
     kind, client, ends = getattr(fr, method), getattr(fr, f"{method}Client"), []
     how: dict[str, Any] = {"FedADC": {"downlink": "delta"}, "RFedAvgPlus": {"lam": 0.1}}
-    data = make_clients(4)
+    app: Any = app_of(client, make_clients())
     for mods in ([], [mod]):
-
-        def client_fn(context: Context) -> Any:
-            pid = context.node_config["partition-id"]
-            return client(make_model(), data[int(pid)], data[int(pid)])
-
-        grid = fr.InProcessGrid(fr.client_app(client_fn, mods), 4)
+        grid = fr.InProcessGrid(fr.client_app(app.client_fn, mods), 4)
         strategy = kind(seed=3, fraction_train=0.5, **how.get(method, {}))
         ends.append(run(strategy, client, grid=grid))
     close(*ends, 0.0)
