@@ -67,6 +67,17 @@ def shared_bias() -> nn.Module:
     return model
 
 
+def three(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """A layer `a`, a matrix `b`, and a vector `c`."""
+    b, c = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
+    return Called(forward, a=nn.Linear(4, 3), b=b, c=c)
+
+
+def two(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Two layers, of which the second makes the logits."""
+    return Called(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+
+
 linear = partial(nn.Linear, 4, 3)
 OUT = {"out.weight", "out.bias"}
 AB = {"a.weight", "a.bias", "b.weight", "b.bias"}
@@ -92,21 +103,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         {"a", "b"},
     ),
     "parameter-as-input": (
-        lambda: Called(
-            lambda m, x: m.a(x) + functional.linear(m.a.weight[0], m.b) + m.a(m.c[None]),
-            a=nn.Linear(4, 3),
-            b=nn.Parameter(torch.randn(3, 4)),
-            c=nn.Parameter(torch.randn(4)),
-        ),
+        lambda: three(lambda m, x: m.a(x) + functional.linear(m.a.weight[0], m.b) + m.a(m.c[None])),
         {"b"},
     ),
     "its-own-input": (
-        lambda: Called(
-            lambda m, x: m.a(x) + functional.linear(m.c, m.b),
-            a=nn.Linear(4, 3),
-            b=nn.Parameter(torch.randn(3, 4)),
-            c=nn.Parameter(torch.randn(4)),
-        ),
+        lambda: three(lambda m, x: m.a(x) + functional.linear(m.c, m.b)),
         {"a.weight", "a.bias", "b"},
     ),
     "attention": (
@@ -120,16 +121,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "shared-bias": (shared_bias, {"0.weight"}),
     "penalty": (lambda: Called(lambda m, x: m.a(x) * m.a.weight.norm(), a=linear()), {"a.bias"}),
     "own-function": (
-        lambda: Called(
-            lambda m, x: m.b(Twice.apply(m.a(x), m.a.weight)), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
-        ),
+        lambda: two(lambda m, x: m.b(Twice.apply(m.a(x), m.a.weight))),
         AB - {"a.weight"},
     ),
     "weight-norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), {"bias"}),
-    "over-the-batch": (  # of one sample
-        lambda: Called(lambda m, x: m.b(m.a(x) - x.mean(0) / 2), a=nn.Linear(4, 4), b=linear()),
-        AB,
-    ),
+    # of one sample
+    "over-the-batch": (lambda: two(lambda m, x: m.b(m.a(x) - x.mean(0) / 2)), AB),
 }
 
 

@@ -275,14 +275,10 @@ def test_what_is_saved_leaves_the_clients_model_as_the_round_did() -> None:
 # FedAMP's clouds
 
 
-def table(**models: Any) -> dict[str, np.ndarray]:
-    return {f"{who}.w": np.asarray(v, dtype=np.float64) for who, v in models.items()}
-
-
 def test_a_cloud_model_stays_among_the_clients_models() -> None:
     """Where the paper's weights sum to more than 1."""
     ctx = ServerContext(2, 0.1, {"w": np.zeros(1)})
-    others = table(v0=[0.0], v1=[0.01], v2=[0.03])
+    others = {f"v{k}.w": np.array([v]) for k, v in enumerate((0.0, 0.01, 0.03))}
     u = fr.CloudModel(alpha=50.0, sigma=1.0).broadcast_to(0, others, ctx)["w"]
     np.testing.assert_allclose(u, [0.02], rtol=1e-2)
 
