@@ -65,6 +65,13 @@ def wide(n: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 3)).to(dtype)
 
 
+def still(model: nn.Module, *layers: str) -> nn.Module:
+    """A model of which some layers do not train."""
+    for layer in layers:
+        model.get_submodule(layer).requires_grad_(False)
+    return model
+
+
 norm_model = partial(make_model, batch_norm=True)
 dropping = partial(norm_model, drop=0.5)
 
@@ -115,6 +122,18 @@ def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 
         assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
         time.sleep(pause)
     return value
+
+
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Have a function's calls noted; return the list of what each was given and, last, returned."""
+    calls, real = list[Any](), getattr(owner, name)
+
+    def noting(*given: Any, **named: Any) -> Any:
+        calls.append((*given, returned := real(*given, **named)))
+        return returned
+
+    patch.setattr(owner, name, noting)
+    return calls
 
 
 def no_space(*_: Any, **__: Any) -> Any:

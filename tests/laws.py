@@ -19,6 +19,7 @@ from tests.oracles.client_loss.fedntd import fedntd
 from tests.oracles.client_loss.logits import fedlc, fedrs
 from tests.oracles.client_loss.moon import moon
 from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
+from tests.oracles.client_step import sam
 from tests.oracles.client_step.efl import efl
 from tests.oracles.client_step.fedadamw import fedadamw
 from tests.oracles.client_step.fedadc import fedadc
@@ -31,14 +32,6 @@ from tests.oracles.client_step.fedprox import fedprox
 from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
 from tests.oracles.client_step.gate import fedgate, vrlsgd
 from tests.oracles.client_step.mime import mime, mimelite
-from tests.oracles.client_step.sam import (
-    fedgamma,
-    fedlesam,
-    fedlesam_d,
-    fedlesam_s,
-    fedsam,
-    mofedsam,
-)
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.personal.apfl import apfl
 from tests.oracles.personal.ditto import ditto
@@ -289,20 +282,13 @@ def distilled(
 
 
 def clouds(
-    curvatures: Numbers,
-    centres: Numbers,
-    weights: Numbers,
-    lr: float,
-    steps: int,
-    *,
-    lam: float,
-    alpha: float,
-    sigma: float,
+    curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, **amp: float
 ) -> float:
     """FedAMP's fixed point: each ``v_k`` is where K steps lead from the cloud model of both.
 
     ``u_k = v_k + ξ (v_j − v_k)``, ``ξ = α e^{−(v_1 − v_2)²/σ}/σ``; ``v_k = u_k + D_K (c_k − u_k)``.
     """
+    lam, alpha, sigma = (amp[name] for name in ("lam", "alpha", "sigma"))
     v = [0.0, 0.0]
     for _ in range(10_000):
         xi = alpha * math.exp(-((v[0] - v[1]) ** 2) / sigma) / sigma
@@ -336,13 +322,32 @@ def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
 
 
+def served(name: str, settings: dict[str, Any], neutral: dict[str, Any]) -> Method:
+    """A case of that on the server."""
+    terms, told = [fr.TorchServerOptimizer(server_sgd)], {"server": "momentum", **BALL}
+    return case(name, terms, fedopt, settings, neutral, told, **NEARLY)
+
+
 AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
 BALL = {"server_lr": 0.7, "momentum": 0.6}
 GKD = {"gamma": 1.2, "models": 3, "temperature": 2.0}
+BUFFER = {"gamma": 1.2, "buffer": 3, "temperature": 2.0}
 PLUS = {"lam": 0.4, "temperature": 2.0}
+LITE = partial(lite_point, beta=0.6)
+RHO = {"rho": 0.05}
+FURTHER = partial(sharper, rho=0.05)
+HALF = {"lam": 0.5}
+SUM = {"lam": 0.5, "sum_only": True}
 SLOW = {"beta": 0.6, "alpha": 0.9}
+NTD = {"beta": 1.5, "temperature": 2.0}
+TAU = {"beta": 1.5, "tau": 2.0}
+UNIT = {"server_optimizer": partial(torch.optim.SGD, lr=1.0)}
+EVERYBODY = "It is FedAvg where all clients take part in every round."
 ITS_OWN = "The global model is FedAvg's; each client's own is in test_personal.py."
+owned = partial(case, unmoved=ITS_OWN)
 DYN = "FedDyn is in it, which no setting makes FedAvg."
+DRIFT = "No setting of SCAFFOLD makes it FedAvg."
+OWN_START = "No setting makes each client start at the global model."
 CASES = [
     case("FedAvg", [], fedavg, {}, {}, unmoved="It is FedAvg, and so moves as FedAvg does."),
     case("FedProx", fr.Proximal, fedprox, {"mu": 0.7}, {"mu": 0.0}),
@@ -354,15 +359,8 @@ CASES = [
     ),
     blended("FedCM", 0.4),
     blended("FedCM-delta", 0.4, downlink="delta"),
-    case(
-        "FedSAM",
-        fr.LocalPerturbation,
-        fedsam,
-        {"rho": 0.05},
-        {"rho": 0.0},
-        fixed_point=partial(sharper, rho=0.05),
-    ),
-    lesam("", [], fedlesam, {}, {"rho": 0.0}),
+    case("FedSAM", fr.LocalPerturbation, sam.fedsam, RHO, {"rho": 0.0}, fixed_point=FURTHER),
+    lesam("", [], sam.fedlesam, {}, {"rho": 0.0}),
     case(
         "FedSpeed",
         [fr.LocalPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
@@ -396,19 +394,11 @@ CASES = [
         "Its clients run AdamW, which no setting makes SGD.",
         unsettled=Exempt("AdamW's steps do not get shorter near the minimum."),
     ),
-    case(
-        "FedVARP",
-        fr.LastUpdates,
-        fedvarp,
-        {},
-        {},
-        unmoved="It is FedAvg where all clients take part in every round.",
-        **NEARLY,
-    ),
+    case("FedVARP", fr.LastUpdates, fedvarp, {}, {}, unmoved=EVERYBODY, **NEARLY),
     case(
         "MoFedSAM",
         [fr.LocalPerturbation(0.05), fr.ClientMomentum(0.4)],
-        mofedsam,
+        sam.mofedsam,
         {"rho": 0.05, "alpha": 0.4},
         {"rho": 0.0, "alpha": 1.0},
         fixed_point=lambda a, c, p, lr, k: sharper(a, c, p, 0.4 * lr, k, 0.05),
@@ -416,13 +406,13 @@ CASES = [
     case(
         "FedGAMMA",
         [fr.LocalPerturbation(0.05), *control("SCAFFOLD", server_lr=0.8).terms],
-        fedgamma,
+        sam.fedgamma,
         {"rho": 0.05, "server_lr": 0.8},
         "No setting of FedGAMMA makes it FedAvg.",
         fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
     ),
-    lesam("S", [fr.ControlVariates()], fedlesam_s, {}, "No setting of SCAFFOLD makes it FedAvg."),
-    lesam("D", [fr.DynamicRegulariser(0.4)], fedlesam_d, {"alpha": 0.4}, DYN),
+    lesam("S", [fr.ControlVariates()], sam.fedlesam_s, {}, DRIFT),
+    lesam("D", [fr.DynamicRegulariser(0.4)], sam.fedlesam_d, {"alpha": 0.4}, DYN),
     case(
         "FedACG",
         [fr.Proximal(0.7), fr.LookaheadMomentum(0.6)],
@@ -462,57 +452,21 @@ CASES = [
         **NEARLY,
     ),
     case("SlowMo", fr.SlowMomentum, slowmo, SLOW, {"beta": 0.0}, **NEARLY),
-    case(
-        "FedOpt",
-        [fr.TorchServerOptimizer(server_sgd)],
-        fedopt,
-        {"server_optimizer": server_sgd},
-        {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0)},
-        {"server": "momentum", **BALL},
-        **NEARLY,
-    ),
-    case(
-        "FedAvgM",
-        [fr.TorchServerOptimizer(server_sgd)],
-        fedopt,
-        BALL,
-        {"momentum": 0.0},
-        {"server": "momentum", **BALL},
-        **NEARLY,
-    ),
-    features("RFedAvg", fr.FeatureTable, rfedavg, {"lam": 0.5}),
-    features("RFedAvgPlus", fr.LeaveOneOutMean, rfedavg_plus, {"lam": 0.5}),
-    features(
-        "RFedAvgPlus-sum",
-        fr.LeaveOneOutMean,
-        rfedavg_plus,
-        {"lam": 0.5, "sum_only": True},
-        oracle_settings={"lam": 0.5},
-    ),
+    served("FedOpt", {"server_optimizer": server_sgd}, UNIT),
+    served("FedAvgM", BALL, {"momentum": 0.0}),
+    features("RFedAvg", fr.FeatureTable, rfedavg, HALF),
+    features("RFedAvgPlus", fr.LeaveOneOutMean, rfedavg_plus, HALF),
+    features("RFedAvgPlus-sum", fr.LeaveOneOutMean, rfedavg_plus, SUM, oracle_settings=HALF),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
     features("FedDecorr", fr.Decorrelation, feddecorr, {"beta": 0.7}),
-    distilled(
-        "FedNTD",
-        fr.NotTrueDistillation,
-        fedntd,
-        {"beta": 1.5, "temperature": 2.0},
-        {"beta": 0.0},
-        {"beta": 1.5, "tau": 2.0},
-    ),
+    distilled("FedNTD", fr.NotTrueDistillation, fedntd, NTD, {"beta": 0.0}, TAU),
     distilled("FedLC", fr.LogitCalibration, fedlc, {"tau": 0.8}, {"tau": 0.0}),
     distilled(
         "FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}
     ),
     distilled("FedRS", fr.RestrictedSoftmax, fedrs, {"alpha": 0.4}, {"alpha": 1.0}),
-    distilled(
-        "FedGKD",
-        fr.PastModels,
-        fedgkd,
-        GKD,
-        {"gamma": 0.0},
-        {"gamma": 1.2, "buffer": 3, "temperature": 2.0},
-    ),
+    distilled("FedGKD", fr.PastModels, fedgkd, GKD, {"gamma": 0.0}, BUFFER),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),
     elastic("EFL", 0.5, (0.3, 0.4)),
@@ -525,22 +479,8 @@ CASES = [
     adaptive("FedAdagrad"),
     adaptive("FedAdam"),
     adaptive("FedYogi"),
-    case(
-        "Ditto",
-        fr.PersonalModel,
-        ditto,
-        {"lam": 0.4, "personal_lr": 0.3},
-        {"lam": 0.0},
-        unmoved=ITS_OWN,
-    ),
-    case(
-        "APFL",
-        fr.MixedModel,
-        apfl,
-        {"alpha": 0.3},
-        {"alpha": 0.0, "adaptive": False},
-        unmoved=ITS_OWN,
-    ),
+    owned("Ditto", fr.PersonalModel, ditto, {"lam": 0.4, "personal_lr": 0.3}, {"lam": 0.0}),
+    owned("APFL", fr.MixedModel, apfl, {"alpha": 0.3}, {"alpha": 0.0, "adaptive": False}),
     case(
         "FedBABU",
         fr.FixedHead,
@@ -549,22 +489,8 @@ CASES = [
         "No setting of FedBABU trains the output layer.",
         unsettled=Exempt("The one parameter there is in no layer.", "found no layer with a weight"),
     ),
-    case(
-        "FedAMP",
-        fr.CloudModel,
-        fedamp,
-        AMP,
-        "No setting makes each client start at the global model.",
-        fixed_point=partial(clouds, **AMP),
-    ),
+    case("FedAMP", fr.CloudModel, fedamp, AMP, OWN_START, fixed_point=partial(clouds, **AMP)),
     driftless("Mime", fr.CorrectedMomentum, mime, {"beta": 0.6}),
     driftless("Mime-without-momentum", fr.CorrectedMomentum, mime, {"beta": 0.0}),
-    case(
-        "MimeLite",
-        fr.FixedMomentum,
-        mimelite,
-        {"beta": 0.6},
-        {"beta": 0.0},
-        fixed_point=partial(lite_point, beta=0.6),
-    ),
+    case("MimeLite", fr.FixedMomentum, mimelite, {"beta": 0.6}, {"beta": 0.0}, fixed_point=LITE),
 ]

@@ -110,11 +110,7 @@ TERMS: list[tuple[Any, Any, str]] = [
     (fr.RegStrategy, [fr.FedProx(0.1)], "terms are instances.*, not the strategy FedProx; give"),
     (fr.RegStrategy, [fr.Proximal(0.1), "x"], "terms are instances.*, not 'x'"),
     (fr.RegClient, fr.Proximal, "takes a list of classes of terms, .*, not the class Proximal"),
-    (
-        fr.RegClient,
-        [fr.Proximal(0.1)],
-        "takes classes, such as .*hyper-parameters come from the strat",
-    ),
+    (fr.RegClient, [fr.Proximal(0.1)], "takes classes.*hyper-parameters come from the strat"),
 ]
 
 

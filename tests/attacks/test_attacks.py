@@ -53,6 +53,10 @@ def buffer(name: str, value: float) -> Lie:
     return lambda reply: reply.change("arrays", name, lambda a: np.full_like(a, value))
 
 
+def infinite(at: int = 0) -> Lie:
+    return values(lambda a: a * np.inf, at)
+
+
 def claims(**metrics: Any) -> Lie:
     return lambda reply: reply.say(**metrics)
 
@@ -149,17 +153,17 @@ PAIR = {"clients": 2}
 STACK = {"stacked": True}
 PRIVATE = {"privacy": fr.CentralDP(1.0, 0.0), "weighting": "uniform"}
 MINORITY = (1, 3, 4, 8)
+HALVED = {"wire_dtype": "float16"}
 CODED = "EFL(lam=0.01, density_up=0.3)"
+ADC = ("FedAvg", "FedADC")
+DRIFT = ("FedAvg", "SCAFFOLD")
+FAIR = ("QFedAvg(q=0.5)", "QFedAvg(q=1.0)", "QFedAvg(q=2.0)")
+OTHERS = ("FedAvg", "FedProx", "FedFOR", "FedSAM", "EFL", "RFedAvgPlus", "MOON", "Ditto")
+HEAVY = claims(num_examples=10**15)
 
 ATTACKS: dict[str, Attack] = {
     # what a client says of itself
-    "many examples, bounded": Attack(
-        claims(num_examples=10**15),
-        ("FedAvg", "FedProx", "FedFOR", "FedSAM", "EFL", "RFedAvgPlus", "MOON", "Ditto"),
-        0,
-        0.1,
-        settings=BOUNDED,
-    ),
+    "many examples, bounded": Attack(HEAVY, OTHERS, 0, 0.1, settings=BOUNDED),
     "1 step of 9, bounded": Attack(claims(local_steps=1), TWO, 0, settings=BOUNDED | SCALE),
     "many steps of many": Attack(
         claims(local_steps=MANY, planned_steps=MANY, num_examples=MANY),
@@ -167,13 +171,7 @@ ATTACKS: dict[str, Attack] = {
         0,
         settings=FLIPPED | BY_EPOCHS,
     ),
-    "a loss of 1e15": Attack(
-        uploads(1e15),
-        ("QFedAvg(q=0.5)", "QFedAvg(q=1.0)", "QFedAvg(q=2.0)"),
-        6,
-        event=FAR,
-        settings=FLIPPED,
-    ),
+    "a loss of 1e15": Attack(uploads(1e15), FAIR, 6, event=FAR, settings=FLIPPED),
     "a huge training loss": Attack(claims(train_loss=1e15, examples_processed=10**15), TWO, 0, 0.0),
     # what it sends
     "one huge update in round 1": Attack(longer(HUGE, 1), EVERY, 1, event=FAR),
@@ -182,11 +180,7 @@ ATTACKS: dict[str, Attack] = {
     "huge updates": Attack(values(lambda a: -HUGE * a), ("FedAMP", *EVERY), 6, event=FAR),
     "a long update": Attack(longer(3000.0, 3), ("EFL", *EVERY), 1, event=FAR),
     "a huge update in half precision": Attack(
-        values(lambda a: a + 2e4 if a.dtype == np.float16 else a, 2),
-        ("FedAvg", "FedADC"),
-        1,
-        event=FAR,
-        settings={"wire_dtype": "float16"},
+        values(lambda a: a + 2e4 if a.dtype == np.float16 else a, 2), ADC, 1, LEAST, FAR, HALVED
     ),
     "a huge upload": Attack(uploads(HUGE, 2), UPLOADING, 1, event="upload"),
     "Fisher information of an unstable pull": Attack(
@@ -197,31 +191,25 @@ ATTACKS: dict[str, Attack] = {
     "a negative huge probe in round 1": Attack(
         uploads(-HUGE, 1), PROBING[::-1], 1, event="first exchange"
     ),
-    "a negative variance": Attack(
-        buffer("running_var", -100.0), ("FedAvg", "FedADC"), 6, event="negative", settings=NORM
-    ),
-    "a huge mean in BatchNorm": Attack(
-        buffer("running_mean", -HUGE), ("FedAvg", "SCAFFOLD"), 6, event=FAR, settings=NORM
-    ),
+    "a negative variance": Attack(buffer("running_var", -100.0), ADC, 6, LEAST, "negative", NORM),
+    "a huge mean in BatchNorm": Attack(buffer("running_mean", -HUGE), DRIFT, 6, LEAST, FAR, NORM),
     "a huge variance": Attack(buffer("running_var", HUGE), TWO, 6, event=FAR, settings=NORM),
     "a huge update in a cohort of two": Attack(
         longer(HUGE, 2), ("FedAvg", "EFL", "SCAFFOLD", "FedAdam"), 1, event=PAST, settings=PAIR
     ),
     "a huge update in round 1 of a cohort of two": Attack(
-        longer(HUGE, 1), ("FedAvg", "EFL", "SCAFFOLD"), 1, 0.1, FAR, PAIR
+        longer(HUGE, 1), (*TWO, "SCAFFOLD"), 1, 0.1, FAR, PAIR
     ),
     "a huge upload in a cohort of two": Attack(uploads(HUGE, 3), UPLOADING[2:], 1, 0.1, PAST, PAIR),
     "a huge probe in a cohort of two": Attack(uploads(HUGE, 3), PROBING[:1], 1, 0.1, PAST, PAIR),
     "a huge mean in BatchNorm in a cohort of two": Attack(
-        buffer("running_mean", HUGE), ("FedAvg", "SCAFFOLD"), 6, 0.1, "change", NORM | PAIR
+        buffer("running_mean", HUGE), DRIFT, 6, 0.1, "change", NORM | PAIR
     ),
     # what it says about its arrays
     "other buffers than the others'": Attack(entry(keys.NOT_TRAINED_KEY, ["0.bias"]), TWO, 6),
-    "the model of round 1 again, as a new one": Attack(
-        again("train", renamed=True), ("FedAvg", "SCAFFOLD"), 0
-    ),
+    "the model of round 1 again, as a new one": Attack(again("train", renamed=True), DRIFT, 0),
     # how much of it
-    "an upload that nobody asked for": Attack(beside("elastic.upload"), ("FedAvg", "SCAFFOLD"), 6),
+    "an upload that nobody asked for": Attack(beside("elastic.upload"), DRIFT, 6),
     "metrics of other names each round": Attack(many_metrics(900, 500), cost=0.0, named=0),
     "a code of nothing": Attack(entry(keys.STEPS_KEY, [b""]), (CODED,), 6),
     "it has lost its model, again and again": Attack(
@@ -236,7 +224,7 @@ ATTACKS: dict[str, Attack] = {
     "no work": Attack(values(lambda a: 0 * a, record=".upload"), ("SCAFFOLD(option=1)", "EFL"), 0),
     # in the first exchange
     "a probe of many examples, bounded": Attack(
-        only(keys.PROBE, claims(num_examples=10**15)), PROBING, 0, 0.1, settings=BOUNDED
+        only(keys.PROBE, HEAVY), PROBING, 0, 0.1, settings=BOUNDED
     ),
     "an honest probe, and a huge update": Attack(
         only("train", longer(HUGE, 3)), PROBING, 1, event=FAR
@@ -246,30 +234,17 @@ ATTACKS: dict[str, Attack] = {
         claims(local_steps=1), TWO, 0, settings=SCALE | {"max_weight": 0.1}, liars=MINORITY
     ),
     "two with many examples, bounded": Attack(
-        claims(num_examples=10**15),
-        ("FedAvg", "FedProx"),
-        0,
-        0.15,
-        settings=FLIPPED | {"max_weight": 0.1},
-        liars=(3, 7),
+        HEAVY, ("FedAvg", "FedProx"), 0, 0.15, "", FLIPPED | {"max_weight": 0.1}, (3, 7)
     ),
     "two that cancel each other": Attack(
         cancelling, ("FedExP",), 1, event="the global step is", liars=(3, 7)
     ),
     # where updates are clipped
-    "a huge update where it is clipped": Attack(
-        longer(HUGE), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE
-    ),
-    "many examples where all weigh alike": Attack(
-        claims(num_examples=10**15), ("FedAvg", "FedADC"), 0, 0.1, settings=PRIVATE | FLIPPED
-    ),
-    "an infinite update where it is clipped": Attack(
-        values(lambda a: a * np.inf, 2), ("FedAvg",), 1, settings=PRIVATE
-    ),
+    "a huge update where it is clipped": Attack(longer(HUGE), ADC, 0, 0.1, settings=PRIVATE),
+    "many examples where all weigh alike": Attack(HEAVY, ADC, 0, 0.1, settings=PRIVATE | FLIPPED),
+    "an infinite update where it is clipped": Attack(infinite(2), named=1, settings=PRIVATE),
     # in a stack, without messages
-    "infinite updates in a stack": Attack(
-        values(lambda a: a * np.inf), ("FedAvg", "FedDyn"), 6, settings=STACK
-    ),
+    "infinite updates in a stack": Attack(infinite(), ("FedAvg", "FedDyn"), 6, settings=STACK),
     "the reply of round 1 again, in a stack": Attack(again("train"), TWO, 5, settings=STACK),
 }
 RETOLD = ("one huge update in round 2", "a huge upload", "a huge probe", "a negative variance")
@@ -316,13 +291,12 @@ def test_a_lie_costs_next_to_nothing(name: str, method: str) -> None:
 
 def test_who_has_most_of_the_weight_is_named_once(tmp_path: Path) -> None:
     """Also by a resumed run."""
-    lie = claims(num_examples=10**15)
-    play("FedAvg", lie, rounds=1, checkpoint_dir=tmp_path)
-    got = play("FedAvg", lie, rounds=3, checkpoint_dir=tmp_path, resume=tmp_path)
+    play("FedAvg", HEAVY, rounds=1, checkpoint_dir=tmp_path)
+    got = play("FedAvg", HEAVY, rounds=3, checkpoint_dir=tmp_path, resume=tmp_path)
     assert got.events("heavy") == {1: {LIAR: pytest.approx(1.0)}}
-    few = play("FedAvg", lie, clients=4, rounds=1)
-    bounded = play("FedAvg", lie, rounds=1, max_weight=0.2)
-    robust = play("FedAvg", lie, rounds=1, aggregator=fr.CoordinateMedian())
+    few = play("FedAvg", HEAVY, clients=4, rounds=1)
+    bounded = play("FedAvg", HEAVY, rounds=1, max_weight=0.2)
+    robust = play("FedAvg", HEAVY, rounds=1, aggregator=fr.CoordinateMedian())
     assert not any(run.events("heavy") for run in (few, bounded, robust))
 
 

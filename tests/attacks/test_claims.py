@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.methods.registry import METHODS
-from flwr_regs.server.aggregate.weights import (
-    Stats,
-    StepScaling,
-    aggregation_weights,
-    bounded_shares,
-    update_weights,
-)
+from flwr_regs.server.aggregate import weights as weighing
+from flwr_regs.server.aggregate.weights import StepScaling
 from flwr_regs.server.round import Reply
 from flwr_regs.term import ServerContext
 from tests.experiments.runs import strategy_of
@@ -46,10 +41,10 @@ def weights(
         steps = min(said["taken"], said["planned"]), said["planned"]
         uploads = {term.name: {"loss": np.asarray(said["loss"])}}
         replies[k] = Reply({"w": np.full(4, 0.1)}, uploads, {}, 20.0, steps=steps)
-    measured = {k: Stats(k, r, BASE, ()) for k, r in replies.items()}
-    p = aggregation_weights(replies, "num-examples")
+    measured = {k: weighing.Stats(k, r, BASE, ()) for k, r in replies.items()}
+    p = weighing.aggregation_weights(replies, "num-examples")
     ctx = ServerContext(2, 0.1, weights=p, replies=measured, max_scale=scale, robust=robust)
-    return dict(update_weights(term, replies, ctx))
+    return dict(weighing.update_weights(term, replies, ctx))
 
 
 CLAIMS = st.fixed_dictionaries(
@@ -78,7 +73,7 @@ def test_claims_multiply_influence_by_the_bound_at_most(
     assert all(told[k] <= others * honest[k] * (1 + 1e-9) for k in told if k != LIAR)
     least = 0.05 if isinstance(term, fr.FairWeights) and term.q < 1 else 0.0
     assert all(told[k] >= least * honest[k] for k in told)
-    share = bounded_shares(told, 0.2)
+    share = weighing.bounded_shares(told, 0.2)
     assert share[LIAR] <= 0.2 * sum(share.values()) * (1 + 1e-9)
     assert all(share[k] <= told[k] * (1 + 1e-9) for k in told)
     if max(told.values()) <= 0.2 * sum(told.values()):

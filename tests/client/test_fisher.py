@@ -16,7 +16,7 @@ from flwr_regs.client.measure import fisher
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import NO_DATA
 from flwr_regs.client.train.task import Task
-from tests.conftest import close, drawn, make_model
+from tests.conftest import close, drawn, make_model, noted
 from tests.methods.test_models import TiedLinear
 
 SAMPLE = 51 * 8  # bytes of one gradient of make_model()
@@ -153,13 +153,7 @@ def odd(make: Any, *args: Any, **kwargs: Any) -> nn.Module:
 def test_what_vmap_cannot_batch_goes_one_at_a_time(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries, data = [], make_data()
-
-    def vmap(*args: Any, **kwargs: Any) -> Any:
-        tries.append(1)
-        return torch.func.vmap(*args, **kwargs)
-
-    monkeypatch.setattr(fisher, "vmap", vmap)
+    tries, data = noted(monkeypatch, fisher, "vmap"), make_data()
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     if isinstance(model, Recurrent):  # newer versions of torch batch some
         got = fisher_diagonal(model, data, Task(), "cpu", memory=1)

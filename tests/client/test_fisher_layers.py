@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.client.measure import fisher
-from flwr_regs.client.measure.fisher import find_layers, of_layers
+from flwr_regs.client.measure.fisher import of_layers
 from tests.client.test_fisher import go, make_data, odd, plain
-from tests.conftest import close
+from tests.conftest import close, noted
 
 
 class Called(nn.Module):
@@ -67,6 +67,17 @@ def shared_bias() -> nn.Module:
     return model
 
 
+def three(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """A layer `a`, a matrix `b`, and a vector `c`."""
+    b, c = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
+    return Called(forward, a=nn.Linear(4, 3), b=b, c=c)
+
+
+def two(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Two layers, of which the second makes the logits."""
+    return Called(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+
+
 linear = partial(nn.Linear, 4, 3)
 OUT = {"out.weight", "out.bias"}
 AB = {"a.weight", "a.bias", "b.weight", "b.bias"}
@@ -92,21 +103,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         {"a", "b"},
     ),
     "parameter-as-input": (
-        lambda: Called(
-            lambda m, x: m.a(x) + functional.linear(m.a.weight[0], m.b) + m.a(m.c[None]),
-            a=nn.Linear(4, 3),
-            b=nn.Parameter(torch.randn(3, 4)),
-            c=nn.Parameter(torch.randn(4)),
-        ),
+        lambda: three(lambda m, x: m.a(x) + functional.linear(m.a.weight[0], m.b) + m.a(m.c[None])),
         {"b"},
     ),
     "its-own-input": (
-        lambda: Called(
-            lambda m, x: m.a(x) + functional.linear(m.c, m.b),
-            a=nn.Linear(4, 3),
-            b=nn.Parameter(torch.randn(3, 4)),
-            c=nn.Parameter(torch.randn(4)),
-        ),
+        lambda: three(lambda m, x: m.a(x) + functional.linear(m.c, m.b)),
         {"a.weight", "a.bias", "b"},
     ),
     "attention": (
@@ -120,16 +121,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "shared-bias": (shared_bias, {"0.weight"}),
     "penalty": (lambda: Called(lambda m, x: m.a(x) * m.a.weight.norm(), a=linear()), {"a.bias"}),
     "own-function": (
-        lambda: Called(
-            lambda m, x: m.b(Twice.apply(m.a(x), m.a.weight)), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
-        ),
+        lambda: two(lambda m, x: m.b(Twice.apply(m.a(x), m.a.weight))),
         AB - {"a.weight"},
     ),
     "weight-norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), {"bias"}),
-    "over-the-batch": (  # of one sample
-        lambda: Called(lambda m, x: m.b(m.a(x) - x.mean(0) / 2), a=nn.Linear(4, 4), b=linear()),
-        AB,
-    ),
+    # of one sample
+    "over-the-batch": (lambda: two(lambda m, x: m.b(m.a(x) - x.mean(0) / 2)), AB),
 }
 
 
@@ -137,25 +134,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 def test_squares_are_those_of_each_samples_own_gradient(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[set[str]] = []
-
-    def find(*args: Any) -> Any:
-        layers = find_layers(*args)
-        found.append(of_layers(layers))
-        return layers
-
     def failed(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(args)
 
     make, names = CASES[case]
     model, data = odd(make), make_data()
-    monkeypatch.setattr(fisher, "find_layers", find)
+    found = noted(monkeypatch, fisher, "find_layers")
     monkeypatch.setattr(fisher.warnings, "warn", failed)
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     want = plain(model, x, y)
     for memory in (1, 2**20):
         close(go(model, data, memory=memory), want, 1e-13)
-    assert found == [names, names]
+    assert [of_layers(layers) for *_, layers in found] == [names, names]
 
 
 def test_numbers_whose_own_squares_have_no_float() -> None:

@@ -10,13 +10,8 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.sampler import BatchSampler, RandomSampler, SubsetRandomSampler
 
 import flwr_regs as fr
 from flwr_regs import MOON, Ditto, FedSAM, FixedHead

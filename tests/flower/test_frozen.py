@@ -11,7 +11,7 @@ from torch import nn
 
 import flwr_regs as fr
 from tests import conftest
-from tests.conftest import close, plain_fedavg
+from tests.conftest import close, plain_fedavg, still
 
 Arrays = dict[str, np.ndarray]
 FROZEN = {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -19,15 +19,12 @@ CONFIG = {"lr": 0.1, "local-epochs": 2}
 OTHER = "other frozen parameters than the others"
 
 
-def net(seed: int = 0) -> nn.Sequential:
+def net(seed: int = 0) -> nn.Module:
     """A frozen backbone of its own for each seed, and one head for all."""
     torch.manual_seed(seed)
     body = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)]
     torch.manual_seed(9)
-    model = nn.Sequential(*body, nn.Linear(6, 3))
-    for i in (0, 2):
-        model[i].requires_grad_(False)
-    return model
+    return still(nn.Sequential(*body, nn.Linear(6, 3)), "0", "2")
 
 
 def batches(pid: int) -> list[Any]:

@@ -19,7 +19,7 @@ from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import Log, bits, budgeted, make_clients, make_model, norm_model, start
+from tests.conftest import Log, bits, budgeted, make_model, no_space, norm_model, start
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -70,7 +70,7 @@ class Case:
 
     def grid(self, kind: type[Breaking] = Breaking) -> Breaking:
         dtype = next(self.model().parameters()).dtype
-        return kind(problem.app_of(self.client, make_clients(3, dtype), self.model), 3)
+        return kind(problem.app_of(self.client, problem.make_clients(3, dtype), self.model), 3)
 
 
 def single() -> Any:
@@ -385,11 +385,8 @@ def test_privacy_that_cannot_be_counted_ends_or_refuses_the_run(
     with pytest.raises(CheckpointError, match="counted 1 releases that are not the checkpoint's 2"):
         train(other, grid, resume_from=tmp_path)
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("flwr_regs.flower.checkpoints.write_atomically", full)
+        patch.setattr("flwr_regs.flower.checkpoints.write_atomically", no_space)
         strategy = private(checkpoint_dir=tmp_path)
         with pytest.raises(CheckpointError, match="training ends before the round's mean is used"):
             train(strategy, grid, resume_from=tmp_path)

@@ -243,12 +243,8 @@ def test_a_clients_claims_end_nothing_where_the_server_tests_some_rounds() -> No
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""
     seen: list[str | None] = []
-    settings: dict[str, Any] = {
-        "seed": 1,
-        "lr_schedule": schedule,
-        "on_round": lambda entry: seen.append(entry.get("stopped")),
-        "checkpoint_dir": tmp_path,
-    }
+    settings: dict[str, Any] = {"seed": 1, "lr_schedule": schedule, "checkpoint_dir": tmp_path}
+    settings["on_round"] = lambda entry: seen.append(entry.get("stopped"))
     why = r"lr_schedule\(4\) makes the learning rate -?0.*, with which clients cannot train"
     for more in ({}, {"resume_from": tmp_path}):
         strategy = fr.FedAvg(**settings)

@@ -19,20 +19,9 @@ from flwr_regs.abilities import Carries, Evolves, Perturbs
 from flwr_regs.cohort.stack_groups import Group
 from flwr_regs.cohort.stacked_training import Stack
 from flwr_regs.cohort.stacks import ALONE
-from tests.conftest import Log, drawn
+from tests.conftest import Log, drawn, noted
 from tests.flower import stacks
-from tests.flower.stacks import (
-    SIZES,
-    Cohort,
-    Model,
-    OneByOne,
-    Stacked,
-    compare,
-    data_of,
-    pair,
-    perceptron,
-    values_of,
-)
+from tests.flower.stacks import SIZES, Cohort, Model, Stacked, compare, data_of, pair, perceptron
 
 
 class Tied(nn.Module):
@@ -422,6 +411,7 @@ def holding(params: Any, lr: float) -> Any:
 
 Once = partial(Cohort, rounds=1)
 Equal = partial(Once, config={"local-steps": 3})
+Unchecked = partial(Once, grid={"check": False})
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
     "the app has mods": Once(mods=[lambda message, context, call: call(message, context)]),
@@ -452,7 +442,7 @@ REASONS: dict[str, Cohort] = {
         terms=[fr.Private("none, scale")], model=partial(scalar, lambda m, x: m.layer(x))
     ),
     "its scale and shift lie in the same memory": Once(model=aliased),
-    "its 0.bias has a hook on its gradient": Once(model=hooked, grid={"check": False}),
+    "its 0.bias has a hook on its gradient": Unchecked(model=hooked),
     "changes the shape or dtype of its buffer seen": Once(model=Widening),
     "its data have no length": Once(loader=Streamed),
     "its convolutions are slower in a stack on a CPU": Once(model=convolving),
@@ -462,15 +452,11 @@ REASONS: dict[str, Cohort] = {
         loader=lambda k, **_: list(data_of(k, False)),
         config=TWO_EPOCHS,
     ),
-    "its model or loss writes to its parameters": Once(
-        model=partial(Model, bounding), grid={"check": False}
-    ),
+    "its model or loss writes to its parameters": Unchecked(model=partial(Model, bounding)),
     "an embedding or one_hot gets an index that is out of range": Once(
         loader=one_wrong_class, settings={"loss_fn": by_one_hot}
     ),
-    "index_fill may read other members' rows": Once(
-        settings={"loss_fn": filling}, grid={"check": False}
-    ),
+    "index_fill may read other members' rows": Unchecked(settings={"loss_fn": filling}),
     "its optimiser's factory draws random numbers": Once(settings={"optimizer": drawn_rate}),
     "its optimiser's factory looks at values that": Once(
         "FedInit", {"beta": 0.1}, settings={"optimizer": by_norm}
@@ -504,14 +490,10 @@ def test_clients_of_other_kinds_go_in_other_stacks() -> None:
 
 
 def test_a_large_cohort_trains_in_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    run = Group.run
-    monkeypatch.setattr(
-        Group, "run", lambda self, *stack: sizes.append(len(self.members)) or run(self, *stack)
-    )
+    stacks = noted(monkeypatch, Group, "run")
     two_models = 2 * (6 * 4 * 83 + 400)  # of 83 numbers
     assert not compare(Cohort(grid={"memory": two_models, "check": False})).fallbacks
-    assert sizes == [2, 2, 1, 2, 2, 1]
+    assert [len(group.members) for group, *_ in stacks] == [2, 2, 1, 2, 2, 1]
 
 
 def test_a_client_that_fails_fails_as_by_itself() -> None:
@@ -554,9 +536,9 @@ def test_each_client_has_a_dropout_mask_of_its_own() -> None:
     def updates(kind: Any) -> np.ndarray:
         grid = kind(cohort.app(), 200)
         cohort.train(grid)
-        return np.stack([values_of(m)["arrays/2.weight"] for m in grid.replies[0].values()])
+        return np.stack([m.records["arrays"]["2.weight"] for m in grid.replies[0].values()])
 
-    actual, expected = updates(Stacked), updates(OneByOne)
+    actual, expected = updates(Stacked), updates(stacks.OneByOne)
     assert len(np.unique(actual.reshape(200, -1), axis=0)) == 200
     spread = expected.std(0) / 200**0.5
     assert (abs(actual.mean(0) - expected.mean(0)) < 6 * spread + 1e-6).all()

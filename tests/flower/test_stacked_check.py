@@ -16,17 +16,8 @@ from torch.utils.data import DataLoader
 import flwr_regs as fr
 from flwr_regs.cohort.stacks import LARGE
 from tests.conftest import Items, Log, close
-from tests.flower.stacks import (
-    SIZES,
-    Cohort,
-    Model,
-    Stacked,
-    compare,
-    data_of,
-    pair,
-    perceptron,
-    values_of,
-)
+from tests.flower import stacks
+from tests.flower.stacks import SIZES, Cohort, Model, Stacked, compare, data_of, pair, perceptron
 
 CONFIG = {"local-epochs": 2}
 FACTOR = {"loss": 1.0, "round": 1}
@@ -239,7 +230,7 @@ def test_the_check_changes_nothing() -> None:
         assert not grid.fallbacks
         assert torch.equal(torch.get_rng_state(), before)
         states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-        return states, [values_of(m) for replies in grid.replies for m in replies.values()]
+        return states, [stacks.values_of(m) for replies in grid.replies for m in replies.values()]
 
     (state, actual), (expected_state, expected) = trained(1), trained(False)
     assert state == expected_state

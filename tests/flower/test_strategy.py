@@ -240,30 +240,24 @@ def asked(client_fn: Any) -> fr.InProcessGrid:
     return fr.InProcessGrid(ClientApp(client_fn), 3)
 
 
+def begun(arrays: Any, **more: Any) -> Any:
+    return fr.FedAvg().start(Untouchable(app_of(), 3), arrays, **more)
+
+
 NO_METRICS = fr.FedAvg(train_metrics_aggr_fn=lambda *_: 1.0)  # type: ignore[arg-type,return-value]
 UNSAID: Any = fr.FedAvg(lr_schedule=lambda t: None)  # type: ignore[arg-type,return-value]
 NO_RATE = fr.FedAvg(lr_schedule=lambda t: 0.0)
+NAN_RATE = fr.FedAvgM(server_lr_schedule=lambda t: float("nan"))
+TUPLE = {"train_config": CONFIG, "evaluate_fn": lambda *_: (0.5, {})}
 HALF = make_model().bfloat16().state_dict()
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),
-    (
-        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), HALF),
-        TypeError,
-        "0.weight'.* are bfloat16.*float32_arr",
-    ),
-    (
-        lambda: fr.FedAvg().start(Untouchable(app_of(), 3), make_model()),  # type: ignore[arg-type]
-        TypeError,
-        r"not a Sequential; give model\.state_dict\(\)",
-    ),
-    (
-        lambda: start(fr.FedAvg(), Untouchable(app_of(), 3), evaluate_fn=lambda *_: (0.5, {})),  # type: ignore[arg-type,return-value]
-        TypeError,
-        "evaluate_fn must return a MetricRecord or None, not a tuple",
-    ),
+    (lambda: begun(HALF), TypeError, "0.weight'.* are bfloat16.*float32_arr"),
+    (lambda: begun(make_model()), TypeError, r"not a Sequential; give model\.state_dict\(\)"),
+    (lambda: begun(initial(), **TUPLE), TypeError, "must return a MetricRecord .*not a tuple"),
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),
@@ -272,26 +266,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.Target("score", 0.6), TypeError, "metric must be the name of a metric, not 0.6"),  # type: ignore[arg-type]
     (lambda: Early(), AttributeError, r"'seed' is a setting .*super\(\).__init__"),
     (lambda: start(UNSAID, asked(None)), ValueError, r"lr_schedule\(1\) returned None, expected"),
-    (
-        lambda: run(fr.FedAvgM(server_lr_schedule=lambda t: float("nan")), fr.FedAvgMClient),
-        ValueError,
-        r"server_lr_schedule\(1\) is nan, expected a finite number",
-    ),
-    (
-        lambda: returning("aggregate_train", initial()),
-        TypeError,
-        r"return \(ArrayRecord or None, M",
-    ),
-    (
-        lambda: returning("aggregate_evaluate", {"x": "y"}),
-        TypeError,
-        "aggregate_evaluate: the metric 'x' is 'y', expected a number",
-    ),
-    (
-        lambda: returning("aggregate_evaluate", (0.5, {})),
-        TypeError,
-        r"a MetricRecord .*, not \(0.5",
-    ),
+    (lambda: run(NAN_RATE, fr.FedAvgMClient), ValueError, r"server_lr_schedule\(1\) is nan"),
+    (lambda: returning("aggregate_train", initial()), TypeError, r"return \(ArrayRecord or None"),
+    (lambda: returning("aggregate_evaluate", {"x": "y"}), TypeError, "the metric 'x' is 'y'"),
+    (lambda: returning("aggregate_evaluate", (0.5, {})), TypeError, r"a MetricRecord .*not \(0.5"),
     (lambda: fr.Patience(0), ValueError, "Patience: rounds must be a whole number of at"),
     (lambda: fr.Patience(1, min_delta=-1.0), ValueError, "min_delta must be a number of at"),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
@@ -300,11 +278,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: made(fr.Clients, batchsize=8), TypeError, "no argument 'batchsize'.*'batch_size'"),
     (lambda: made(fr.Clients).app(fr.FedFOR), TypeError, "as FedFORClient, not the class FedFOR"),
     (lambda: run(NO_METRICS, fr.FedAvgClient), TypeError, "return a MetricRecord, not a float"),
-    (
-        lambda: start(NO_RATE, asked(None)),
-        ValueError,
-        r"lr_schedule\(1\) makes the learning rate 0",
-    ),
+    (lambda: start(NO_RATE, asked(None)), ValueError, r"lr_schedule\(1\) makes the .* rate 0"),
     (
         lambda: start(fr.FedAvg(), asked(lambda _: fr.FedAvgClient(make_model(), []).to_client())),
         PopulationError,

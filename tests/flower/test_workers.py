@@ -59,10 +59,8 @@ def client_fn(context: Context) -> NumPyClient:
     if config["method"] == "counting":
         return Counting(context)
     draw = torch.Generator().manual_seed(pid)
-    x, y = (
-        torch.randn(20, 4, generator=draw).double(),
-        torch.randint(0, 3, (20,), generator=draw),
-    )
+    x = torch.randn(20, 4, generator=draw).double()
+    y = torch.randint(0, 3, (20,), generator=draw)
     data, test = (DataLoader(TensorDataset(x, y), 5, shuffle) for shuffle in (True, False))
     if config.get("kills"):
         os.kill(os.getppid(), signal.SIGKILL)

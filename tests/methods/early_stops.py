@@ -50,12 +50,9 @@ def equals_the_oracle(
     models = problem.train(strategy, client, rounds=len(ROUNDS), grid=grid)
     history = strategy.history
     assert case.oracle is not None
+    plan = problem.start_weights(), problem.to_numpy(data), len(ROUNDS), lambda t: 0.2, 2
     expected = case.oracle(
-        problem.start_weights(),
-        problem.to_numpy(data),
-        len(ROUNDS),
-        lambda t: 0.2,
-        2,
+        *plan,
         weighting=strategy.weighting,
         cohorts=[e["cohort"] for e in history],
         steps_done=[SHORT[(t - 1) % 4] for t in ROUNDS],

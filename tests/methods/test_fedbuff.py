@@ -63,15 +63,9 @@ def test_it_equals_the_oracle_on_any_clock(buffer: int, working: int, seconds: A
     got = train(strategy)
     staleness: list[list[int]] = []
     order = [pid for began in told(strategy, "began") for pid in began]
-    models = fedbuff(
-        *(start_weights(), to_numpy(make_clients(CLIENTS)), 6, lambda t: 0.2 / t),
-        buffer=buffer,
-        working=working,
-        seconds=seconds,
-        order=order,
-        server_lr=0.5,
-        staleness=staleness,
-    )
+    plan = start_weights(), to_numpy(make_clients(CLIENTS)), 6, lambda t: 0.2 / t
+    how: dict[str, Any] = {"buffer": buffer, "working": working, "seconds": seconds}
+    models = fedbuff(*plan, **how, order=order, server_lr=0.5, staleness=staleness)
     close(got, models[-1], 1e-12)
     assert told(strategy, "staleness") == staleness
     assert all("clients" in seconds for seconds in told(strategy, "seconds"))

@@ -276,15 +276,14 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
     @app.evaluate()
     def evaluate(message: Message, context: Any) -> Message:
         batches = data[context.node_config["partition-id"]]
-        named: dict[str, Any] = {"train_data": as_dicts("img", "digit")(batches), "device": "cpu"}
-        named |= {"personal": True, "output_fn": lambda output: output["scores"]}
+        named: dict[str, Any] = {"personal": True, "device": "cpu"}
         plain, other = make_model(), returns(lambda logits: {"scores": logits})()
         with patch.object(plain, "to", wraps=plain.to) as placed:
-            fr.load_model(
-                message, [OneStep], plain, personal=True, train_data=batches, device="cpu"
-            )
+            fr.load_model(message, [OneStep], plain, train_data=batches, **named)
         assert placed.call_args == call(torch.device("cpu"))  # back from where it was made
         assert placed.call_count == 2
+        named |= {"train_data": as_dicts("img", "digit")(batches)}
+        named |= {"output_fn": lambda output: output["scores"]}
         fr.load_model(message, [OneStep], other, target_key="digit", **named)
         own, shared = plain.state_dict(), make_model()
         fr.load_model(message, [OneStep], shared, personal=False)

@@ -15,7 +15,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing import Method, problem
-from tests.conftest import Batch, close, drawn, start
+from tests.conftest import Batch, close, drawn, start, still
 from tests.laws import CASES
 from tests.sampling import sampled
 
@@ -115,12 +115,6 @@ def sparse_embedding() -> nn.Module:
     return nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Tanh(), nn.Linear(4, 5))
 
 
-def frozen() -> nn.Module:
-    model = perceptron()
-    model[0].requires_grad_(False)  # type: ignore[index]
-    return model
-
-
 class Odd(nn.Module):
     """A learned temperature and a counter without dimensions, and arrays without entries."""
 
@@ -171,6 +165,7 @@ class Kind:
         return fr.float32_arrays(model) if self.wire else ArrayRecord(model.state_dict())
 
 
+FROZEN = ("0.weight", "0.bias")
 KINDS = [
     Kind("resnet-bn", batch_norm, images, private="fc.*"),
     Kind("resnet-gn", partial(ResNet, partial(nn.GroupNorm, 2)), images, private="fc.*"),
@@ -178,7 +173,7 @@ KINDS = [
     Kind("tied-linear", TiedLinear, private="head.*"),
     Kind("tied-embedding", TiedEmbedding, tokens, private="mix.*"),
     Kind("sparse-embedding", sparse_embedding, tokens),
-    Kind("frozen", frozen, still=("0.weight", "0.bias"), private="0.bias"),
+    Kind("frozen", lambda: still(perceptron(), "0"), still=FROZEN, private="0.bias"),
     Kind("scalars", lambda: Odd(scalars=True), private="body.2.*"),
     Kind("empty", lambda: Odd(empty=True), private="body.2.*"),
     Kind("float16", perceptron, dtype=torch.float16),

@@ -6,6 +6,7 @@ the papers' formulas (oracles/pairs.py).
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -75,15 +76,10 @@ def trained(terms: tuple[Term, ...], batch_norm: bool = False) -> dict[str, np.n
     """Three rounds of three unequal clients, a learning rate that falls; the model at the end."""
     settings: dict[str, Any] = {"lr_schedule": lambda t: 0.8 ** (t - 1), "fraction_evaluate": 0.0}
     strategy = fr.RegStrategy(terms, seed=3, **settings)
-    got = run(
-        strategy,
-        fr.RegClient,
-        rounds=3,
-        clients=make_clients(3),
-        model=lambda: make_model(batch_norm=batch_norm),
-        train={"local-epochs": 1},
-        terms=[type(t) for t in terms if not t.server_only],
-    )
+    how: dict[str, Any] = {"rounds": 3, "clients": make_clients(3), "train": {"local-epochs": 1}}
+    kinds = [type(t) for t in terms if not t.server_only]
+    model = partial(make_model, batch_norm=batch_norm)
+    got = run(strategy, fr.RegClient, model=model, terms=kinds, **how)
     assert [e["failures"] for e in strategy.history] == [{}, {}, {}]
     assert all(np.isfinite(a).all() for a in got.values())
     return got

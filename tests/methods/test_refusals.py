@@ -64,10 +64,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.NormBound(0.0), "NormBound: max_norm must be a positive number, or"),
     (lambda: fr.FedAvg(weighting="equal"), "must be 'num-examples' or 'uniform', not 'equal'"),
     (lambda: fr.FedAvg(seed=7.0), "seed must be a whole number of at least 0, not 7.0"),
-    (
-        lambda: fr.FedAvg(aggregator=fr.Krum),
-        r"aggregator must be .*, such as Mean\(\) or .*, not <cl",
-    ),
+    (lambda: fr.FedAvg(aggregator=fr.Krum), r"aggregator must be .*, such as Mean\(\) .*, not <cl"),
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
     (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),

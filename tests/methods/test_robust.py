@@ -67,16 +67,8 @@ def trained(
     if part:
         grid = partial(Tampered, change=partial(hostile, part))
     strategy = method.build(aggregator=aggregator, seed=3, fraction_evaluate=0.0, **settings)
-    models = problem.train(
-        strategy,
-        method.make_client,
-        rounds=2,
-        clients=data,
-        lr=0.1,
-        grid=grid(app, N),
-        model=model,
-        length={"local-steps": 3},
-    )
+    how: dict[str, Any] = {"rounds": 2, "clients": data, "lr": 0.1, "length": {"local-steps": 3}}
+    models = problem.train(strategy, method.make_client, grid=grid(app, N), model=model, **how)
     return models[-1], strategy
 
 

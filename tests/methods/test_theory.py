@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import (
-    Point,
-    half_squared_error,
-    quadratic_clients,
-    train,
-)
+from flwr_regs.testing.problem import Point, half_squared_error, quadratic_clients, train
 from tests.conftest import budgeted
 from tests.laws import minimum
 
@@ -27,16 +22,10 @@ def path(
     options = {"weighting": "uniform", "on_divergence": "warn", "fraction_evaluate": 0.0, "seed": 3}
     few = {"min_train_nodes": 1, "min_available_nodes": 1}
     strategy = getattr(fr, name)(**{**options, **few, **settings})
-    models = train(
-        strategy,
-        budgeted(getattr(fr, f"{name}Client"), [budgets or {}]),
-        rounds=rounds,
-        clients=quadratic_clients(CURVATURES, CENTRES),
-        model=Point,
-        lr=0.1,
-        length={"local-steps": steps},
-        loss_fn=half_squared_error,
-    )
+    client = budgeted(getattr(fr, f"{name}Client"), [budgets or {}])
+    how: dict[str, Any] = {"model": Point, "lr": 0.1, "loss_fn": half_squared_error}
+    how |= {"clients": quadratic_clients(CURVATURES, CENTRES), "length": {"local-steps": steps}}
+    models = train(strategy, client, rounds=rounds, **how)
     return [float(m["v"][0]) for m in models]
 
 

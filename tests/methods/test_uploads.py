@@ -9,7 +9,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing.problem import app_of, start_weights, train
-from tests.conftest import Tampered, claiming, close, make_clients, run
+from tests.conftest import Tampered, claiming, close, make_clients, noted, run
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
@@ -87,14 +87,7 @@ def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
     density: float, small: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is held of it gives the same model, to the bit, as decoding it when it is summed."""
-    decoded: list[bytes] = []
-    decode = fr.SparseTernary.decode
-
-    def counted(term: fr.SparseTernary, data: bytes, like: Any) -> Any:
-        decoded.append(data)
-        return decode(term, data, like)
-
-    monkeypatch.setattr(fr.SparseTernary, "decode", counted)
+    decoded = noted(monkeypatch, fr.SparseTernary, "decode")
     monkeypatch.setattr("flwr_regs.server.exchange.replies.SMALL", small)
     terms = {"terms": [fr.SparseTernary]}
 
@@ -103,7 +96,7 @@ def test_an_update_that_is_mostly_zero_or_small_is_decoded_once(
         return run(strategy, fr.RegClient, rounds=2, **terms)
 
     got = model()
-    assert len(decoded) == len(set(decoded)) * times == 4 * 2 * times
+    assert len(decoded) == len({data for _, data, *_ in decoded}) * times == 4 * 2 * times
     monkeypatch.setattr("flwr_regs.server.exchange.replies.SMALL", 0)
     # every update is decoded twice
     monkeypatch.setattr("flwr_regs.server.exchange.replies.MOSTLY_ZERO", 1e9)

@@ -333,10 +333,7 @@ def test_a_client_that_took_no_step_is_inactive_with_a_mod_too(mod: Any) -> None
 
 
 def test_a_mod_of_flowers_older_layout_is_refused_where_the_app_is_built() -> None:
-    for mod, remedy in (
-        (older.fixedclipping_mod, "use the one"),
-        (older.secaggplus_mod, "none in"),
-    ):
+    for mod, remedy in ((older.fixedclipping_mod, "use the"), (older.secaggplus_mod, "none in")):
         with pytest.raises(TypeError, match=f"older message layout; .*{remedy}"):
             grid_of("FedAvg", [mod])
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import RunClients
 from tests.experiments.runs import runs_of, trained
 
@@ -41,19 +41,19 @@ def scored(model: Any, data: Any) -> tuple[float, float]:
     return float(F.cross_entropy(output, y)), float((output.argmax(1) == y).float().mean())
 
 
-def parts(run: Run) -> tuple[Any, Any, list[Any]]:
-    """The initial model, the data, and each client's examples."""
+def trained_and_parts(label: str) -> tuple[RunRecord, Any, Any, list[Any]]:
+    """A run's record, its initial model, its data, and each client's examples."""
+    (run,) = runs_of(methods=label, **SMALL)
     clients = client_data_of(run.settings)
     data = clients.data
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     examples = [(x[rows], y[rows]) for rows in clients.parts]
-    return RunClients(run, clients).new_model(), data, examples
+    model = RunClients(run, clients).new_model()
+    return trained(methods=label, **SMALL)[label], model, data, examples
 
 
 def test_local_clients_train_as_often_as_they_are_in_a_cohort_on_average() -> None:
-    record = trained(methods="Local", **SMALL)["Local"]
-    (run,) = runs_of(methods="Local", **SMALL)
-    start, data, examples = parts(run)
+    record, start, data, examples = trained_and_parts("Local")
     models = [copy.deepcopy(start) for _ in examples]
     expected = [np.mean([scored(model, data) for model in models], axis=0)]
     for lr in (0.5, None, 0.125):  # a second turn in round 3: half of the clients train in a round
@@ -77,9 +77,7 @@ def test_local_clients_train_as_often_as_they_are_in_a_cohort_on_average() -> No
 
 
 def test_the_pooled_model_takes_as_many_steps_as_a_cohort_together() -> None:
-    record = trained(methods="Pooled", **SMALL)["Pooled"]
-    (run,) = runs_of(methods="Pooled", **SMALL)
-    model, data, examples = parts(run)
+    record, model, data, examples = trained_and_parts("Pooled")
     x, y = (torch.cat(part) for part in zip(*examples, strict=True))
     expected = [scored(model, data)]
     for lr in (0.5, 0.25, 0.125):

@@ -23,6 +23,7 @@ from flwr_regs.experiments.run import clients, costs, engine, server_app, traine
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.flower.grids.in_process import FIRST
+from tests.conftest import noted
 from tests.experiments.runs import runs_of, trained
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}
@@ -33,24 +34,17 @@ def in_folder(folder: Path, **settings: Any) -> list[RunRecord]:
 
 
 @pytest.fixture
-def tests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many examples each of the server's tests had."""
-    sizes = []
-    outputs = ServerTest.outputs
-
-    def counted(self: ServerTest, *args: Any) -> Any:
-        sizes.append(len(self.x))
-        return outputs(self, *args)
-
-    monkeypatch.setattr(ServerTest, "outputs", counted)
-    return sizes
+def tests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The server's tests."""
+    return noted(monkeypatch, ServerTest, "outputs")
 
 
-def test_tests_and_figures_are_those_of_the_saved_model(tmp_path: Path, tests: list[int]) -> None:
+def test_tests_and_figures_are_those_of_the_saved_model(tmp_path: Path, tests: list[Any]) -> None:
     methods = "FedAvg,FedProx(0.1),FedADC+SelfDistillation+SparseTernary(0.05, 0.05)"
     records = in_folder(tmp_path, methods=methods, **QUICK)
     digits = data.load("digits")
-    assert tests == [len(digits.test_y)] * 3 * len(records)  # the initial model too; none twice
+    # the initial model too; none twice
+    assert [len(test.x) for test, *_ in tests] == [len(digits.test_y)] * 3 * len(records)
     cohorts = [[entry["cohort"] for entry in record.rounds] for record in records]
     assert cohorts[0] == cohorts[1] == cohorts[2]
     parts = client_data_of(runs_of(**QUICK)[0].settings).parts
@@ -73,9 +67,9 @@ def test_tests_and_figures_are_those_of_the_saved_model(tmp_path: Path, tests: l
         assert not record.rejected
 
 
-def test_a_bounded_test_takes_some_of_the_examples(tests: list[int]) -> None:
+def test_a_bounded_test_takes_some_of_the_examples(tests: list[Any]) -> None:
     (record,) = trained(methods="FedAvg", test_examples=20, **QUICK).values()
-    assert tests == [20] * 3
+    assert [len(test.x) for test, *_ in tests] == [20] * 3
     assert {20 * point["accuracy"] % 1 for point in record.test} == {0}
 
 

@@ -23,6 +23,7 @@ from flwr_regs.methods.personal.apfl import MixedModel
 from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
+from flwr_regs.testing.problem import app_of
 from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
 from tests.laws import CASES
 
@@ -253,10 +254,7 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         (partial(odd_loop, "replies"), r"finish\(\) or reply\(\) was called before"),
         (partial(odd_loop, "lists metrics"), r"the metrics must be a mapping, not \[1.0\]"),
         (partial(odd_loop, "takes half a step"), "steps must be a whole number .* not 0.5"),
-        (
-            partial(odd_loop, "gives an optimiser"),
-            "optimizer must be called as .* not an instance of SGD",
-        ),
+        (partial(odd_loop, "gives an optimiser"), "optimizer must be .* not an instance of SGD"),
         (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
         (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
@@ -302,11 +300,7 @@ def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
     for loop, loss_fn, match in (
         (in_two_processes, cross_entropy, "this process's batches alone"),
         (without("one batch a step"), cross_entropy, "gradient accumulation does not show it"),
-        (
-            plain_loop,
-            lambda *given: 2 * cross_entropy(*given),
-            "give ClientRound, as loss_fn=, the",
-        ),
+        (plain_loop, lambda *given: 2 * cross_entropy(*given), "give ClientRound, as loss_fn="),
     ):
         grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
         with pytest.raises(fr.RoundFailed, match=match):
@@ -433,14 +427,9 @@ def twice(message: Message, context: Context, call_next: Any) -> Any:
 def test_a_mod_may_call_the_client_again_and_leave_lists_out(method: str, mod: Any) -> None:
     kind, client, ends = getattr(fr, method), getattr(fr, f"{method}Client"), []
     how: dict[str, Any] = {"FedADC": {"downlink": "delta"}, "RFedAvgPlus": {"lam": 0.1}}
-    data = make_clients(4)
+    app: Any = app_of(client, make_clients())
     for mods in ([], [mod]):
-
-        def client_fn(context: Context) -> Any:
-            pid = context.node_config["partition-id"]
-            return client(make_model(), data[int(pid)], data[int(pid)])
-
-        grid = fr.InProcessGrid(fr.client_app(client_fn, mods), 4)
+        grid = fr.InProcessGrid(fr.client_app(app.client_fn, mods), 4)
         strategy = kind(seed=3, fraction_train=0.5, **how.get(method, {}))
         ends.append(run(strategy, client, grid=grid))
     close(*ends, 0.0)

@@ -21,7 +21,7 @@ from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid, app_of
 from flwr_regs.wire import files, keys
 from flwr_regs.wire.arrays import ProtocolError
-from tests.conftest import close, make_clients, no_space, remembered, run
+from tests.conftest import close, make_clients, no_space, remembered, run, still
 from tests.conftest import norm_model as model
 from tests.flower.clients.test_own_loop import own_app
 
@@ -77,12 +77,6 @@ def pinned_values() -> list[np.ndarray]:
     return [v.numpy() for n, v in model().state_dict().items() if n in LAYER]
 
 
-def frozen_head() -> nn.Module:
-    m = model()
-    m[3].requires_grad_(False)
-    return m
-
-
 def tied() -> nn.Module:
     """The pinned entries under another name."""
     m = model()
@@ -99,7 +93,7 @@ HOSTILE: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "BatchNorm alone": (fr.FedBN, fr.FedBNClient, model),
     "Fisher sums": (lambda **o: fr.EFL(0.1, **o), fr.EFLClient, model),
     "a probe": (lambda **o: fr.RFedAvgPlus(0.1, **o), fr.RFedAvgPlusClient, model),
-    "frozen": (fr.FedAvg, fr.FedAvgClient, frozen_head),
+    "frozen": (fr.FedAvg, fr.FedAvgClient, lambda: still(model(), "3")),
     "half of tied weights": (lambda **o: fr.FedPer("3.*", **o), fr.FedPerClient, tied),
 }
 

@@ -28,10 +28,7 @@ pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]
 APP = ROOT / "docs/examples/deployment/app"
 PAGE = ROOT / "docs/deployment.md"
 NODES = 2
-METHODS = [
-    "EFL(lam=0.1, density_up=0.1, density_down=0.1)",
-    "RFedAvgPlus(lam=0.01, downlink='delta')",
-]
+METHODS = ["EFL(0.1, density_up=0.1, density_down=0.1)", "RFedAvgPlus(0.01, downlink='delta')"]
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,9 @@ import torch
 import flwr_regs as fr
 from flwr_regs.client import local_training as training_module
 from flwr_regs.server.population.population import PopulationError
-from flwr_regs.testing.problem import app_of, start_weights, train
+from flwr_regs.testing.problem import app_of, make_clients, make_model, start_weights, train
 from flwr_regs.wire import keys
-from tests.conftest import (
-    Attended,
-    Log,
-    Tampered,
-    budgeted,
-    close,
-    make_clients,
-    make_model,
-    to_numpy,
-    wide,
-)
+from tests.conftest import Attended, Log, Tampered, budgeted, close, to_numpy, wide
 from tests.methods.client_loss.test_losses import batch
 from tests.oracles.client_step.fedadc import fedadc
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
+from flwr_regs.client.measure import context_functions
 from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
-from tests.conftest import close, make_clients, run, wide
+from tests.conftest import close, make_clients, noted, run, wide
 from tests.methods.early_stops import Forgetful
 
 Slot = dict[str, Any]
@@ -144,12 +144,7 @@ def test_sums_that_were_not_asked_for_are_refused() -> None:
 
 
 def test_fisher_information_is_computed_only_when_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = flwr_regs.client.measure.fisher.fisher_diagonal
-    monkeypatch.setattr(
-        "flwr_regs.client.measure.context_functions.fisher_diagonal",
-        lambda *a, **k: calls.append(1) or original(*a, **k),
-    )
+    calls = noted(monkeypatch, context_functions, "fisher_diagonal")
     strategy = EFL(0.4, sums_every=3, seed=1, fraction_evaluate=0.0)
     run(strategy, EFLClient, rounds=7)
     assert len(calls) == 3 * 4  # rounds 1, 4 and 7

@@ -104,10 +104,7 @@ def test_size_is_near_the_entropy_bound(density):
         (np.array([1, 0, np.nan]), "array 'b'"),
         (np.array([1, 0, -1]), "array 'b'"),
         (np.zeros(2, np.longdouble), "array 'b'"),
-        (
-            np.concatenate([ternary(codec.CHUNK, 0.01, np.random.default_rng(7)), [1.0]]),
-            "array 'b'",
-        ),
+        (np.array([*ternary(codec.CHUNK, 0.01, np.random.default_rng(7)), 1.0]), "array 'b'"),
         (np.array([0, 2.0], np.float32), "array 'b' is not ternary with the others"),
         (np.array([0.1], np.float64), "array 'a'"),  # b is wider, so a ought to hold 0.1
         (np.array([np.nextafter(np.float32(1), np.float32(2))]), "array 'b'"),

@@ -8,8 +8,8 @@ from flwr.app import Message
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import app_of, make_model, train
-from tests.conftest import Tampered, close, make_clients, norm_model, plain_fedavg, remembered
+from flwr_regs.testing.problem import app_of, make_clients, make_model, train
+from tests.conftest import QUIET, Tampered, close, norm_model, plain_fedavg, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 DATA = [[(x[:2], y[:2]), *more] for (x, y), *more in make_clients(3)]  # unequal batches
@@ -68,9 +68,7 @@ def test_a_client_that_fails_leaves_nothing_to_others_in_a_shared_model() -> Non
     clients = make_clients(3)
     clients[0][-1][1][0] = 99  # no class
     ends = [
-        train(
-            fr.FedPer("2.*", fraction_evaluate=0.0, seed=1), fr.FedPerClient, rounds=1, grid=grid
-        )[-1]
+        train(fr.FedPer("2.*", **QUIET), fr.FedPerClient, rounds=1, grid=grid)[-1]
         for grid in (
             fr.InProcessGrid(fr.Clients(make_model(), clients)),
             fr.InProcessGrid(app_of(fr.FedPerClient, clients, make_model), 3),
@@ -95,6 +93,6 @@ def test_private_entries_that_the_user_loads_into_a_shared_model_stay() -> None:
             return fr.FedPerClient(model, DATA[pid])
 
         grid = fr.InProcessGrid(fr.client_app(made), 2)
-        return train(fr.FedPer("2.*", fraction_evaluate=0.0, seed=1), fr.FedPerClient, grid=grid)
+        return train(fr.FedPer("2.*", **QUIET), fr.FedPerClient, grid=grid)
 
     close(models(shared)[-1], models(None)[-1], 0.0)

@@ -22,8 +22,8 @@ from flwr_regs.client.personal import calibrate, trained_model
 from flwr_regs.client.train.task import Task
 from flwr_regs.term import ClientContext, ServerContext, Term
 from flwr_regs.testing import Method
-from flwr_regs.testing.problem import app_of, train
-from tests.conftest import close, dropping, make_clients, make_model, norm_model, start, to_numpy
+from flwr_regs.testing.problem import app_of, to_numpy, train
+from tests.conftest import close, dropping, make_clients, make_model, norm_model, start, still
 from tests.methods.early_stops import FORGETS, equals_the_oracle
 from tests.oracles.model import Params, log_softmax, logits
 from tests.oracles.personal.apfl import apfl, mixed
@@ -206,13 +206,8 @@ def test_a_wrong_evaluate_config_is_refused_at_once(config: Any, message: str) -
 
 
 def test_what_calibration_does_not_go_with() -> None:
-    def still() -> nn.Module:
-        model = make_model()
-        model[2].requires_grad_(False)
-        return model
-
     with pytest.raises(fr.RoundFailed, match="nothing there has requires_grad=True"):
-        evaluated(fr.FedAvg(seed=2), fr.FedAvgClient, PLAIN, model=still)
+        evaluated(fr.FedAvg(seed=2), fr.FedAvgClient, PLAIN, model=lambda: still(make_model(), "2"))
     for strategy in (fr.Ditto(seed=1), fr.FedBABU(seed=1)):
         with pytest.raises(ValueError, match="each client a model of its own"):
             strategy.prepare(1, None, {"lr": 0.1, "local-steps": 1}, PLAIN)
@@ -280,14 +275,10 @@ def test_what_is_saved_leaves_the_clients_model_as_the_round_did() -> None:
 # FedAMP's clouds
 
 
-def table(**models: Any) -> dict[str, np.ndarray]:
-    return {f"{who}.w": np.asarray(v, dtype=np.float64) for who, v in models.items()}
-
-
 def test_a_cloud_model_stays_among_the_clients_models() -> None:
     """Where the paper's weights sum to more than 1."""
     ctx = ServerContext(2, 0.1, {"w": np.zeros(1)})
-    others = table(v0=[0.0], v1=[0.01], v2=[0.03])
+    others = {f"v{k}.w": np.array([v]) for k, v in enumerate((0.0, 0.01, 0.03))}
     u = fr.CloudModel(alpha=50.0, sigma=1.0).broadcast_to(0, others, ctx)["w"]
     np.testing.assert_allclose(u, [0.02], rtol=1e-2)
 

@@ -20,16 +20,8 @@ from hypothesis.extra import numpy as arrays_of
 from safetensors.numpy import load
 
 from flwr_regs.server.checkpoint import checkpoint
-from flwr_regs.server.checkpoint.checkpoint import (
-    CheckpointError,
-    DamagedCheckpoint,
-    Folder,
-    from_json,
-    latest,
-    read,
-    rounds_in,
-    to_json,
-)
+from flwr_regs.server.checkpoint.checkpoint import CheckpointError, Folder, latest, read, rounds_in
+from flwr_regs.server.checkpoint.checkpoint import DamagedCheckpoint as Damaged
 from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT, Log
 
@@ -80,8 +72,8 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
     store: dict[str, np.ndarray] = {}
-    text = json.dumps(to_json(value, store))
-    found = from_json(json.loads(text), load(pack(store)))
+    text = json.dumps(checkpoint.to_json(value, store))
+    found = checkpoint.from_json(json.loads(text), load(pack(store)))
     assert same(found, value), (found, value)
 
 
@@ -89,14 +81,16 @@ def test_a_value_comes_back_to_the_bit(value: Any) -> None:
 def test_what_json_has_is_not_turned_one_by_one(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    to_json = checkpoint.to_json
     monkeypatch.setattr(checkpoint, "to_json", Mock(side_effect=AssertionError))
-    assert from_json(json.loads(json.dumps(to_json(value, {}))), {}) == value
+    text = json.dumps(to_json(value, {}))
+    assert checkpoint.from_json(json.loads(text), {}) == value
 
 
 @pytest.mark.parametrize("value", [lambda: 0, np.array([{}], dtype=object), 1j, np.ones(2, "c8")])
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^the state\['terms'\]\[1\] is .*; only numbers"):
-        to_json({"terms": [0, value]}, {}, "the state")
+        checkpoint.to_json({"terms": [0, value]}, {}, "the state")
 
 
 def written(folder: Path, *numbers: int) -> None:
@@ -118,7 +112,7 @@ def test_the_last_two_are_kept_and_read_back(tmp_path: Path) -> None:
     assert same(read(tmp_path / "round-000002").history, HISTORY[:2])
     assert (tmp_path / "round-000003").stat().st_mode & 0o777 == 0o600
     (tmp_path / "round-000003").rename(tmp_path / "round-000009")
-    with pytest.raises(DamagedCheckpoint, match="-000009 is damaged: it holds round 3"):
+    with pytest.raises(Damaged, match="-000009 is damaged: it holds round 3"):
         read(tmp_path / "round-000009")
 
 
@@ -147,7 +141,7 @@ def test_a_file_of_another_kind_gives_way_too(tmp_path: Path, body: bytes) -> No
     written(tmp_path, 1, 2)
     (tmp_path / "round-000002").write_bytes(sha256(body).hexdigest().encode() + b"\n" + body)
     assert latest(tmp_path).round == 1
-    with pytest.raises(DamagedCheckpoint, match="-000002 is damaged: it holds no checkpoint"):
+    with pytest.raises(Damaged, match="-000002 is damaged: it holds no checkpoint"):
         read(tmp_path / "round-000002")
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import app_of
-from tests.conftest import Tampered, composed, make_clients, make_model, norm_model, start
+from tests.conftest import Tampered, composed, make_clients, make_model, norm_model, start, still
 
 BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
@@ -92,13 +92,6 @@ def half_model() -> nn.Module:
     return make_model(torch.float32)
 
 
-def still_model() -> nn.Module:
-    """The perceptron with its first layer frozen."""
-    model = make_model()
-    model[0].requires_grad_(False)
-    return model
-
-
 @dataclass(frozen=True)
 class Case:
     """A method whose messages are damaged."""
@@ -134,7 +127,7 @@ CASES: dict[str, Case] = {
     "bfloat16": Case(
         lambda: fr.FedFOR(alpha=0.5, wire_dtype="bfloat16", **SEED), fr.FedFORClient, half_model
     ),
-    "frozen": Case(lambda: fr.FedAvg(**SEED), fr.FedAvgClient, still_model),
+    "frozen": Case(lambda: fr.FedAvg(**SEED), fr.FedAvgClient, lambda: still(make_model(), "0")),
     "private": Case(
         lambda: fr.FedAvg(privacy=fr.CentralDP(1.0, 0.1), weighting="uniform", **SEED),
         fr.FedAvgClient,

@@ -15,19 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flwr_regs.wire import keys
-from tests.server.exchange.damage import (
-    ANSI,
-    BAD,
-    BEYOND,
-    CASES,
-    DEEP,
-    LONG,
-    NOT_ARRAYS,
-    VALUES,
-    Playback,
-    Recording,
-    arrays_like,
-)
+from tests.server.exchange import damage as wrong
+from tests.server.exchange.damage import ANSI, BAD, CASES, LONG, Playback, Recording
 
 FUZZ = int(os.environ.get("FUZZ", "1"))
 EXAMPLES = 25
@@ -89,16 +78,16 @@ def change(content: RecordDict, rng: np.random.Generator) -> None:
 def exchanged(record: Any, old: Any, rng: np.random.Generator) -> Any:
     """Return another value for an entry of a record."""
     if isinstance(record, MetricRecord):
-        return pick(rng, [*BEYOND, [], [1, 2], [float("nan")] * 5000])
+        return pick(rng, [*wrong.BEYOND, [], [1, 2], [float("nan")] * 5000])
     if isinstance(record, ConfigRecord):
-        return pick(rng, [*VALUES, *(spoilt(old, rng) if isinstance(old, bytes) else [])])
+        return pick(rng, [*wrong.VALUES, *(spoilt(old, rng) if isinstance(old, bytes) else [])])
     old = old or Array(np.ones(2))
-    others = [*NOT_ARRAYS.values(), *spoilt(old.data, rng)]
+    others = [*wrong.NOT_ARRAYS.values(), *spoilt(old.data, rng)]
     made = [Array(old.dtype, old.shape, old.stype, data) for data in others]
     labels = [("", ()), ("float16", (2**62,) * 3), ("object", ()), (LONG, ())]
     made += [Array(dtype, shape, old.stype, old.data) for dtype, shape in labels]
     made += [Array(old.dtype, old.shape, "pickle", old.data)]
-    return pick(rng, [*made, *arrays_like(readable(old)), *arrays_like(readable(old))])
+    return pick(rng, [*made, *2 * wrong.arrays_like(readable(old))])
 
 
 def spoilt(data: bytes, rng: np.random.Generator) -> list[bytes]:
@@ -131,7 +120,7 @@ def damages(draw: st.DrawFn) -> Any:
     kinds = {draw(st.sampled_from(MESSAGES))} | ({"train"} if draw(st.booleans()) else set())
     number = draw(st.sampled_from([0, 1, 2]))
     special = draw(st.sampled_from(["", "", "", "", "", "", "error", "silence"]))
-    text = draw(st.sampled_from([ANSI, LONG, "", DEEP])) if special == "error" else ""
+    text = draw(st.sampled_from([ANSI, LONG, "", wrong.DEEP])) if special == "error" else ""
     return kinds, number, special, text, Damage(draw)
 
 

@@ -243,10 +243,7 @@ EVALUATIONS: dict[str, tuple[Change, str]] = {
     "silent": (lambda _: None, "no reply"),
     "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "more than 1000"),
     "many entries": (lambda c: RecordDict({**c, "config": ConfigRecord(MANY)}), "more than 1000"),
-    "another round": (
-        with_config("server-round", 7),
-        "the evaluation of client 3 belongs to round 7",
-    ),
+    "another round": (with_config("server-round", 7), "evaluation of client 3 belongs to round 7"),
 }
 
 
