@@ -291,8 +291,11 @@ class RegStrategy(Strategy):
         `arrays` is the last round's model, or another one to continue from. The server computes with this
         `config`: what a subclass changes in the messages reaches the clients alone. They share their
         ArrayRecords: to change the arrays of one client, give its message a record of its own.
+        Raises ValueError for an unknown, missing or wrong key of the `config`.
         """
         self._serve(grid)
+        if self._training is not None:  # `start` has checked the one that it was given
+            self._check_train(config)
         self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
         return self._trained.messages
 

@@ -523,6 +523,20 @@ def test_a_learning_rate_that_the_server_does_not_know_is_named_once(log: Log) -
     assert "may compute on the server with 0.2" in text
 
 
+class RunsAdam(fr.SCAFFOLD):
+    """A user's own variation: its clients run Adam."""
+
+    def configure_train(self, number: int, arrays: Any, config: Any, grid: Any) -> Any:
+        return super().configure_train(number, arrays, {**config, "optimizer": "Adam"}, grid)
+
+
+def test_a_config_that_a_subclass_changes_is_checked_before_a_client_is_asked() -> None:
+    strategy = RunsAdam(seed=1)
+    with pytest.raises(ValueError, match="Adam may take other steps"):
+        start(strategy, fr.InProcessGrid(app_of(fr.SCAFFOLDClient), 3))
+    assert strategy.history == []
+
+
 class SendsItsOwn(fr.FedAvg):
     """A user's own variation: client 0 gets a message that is made anew, and a question beside it."""
 
