@@ -82,7 +82,8 @@ def unlike_most(claims: Mapping[int, T], what: str, size: Callable[[T], int]) ->
     """Return why, for clients that claim another thing than most; of equally many, the largest counts."""
     each = sorted(claims.values(), key=size, reverse=True)
     usual = max(each, key=each.count, default=None)
-    whose = "most clients'" if 2 * each.count(usual) > len(each) else "another client's"
+    agree = sum(claim == usual for claim in each)
+    whose = "most clients'" if 2 * agree > len(each) else "another client's"
     text = f"{what}, but {whose} {{}}"
     return {pid: text.format(claim, usual) for pid, claim in claims.items() if claim != usual}
 
