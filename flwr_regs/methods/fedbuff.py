@@ -44,7 +44,7 @@ from flwr_regs.server.exchange.replies import Reader, output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.cohorts import further, uniform_cohort
-from flwr_regs.server.round import Reply, Round, TooFewReplies
+from flwr_regs.server.round import Reply, Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import COUNT, POSITIVE, ParameterError, Ranges, Term
 from flwr_regs.wire import keys
@@ -321,7 +321,7 @@ class BufferedTraining(Training):
             this_round.lose(this_round.came)
         if not self._full(this_round):
             used = sum(reply.turns for reply in this_round.used.values())
-            raise TooFewReplies(
+            raise this_round.too_few(
                 f"round {this_round.number} of FedBuff: {used} usable replies for a buffer of "
                 f"{self._plan.buffer}, and no client is left: {name_failures(this_round.failures)}"
             )

@@ -197,19 +197,22 @@ class Round:
         attempt = {k: failed[k] for k in ATTEMPT if k in failed}
         self.events["attempts"] = [*failed.get("attempts", []), attempt]
 
-    def check_enough(self, least: int, method: str) -> None:
-        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not.
+    @property
+    def too_few(self) -> type[TooFewReplies]:
+        """The error of too few replies: NoMajority if the clients disagree so that none could be used."""
+        return NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
 
-        It is NoMajority if the clients disagree so that none of them could be used.
-        """
+    def check_enough(self, least: int, method: str) -> None:
+        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not."""
         if len(self.used) >= least:
             return
         why = [name_failures(self.failures)] if self.failures else []
         why += [f"inactive: {self.inactive}"] if self.inactive else []
         why += [f"incomplete: {self.incomplete}"] if self.incomplete else []
-        kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
         few = f"{len(self.used)} usable replies from a cohort of {len(self.cohort)}, needed {least}"
-        raise kind(f"round {self.number} of {method}: {few}" + ": " * bool(why) + "; ".join(why))
+        raise self.too_few(
+            f"round {self.number} of {method}: {few}" + ": " * bool(why) + "; ".join(why)
+        )
 
     def entry(self) -> dict[str, Any]:
         """Return the round's entry of the history: plain numbers, texts and lists."""
