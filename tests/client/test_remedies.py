@@ -49,3 +49,14 @@ def test_an_error_of_torch_says_what_helps(data: Any, message: str) -> None:
         local_round(net(), Chain(()), data, lr=0.1, epochs=1, device="cpu")
     with pytest.raises(fr.RoundFailed, match=message):
         train(fr.FedAvg(seed=0), fr.FedAvgClient, rounds=1, clients=[data, data], model=net)
+
+
+class Mistaken(nn.Linear):
+    def forward(self, x: Any, i: Any) -> Any:
+        return super().forward(x, j=i)  # type: ignore[call-arg]
+
+
+def test_a_mistake_inside_the_model_is_not_blamed_on_the_data() -> None:
+    batch = {"x": X, "i": Y, "label": Y}
+    with pytest.raises(TypeError, match=r"'j'$"):
+        local_round(Mistaken(4, 3), Chain(()), [batch], lr=0.1, epochs=1, device="cpu")

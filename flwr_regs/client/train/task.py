@@ -99,8 +99,9 @@ class Task:
                 return self.logits(model(*args, **kwargs))
             return self.logits(called(model, dict(params), args, kwargs))
         except TypeError as error:
-            if not isinstance(inputs, Keywords) or "unexpected keyword" not in str(error):
-                raise
+            entries = inputs if isinstance(inputs, Keywords) else ()
+            if not any(f"unexpected keyword argument '{n}'" in str(error) for n in entries):
+                raise  # a mistake inside the model
             raise ValueError(
                 f"{error}: a batch's entries beside the targets, here {[*inputs]}, all go into the model; "
                 "leave out of the data what it does not take"
