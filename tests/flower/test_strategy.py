@@ -366,7 +366,7 @@ def test_the_majority_says_what_is_trained_and_half_against_half_the_model_stays
         assert "differ in ['0.weight']" in entry["failures"][0]
     undecided = fr.FedAvg(seed=1)
     start(undecided, fr.InProcessGrid(app_of(sabotage=freezing(0, 1)), 4))
-    assert all("half against half" in entry["failed"] for entry in undecided.history)
+    assert all("equally many each way" in entry["failed"] for entry in undecided.history)
     close(from_record(undecided.arrays), from_record(initial()), 0.0)
 
 
