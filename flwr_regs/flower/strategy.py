@@ -16,7 +16,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from flwr_regs.abilities import Steers
+from flwr_regs.abilities import Addresses, Folds, Steers, Weighs
 from flwr_regs.chain import chain, check_instances, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, TrainingResult
@@ -392,7 +392,7 @@ class RegStrategy(Strategy):
         others = {
             str(c["lr"]) for c in configs if isinstance(c, ConfigRecord) and "lr" in c
         } - given
-        readers = [t.name for t in self.term.terms if t.reads_lr]
+        readers = [t.name for t in self.term.terms if t.reads_lr and _has_server_hook(t)]
         if parcels and others and readers and not self._named_rates:
             self._named_rates = True
             log(WARNING, OTHER_RATES, ", ".join(sorted(others)), readers, *given)
@@ -485,6 +485,12 @@ class RegStrategy(Strategy):
             given = type(averaged).__name__
             raise TypeError(f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {given}")
         return metric_record(f"{kind}_metrics_aggr_fn", averaged) or {}
+
+
+def _has_server_hook(term: Term) -> bool:
+    """Return whether a term has a hook that sees a round's learning rate on the server."""
+    hooks = map(term.acts, ("broadcast", "update", "release"))
+    return isinstance(term, Addresses | Folds | Weighs) or any(hooks)
 
 
 def _as_record(metrics: Mapping[str, Any] | None) -> MetricRecord | None:

@@ -57,6 +57,13 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Metric
     return metrics, float(count or 0)
 
 
+def long_lists(parcel: Parcel, kept: Metrics) -> list[str]:
+    """Return the names of the lists of a reply that :func:`read_metrics` has left out."""
+    sent = parcel.metrics or {}
+    names = (shown(n, LONGEST_NAME) for n, v in sent.items() if isinstance(v, list))
+    return [n for n in names if n not in kept] if len(kept) < len(sent) else []
+
+
 def common_metrics(metrics: Mapping[int, Metrics]) -> tuple[list[Metrics], dict[int, list[str]]]:
     """Return (the clients' metrics that can be averaged, client -> the names that are left out of it).
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from flwr_regs.server.client_metrics import common_metrics, read_metrics
+from flwr_regs.server.client_metrics import common_metrics, long_lists, read_metrics
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.replies import check_round, output_layer
 from flwr_regs.server.failures import name_failures, read_each
@@ -18,6 +18,7 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, tie
 from flwr_regs.wire.parcel import Parcel, Record
 from flwr_regs.wire.precision import narrow
+from flwr_regs.wire.text import MOST_NAMES
 
 LOG = logging.getLogger("flwr")
 
@@ -75,6 +76,9 @@ def evaluation(
     if metrics:
         training.evaluated = True
         averaged, left_out = common_metrics(metrics)
+        for pid, m in metrics.items():
+            if lists := long_lists(replies.came[pid], m):
+                left_out[pid] = [*left_out.get(pid, ()), *lists][:MOST_NAMES]
         told |= {"metrics_left_out": left_out} if left_out else {}
         if not averaged:
             return None

@@ -33,10 +33,10 @@ class TooFewReplies(RoundFailed):
 
 
 class NoMajority(TooFewReplies):
-    """The clients disagree, half against half: nobody knows which of them are right. The run goes on."""
+    """The clients disagree, equally many each way: nobody knows which are right. The run goes on."""
 
 
-UNDECIDED = "the clients disagree, half against half, on the parameters they train, tie or freeze"
+UNDECIDED = "the clients disagree, equally many each way, on what they train, tie or freeze"
 
 
 class Snapshots:

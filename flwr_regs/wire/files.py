@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -47,7 +48,12 @@ def claim(path: Path) -> Callable[[], None]:
     or is a link: what it leads to would be overwritten.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path, flags, 0o600)
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"its {path.name} is a link") from None
+        raise
     try:
         if sys.platform == "win32":
             import msvcrt

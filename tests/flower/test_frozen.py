@@ -92,7 +92,7 @@ def test_a_client_with_another_frozen_rest_is_refused_by_name(name: str) -> None
         assert entry["replies"] == [1, 2, 3]
     undecided = make(seed=1)  # of two, nobody knows which is right
     start(undecided, grid_of(client, {0: lambda: net(5)}, n=2), fr.trainable(net()))
-    assert all("half against half" in entry["failed"] for entry in undecided.history)
+    assert all("equally many each way" in entry["failed"] for entry in undecided.history)
 
 
 def test_frozen_parameters_in_the_initial_arrays_reach_every_client() -> None:

@@ -366,7 +366,7 @@ def test_the_majority_says_what_is_trained_and_half_against_half_the_model_stays
         assert "differ in ['0.weight']" in entry["failures"][0]
     undecided = fr.FedAvg(seed=1)
     start(undecided, fr.InProcessGrid(app_of(sabotage=freezing(0, 1)), 4))
-    assert all("half against half" in entry["failed"] for entry in undecided.history)
+    assert all("equally many each way" in entry["failed"] for entry in undecided.history)
     close(from_record(undecided.arrays), from_record(initial()), 0.0)
 
 
@@ -507,7 +507,7 @@ def test_a_subclass_may_skip_a_phase() -> None:
     assert not strategy.history[-1]["failures"]
 
 
-class Faster(fr.FedADC):
+class Faster(fr.RegStrategy):
     """A user's own variation, whose server does not know the clients' learning rate."""
 
     def configure_train(self, *args: Any) -> Any:
@@ -518,9 +518,12 @@ class Faster(fr.FedADC):
 
 
 def test_a_learning_rate_that_the_server_does_not_know_is_named_once(log: Log) -> None:
-    start(Faster(seed=1), fr.InProcessGrid(app_of(fr.FedADCClient), 3))
+    """Of terms that run on the clients alone nothing is said."""
+    for of, client in ((fr.FedADC(), fr.FedADCClient), (fr.FedProx(0.1), fr.FedProxClient)):
+        app = app_of(partial(fr.RegClient, terms=client.terms))
+        start(Faster(of.term.terms, seed=1), fr.InProcessGrid(app, 3))
     (text,) = [line for line in log() if "0.3" in line and "learning rate" in line]
-    assert "may compute on the server with 0.2" in text
+    assert "['fedadc'] may compute on the server with 0.2" in text
 
 
 class RunsAdam(fr.SCAFFOLD):

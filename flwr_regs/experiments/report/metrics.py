@@ -218,9 +218,9 @@ def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
 def deployed_rounds(run: RunRecord) -> list[float]:
     """Return the estimated seconds of each round on phones, by the Field Guide's Eqs. 9 and 10.
 
-    The simulation's time of the slowest client, for which Eq. 9 waits, is its share of the round's
-    ``clients`` phase: by the local steps, or one of the cohort where the history has none. NaN where a
-    round does not say that.
+    Eq. 9 waits for the slowest client. Its simulated time is a share of the round's ``clients`` phase: that
+    of its local steps, or, where the history has no steps, an equal one. NaN where a round does not say
+    that.
     """
     each = []
     for entry in run.rounds:

@@ -154,7 +154,7 @@ class Bars(Progress):
 class Heartbeat:
     """Tells what a run is at, from a thread of its own, where that takes long: see `SILENCE` and `PIPED`.
 
-    On a terminal, what is told of was long itself; for a file or a pipe, short ones add up.
+    On a terminal, only what takes long by itself is told of; for a file or a pipe, short stages add up.
 
     Parameters
     ----------

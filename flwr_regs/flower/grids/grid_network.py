@@ -302,8 +302,8 @@ def replies_to(
 
     A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
     sent them. Flower reports a lost node as an error from node 1 to the node's message, and says nothing of
-    a node that missed the timeout. So a client without a reply counts as failed. Without a message, it was
-    left out.
+    a node that missed the timeout. So a client without a reply counts as failed. One without a message is
+    named as left out.
     """
     messages = list(messages)
     reached = {message.metadata.dst_node_id for message in messages}

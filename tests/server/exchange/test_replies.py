@@ -197,6 +197,13 @@ def test_accident_20_megabytes_of_text(log: Log) -> None:
     assert max(map(len, log())) < 2000
 
 
+def test_a_list_of_an_evaluation_that_is_too_long_is_named() -> None:
+    strategy = played(with_metric("long", [0.0] * 1001), kinds=["evaluate"])
+    told = strategy.history[0]["evaluate"]
+    assert told["metrics_left_out"] == {BAD: ["long"]}
+    assert "long" not in told["clients"][BAD]
+
+
 def test_accident_ansi_codes(log: Log) -> None:
     costs_only_its_client(lambda _: ANSI, r"\x1b[31m\x1b[2J\x07 run failed\u202e\u200b\x00")
     costs_only_its_client(with_config("regs.method", ANSI), r"but from \x1b[31m")
