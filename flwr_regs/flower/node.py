@@ -309,7 +309,8 @@ def _guard(mod: Mod) -> Mod:
             why = "which noise would ruin: use GroupNorm, or FedBN, which keeps them here"
             return refuse(f"BatchNorm's statistics {running}, {why}")
         if mod in CLIPPING and "clipping_norm" not in _config(message.content):
-            return refuse("a train_config without 'clipping_norm'")
+            needs = "it needs that, and a strategy with privacy=CentralDP(...) (docs/privacy.md)"
+            return refuse(f"a train_config without 'clipping_norm': {needs}")
         inner: list[Message] = []
 
         def checked(message: Message, context: Context) -> Message:
