@@ -164,8 +164,8 @@ def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
         raise ProtocolError(f"'{keys.START_KEY}' must be hexadecimal digits, not {start!r:.80}")
-    of_node = context.node_id % 2**63  # for which the server takes a node without a partition
-    served, meant = context.node_config.get("partition-id", of_node), config.get(keys.CLIENT_KEY)
+    served = context.node_config.get("partition-id", keys.stand_in(context.node_id))
+    meant = config.get(keys.CLIENT_KEY)
     if meant is not None and meant != int(served):
         but = f"this node serves {served!r}"
         raise ProtocolError(f"the message is for partition {meant!r:.80}, but {but}")

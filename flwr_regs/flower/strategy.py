@@ -389,9 +389,8 @@ class RegStrategy(Strategy):
         parcels = [p for r in begun.requests if r.kind == "train" for p in r.parcels.values()]
         given = {str(parcel.config.get("lr")) for parcel in parcels}
         configs = [m.content.get(keys.CONFIG) for m in begun.messages]
-        others = {
-            str(c["lr"]) for c in configs if isinstance(c, ConfigRecord) and "lr" in c
-        } - given
+        sent = {str(c["lr"]) for c in configs if isinstance(c, ConfigRecord) and "lr" in c}
+        others = sent - given
         readers = [t.name for t in self.term.terms if t.reads_lr and _has_server_hook(t)]
         if parcels and others and readers and not self._named_rates:
             self._named_rates = True

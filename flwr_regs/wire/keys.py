@@ -60,6 +60,11 @@ LOSS_ROSE = "loss rose"
 """What a client says of its memory, and of its local steps, in ``regs.memory``."""
 
 
+def stand_in(node: int) -> int:
+    """Return what stands in for the partition id of a node that has none: half of node ids are larger."""
+    return node % 2**63
+
+
 def is_start(value: object) -> bool:
     """Return whether a value can identify a training: up to 64 hexadecimal digits, a safe file name."""
     digits = set("0123456789abcdef")

@@ -274,7 +274,7 @@ def modes_of(model: nn.Module) -> Modes:
 
 @contextmanager
 def in_modes(modes: Modes) -> Iterator[None]:
-    """Put modules into modes; then give each its own mode back."""
+    """Put modules into these modes; then give each the mode back that it had."""
     before = {module: module.training for module in modes}
     try:
         for module, training in modes.items():

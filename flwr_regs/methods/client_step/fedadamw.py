@@ -134,8 +134,8 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
     ) -> tuple[Slot, Arrays]:
         mean = {key: a / len(ctx.weights) for key, a in uploads.items() if self.adds(key)}
         if ctx.robust:
-            steps = {key: {"step": a} for key, a in uploads.items() if not self.adds(key)}
-            mean |= ctx.aggregated({int(key.removeprefix("step.")): a for key, a in steps.items()})
+            counts = under(uploads, "step.")
+            mean |= ctx.aggregated({int(pid): {"step": a} for pid, a in counts.items()})
         wide = np.result_type(np.float32, *(w.dtype for w in ctx.params.values()))
         return {key: np.asarray(a, wide) for key, a in mean.items()}, delta
 

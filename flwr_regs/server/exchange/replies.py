@@ -73,7 +73,7 @@ class Reader:
                 del replies[pid]
                 this_round.failures[pid] = shown(why)
 
-        def say(what: Callable[[Reply], Hashable], known: Any) -> dict[int, Hashable]:
+        def claims(what: Callable[[Reply], Hashable], known: Any) -> dict[int, Hashable]:
             said = {p: what(r) for p, r in replies.items()}
             halves = Counter(said.values()).most_common(2)
             if known is None and len(halves) == 2 and halves[0][1] == halves[1][1]:
@@ -82,14 +82,14 @@ class Reader:
                 return {}
             return said
 
-        buffers, odd = agreed(say(lambda r: r.buffers, model.buffers), model.buffers)
+        buffers, odd = agreed(claims(lambda r: r.buffers, model.buffers), model.buffers)
         why = "client {} trains other parameters than the others, or than before; they differ in {}"
         leave_out({p: why.format(p, sorted(replies[p].buffers ^ buffers)) for p in odd})
         known = None if model.tied is None else frozenset(model.tied.items())
-        tied, odd = agreed(say(lambda r: frozenset(r.tied.items()), known), known)
+        tied, odd = agreed(claims(lambda r: frozenset(r.tied.items()), known), known)
         why = "client {} ties other weights than the others: {}, not {}"
         leave_out({p: why.format(p, dict(replies[p].tied), dict(sorted(tied))) for p in odd})
-        frozen, odd = agreed(say(lambda r: r.frozen, model.frozen), model.frozen)
+        frozen, odd = agreed(claims(lambda r: r.frozen, model.frozen), model.frozen)
         if model.frozen is not None:  # messages hold it: clients compare, and say nothing
             odd = [p for p in odd if replies[p].frozen]
         leave_out(dict.fromkeys(odd, wire.OTHER_FROZEN))

@@ -23,8 +23,6 @@ LONGEST = 60.0
 """Seconds that one query may take."""
 MOST_PARTITIONS = 2**31
 """A node's partition-id is below this, and its num-partitions at most this."""
-STAND_INS = 2**63
-"""So is what stands in for a missing one; half of Flower's node ids are larger."""
 MOST_CLASSES = 10_000
 MOST_MISSING = 1000
 """Missing clients that are named one by one."""
@@ -279,7 +277,7 @@ def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:
     Raises ProtocolError unless both are whole numbers in range.
     """
     config = reply.config
-    pid, total = config.get("partition-id", node % STAND_INS), config.get("num-partitions")
+    pid, total = config.get("partition-id", keys.stand_in(node)), config.get("num-partitions")
     if "partition-id" in config and not (type(pid) is int and 0 <= pid < MOST_PARTITIONS):
         wrong = f"the partition-id {quoted(pid, 40)}, expected one from 0 to {MOST_PARTITIONS - 1}"
     elif total is not None and not (type(total) is int and 0 < total <= MOST_PARTITIONS):
