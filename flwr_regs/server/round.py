@@ -15,7 +15,10 @@ from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
-ATTEMPT = ("failed", "cohort", "failures", "late", "replies", "bytes_down", "bytes_up", "seconds")
+ATTEMPT = (
+    *("failed", "cohort", "failures", "late", "replies", "seconds"),
+    *("bytes_down", "bytes_up", "bytes_ahead"),
+)
 """What the history keeps of an attempt that failed."""
 ENTRY = (
     *("population", "cohort", "lr", "bytes_down", "bytes_up", "bytes_probe_down", "bytes_probe_up"),

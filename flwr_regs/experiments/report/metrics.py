@@ -12,7 +12,7 @@ import numpy as np
 
 from flwr_regs.experiments.calls import REFERENCES
 from flwr_regs.experiments.extras import table_beside
-from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.run_records import RunRecord, attempts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,20 +220,22 @@ def deployed_rounds(run: RunRecord) -> list[float]:
 
     Eq. 9 waits for the slowest client. Its simulated time is a share of the round's ``clients`` phase: that
     of its local steps, or, where the history has no steps, an equal one. NaN where a round does not say
-    that.
+    that. Attempts that failed count, each with an equal share, if they have reached the clients.
     """
-    each = []
-    for entry in run.rounds:
-        seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
-        sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
-        down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
-        steps = [*entry.get("steps", {}).values()]
-        cohort = len(entry.get("cohort") or ()) or np.nan
-        share = max(steps) / sum(steps) if any(steps) else 1 / cohort
-        trained = (seconds["clients"] + seconds["probe"]) * share
-        computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
-        each.append(down / DOWN_MB + up / UP_MB + computed)
-    return each
+    tried = ([a for a in attempts(e) if a is e or a.get("bytes_down")] for e in run.rounds)
+    return [sum(map(_deployed, of_round)) for of_round in tried]
+
+
+def _deployed(entry: Mapping[str, Any]) -> float:
+    seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
+    sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
+    down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
+    steps = [*entry.get("steps", {}).values()]
+    cohort = len(entry.get("cohort") or ()) or np.nan
+    share = max(steps) / sum(steps) if any(steps) else 1 / cohort
+    trained = (seconds["clients"] + seconds["probe"]) * share
+    computed = SLOWER * trained + FIXED_SECONDS + seconds["aggregate"]
+    return float(down / DOWN_MB + up / UP_MB + computed)
 
 
 def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float]:

@@ -119,13 +119,14 @@ class RunRecord:
     def megabytes(self) -> list[float]:
         """10^6 bytes after each round, down and up together, per client of the population."""
         ways = ("bytes_down", "bytes_up", "bytes_ahead")
-        spent = [sum(sum(r.get(way, {}).values()) for way in ways) for r in self.rounds]
+        each = [[a.get(way, {}) for a in attempts(r) for way in ways] for r in self.rounds]
+        spent = [sum(sum(sent.values()) for sent in of_round) for of_round in each]
         return [float(s) / self.clients / 1e6 for s in np.cumsum(spent)]
 
     @property
     def clock(self) -> list[float]:
         """Seconds after each round."""
-        spent = [sum(r.get("seconds", {}).values()) for r in self.rounds]
+        spent = [sum(sum(a.get("seconds", {}).values()) for a in attempts(r)) for r in self.rounds]
         return [float(s) for s in np.cumsum(spent)]
 
     @property
@@ -166,6 +167,11 @@ HEAD = _FIELDS[: _FIELDS.index("test")]
 """What a record's first line holds: all that is known before the first round."""
 END = _FIELDS[_FIELDS.index("per_client") : _FIELDS.index("torn")]
 """What a record's last line holds."""
+
+
+def attempts(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a round's earlier attempts, which failed and cost the same, and the round itself."""
+    return [*entry.get("attempts", ()), entry]
 
 
 def file_name(label: str) -> str:

@@ -38,6 +38,13 @@ TWICE = {"clients": 1.5, "aggregate": 0.5, "probe": 0.5}
 PROBED = made(
     [0.5 - 1e-12], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7}, seconds=TWICE
 )
+FAILED = {
+    "cohort": [0, 1],
+    "bytes_down": {0: 100},
+    "bytes_up": {0: 50},
+    "seconds": {"clients": 1.5},
+}
+AGAIN = made([0.6], attempts=[FAILED, FAILED, {"seconds": {}}])
 OWN = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
 TESTED = made([0.2, 0.3], evaluate={"clients": OWN})
 TESTED.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}
@@ -59,6 +66,9 @@ VALUES: list[tuple[RunRecord, dict[str, float | None]]] = [
     (PROBED, {"bytes-down": 120, "exchanges": 2, "deployed-seconds": PHONES + 7 * 0.25}),
     (KEPT, {"rounds-to": 2, "seconds-to": None, "megabytes-to": None, "gradients-to": None}),
     (PROBED, {"rounds-to": 1}),  # where it is met
+    # what attempts at a round cost that failed
+    (AGAIN, {"bits": 8 * 600, "megabytes-to": 600 / 4 / 1e6, "seconds-to": 5, "bytes-down": 100}),
+    (AGAIN, {"deployed-seconds": 3 * PHONES - 2 * 0.5}),
     (RunRecord("A", "A", 1, {**DEFAULTS}, 4, {}), dict.fromkeys(metrics.METRICS)),
 ]
 
