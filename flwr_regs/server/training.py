@@ -433,7 +433,8 @@ class Training:
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""
         metrics = {pid: reply.metrics for pid, reply in this_round.used.items()}
-        said = [m.get("examples-processed") for m in metrics.values()]
+        worked = {*metrics, *this_round.incomplete}  # also those that `incomplete` drops
+        said = [this_round.received[p].metrics.get("examples-processed") for p in sorted(worked)]
         processed = [n for n in said if isinstance(n, int) and usable(n) and n > 0]
         this_round.examples_processed = sum(processed)
         reported, left_out = common_metrics(metrics)

@@ -181,7 +181,8 @@ class Stops(Plain):
     def fit(self, parameters: Any, config: Any) -> Any:
         arrays, count, _ = super().fit(parameters, config)
         steps = 1 + (config["regs.partition"] > 0)
-        return arrays, count, {"local-steps": steps, "planned-steps": 2}
+        taken = {"local-steps": steps, "planned-steps": 2, "examples-processed": 10 * steps}
+        return arrays, count, taken
 
 
 @pytest.mark.parametrize("incomplete", ["drop", "scale"])
@@ -191,6 +192,7 @@ def test_steps_count_where_a_plain_client_reports_them(incomplete: Any) -> None:
     start(strategy, plain_app(Stops), config)
     assert strategy.history[0]["steps"] == {0: 1, 1: 2, 2: 2, 3: 2}
     assert strategy.history[0]["replies"] == [0, 1, 2, 3][incomplete == "drop" :]
+    assert strategy.history[0]["examples_processed"] == 70  # also of one that is dropped
     with pytest.raises(fr.RoundFailed, match=r"reports no steps, which incomplete='.*' needs"):
         start(fr.FedAvg(seed=1, incomplete=incomplete), plain_app(), config)
 
