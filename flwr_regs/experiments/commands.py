@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shlex
 import sys
 import tarfile
@@ -54,7 +55,7 @@ def train(args: Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
     for taken in ("--resume", "--verify"):
         if getattr(args, taken[2:], None):
-            options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
+            options = [w.partition("=")[0] for w in args.words if re.match("-[^0-9.]", w)]
             if wrong := [option for option in options if option not in (taken, *BESIDE[taken])]:
                 raise ValueError(f"{taken} takes the rest from the folder: leave {wrong[0]} out")
     if getattr(args, "verify", None):
