@@ -93,6 +93,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(2)
+    empty = [before for before, word in zip(("", *argv), argv, strict=False) if not word.strip()]
+    empty += [word[:-1] for word in argv if word.startswith("--") and word.endswith("=")]
+    if asked := [before for before in empty if before != "--title"]:  # which may be none
+        parser.error(f"what follows {asked[0]} is empty: leave it out, or give a value")
     args, rest = parser.parse_known_args(argv)
     # settings, and a name beside them, may stand on either side of an option
     settings, named = "settings" in args, "name" in args

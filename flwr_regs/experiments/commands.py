@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shlex
 import sys
 import tarfile
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.experiments import words
-from flwr_regs.experiments.calls import pieces
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import places
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
@@ -54,7 +54,7 @@ def train(args: Namespace) -> int:
     """Do ``run``, ``sweep`` or ``bench``."""
     for taken in ("--resume", "--verify"):
         if getattr(args, taken[2:], None):
-            options = [word.partition("=")[0] for word in args.words if word.startswith("-")]
+            options = [w.partition("=")[0] for w in args.words if re.match("-[^0-9.]", w)]
             if wrong := [option for option in options if option not in (taken, *BESIDE[taken])]:
                 raise ValueError(f"{taken} takes the rest from the folder: leave {wrong[0]} out")
     if getattr(args, "verify", None):
@@ -353,8 +353,7 @@ def plot(args: Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
     from flwr_regs.experiments.report.drawing import Look
 
-    methods = [label.strip() for _, label in pieces(args.methods, ",;") if label.strip()]
-    look = Look(args.title, args.size, args.font_size, methods, args.accuracy)
+    look = Look(args.title, args.size, args.font_size, accuracy=args.accuracy)
     if args.what == "partition":
         if args.methods or args.accuracy:
             raise ValueError("--methods and --accuracy go with results: flwr-regs plot FOLDER")
@@ -375,7 +374,9 @@ def plot(args: Namespace) -> int:
     every = places(experiment, folder)
     begun = [(panel, place) for panel, place in every if (place / "runs").is_dir()]
     each = {place: results_of(experiment, panel, place) for panel, place in begun or every[:1]}
-    check_rows(look.methods, [run.label for of_panel in each.values() for run in of_panel.runs])
+    labels = list(dict.fromkeys(run.label for of in each.values() for run in of.runs))
+    look = replace(look, methods=choices.rejoined(re.split("[,;]", args.methods), labels))
+    check_rows(look.methods, labels)
     for place, results in each.items():
         check_writable(there := target / place.relative_to(folder))
         results.save(there, look=look)

@@ -59,6 +59,8 @@ class Space:
             except ValueError as error:
                 forms = "a range is LOW..HIGH, values are A,B,C"
                 raise ValueError(f"--tune {text}: {error}; {forms}") from error
+            if any(one in tried[:place] for place, one in enumerate(tried)):
+                raise ValueError(f"--tune {text} has a value twice")
             return cls(text, key, choices=tuple(tried))
         with suppress(ValueError):
             if 0 < float(low) < float(high):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,9 +38,9 @@ def at(card: Experiment, level: str = "") -> Experiment:
 
 
 def panels_of(card: Experiment, text: str) -> tuple[Panel, ...]:
-    """Return the panels of names that commas or semicolons separate; a name may have commas itself."""
+    """Return the panels of names that commas or semicolons separate; a name may have them itself."""
     titles = [panel.name for panel in card.panels]
-    asked = [name for part in text.split(";") for name in rejoined(part.split(","), titles)]
+    asked = rejoined(re.split("[,;]", text), titles)
     return tuple(panel_of(card, name) for name in asked) or card.panels
 
 
@@ -68,13 +69,14 @@ def with_references(card: Experiment) -> Experiment:
 
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the parts of a list, which commas separate; parts that together are one of `names` are one.
+    """Return the parts of a list, which commas and semicolons separate; those of one of `names` are one.
 
     >>> rejoined(["MNIST", " sim 0%", "all"], ["MNIST, sim 0%", "all"])
     ['MNIST, sim 0%', 'all']
     """
     left = [part.strip() for part in parts if part.strip()]
-    whole = {tuple(part.strip() for part in name.split(",")): name for name in names}
+    split = {name: [part.strip() for part in re.split("[,;]", name)] for name in names}
+    whole = {tuple(part for part in parts if part): name for name, parts in split.items()}
     rejoined_parts = []
     while left:
         most = next((k for k in range(len(left), 1, -1) if tuple(left[:k]) in whole), 1)

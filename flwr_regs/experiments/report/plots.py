@@ -12,6 +12,7 @@ diverged, as it counts in the mean: with the untrained accuracy from there on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import multimode
 from typing import Any
 
@@ -295,7 +296,7 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
             axes.plot(across, group, "-", color="0.5", linewidth=2, gid="group")
         axes.plot((1, 1 + ranks.critical), (-1.2, -1.2), "|-", color="black", gid="critical")
         axes.text(1, -1.7, f"critical difference {ranks.critical:.2f}", gid="label")
-        _name_rows(picture, axes, names, short=True)
+        row = _name_rows(picture, axes, names, short=True)
         axes.set_ylim(len(names) - 0.4, -2.6)
         axes.set_xlim(0.6, max(len(names) + gap * (len(groups) + 1), 1.4 + ranks.critical))
         ticks = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(1, len(names))
@@ -306,23 +307,24 @@ def over_panels(ranks: Ranks, *, title: str = "", look: Look | None = None) -> P
         bars = "Grey bars join methods whose mean ranks differ by less than Nemenyi's critical difference"
         caption = f"Ranks over {ranks.blocks} panels by the mean over seeds. {friedman}. {bars}."
         drawing.head(picture, title, caption)
-        drawing.finish(picture, axes, _row() * (len(names) + 3), grows=True)
+        drawing.finish(picture, axes, row * (len(names) + 3), grows=True)
     return picture
 
 
-def _row() -> float:
-    """Return the height of a row, in inches."""
-    return float(0.021 * rcParams["font.size"])
+def _name_rows(picture: Picture, axes: Axes, names: Sequence[str], short: bool) -> float:
+    """Write each row's method left of it; return the height of a row in inches, where no two names meet.
 
-
-def _name_rows(picture: Picture, axes: Axes, names: Sequence[str], short: bool) -> None:
-    """Write each row's method left of it; a `short` name has its parameters only where it takes them."""
+    A `short` name has its parameters only where it takes them.
+    """
     without = [name.partition("(")[0] for name in names]
     pairs = zip(without, names, strict=True)
     shown = [s if short and without.count(s) == 1 else name for s, name in pairs]
     texts = [drawing.wrap(name, 0.3 * picture.get_figwidth()) for name in shown]
     axes.set_yticks(range(len(names)), texts, parse_math=False)
     axes.tick_params(axis="y", length=0)
+    lines = [1 + text.count("\n") for text in texts]
+    between = [(one + two) / 2 for one, two in pairwise(lines)]
+    return float(0.021 * rcParams["font.size"] * max(between, default=1.0))
 
 
 def differences(
@@ -364,7 +366,7 @@ def differences(
                 bars.lines[0].set_gid(f"difference {label}")
             axes.set_title(drawing.wrap(name, 1.0), fontsize="medium", parse_math=False)
             axes.tick_params(axis="y", length=0)
-        _name_rows(picture, every[0], labels, short=len(panels) > 1)
+        row_height = _name_rows(picture, every[0], labels, short=len(panels) > 1)
         every[0].set_ylim(len(labels) - 0.4, -0.6)
         what = f"points of accuracy above {first}, mean of the {last} rounds"
         if len(panels) == 1:
@@ -377,7 +379,7 @@ def differences(
         caption = f"{axes_show}{mean}. {marks} ({holm}). {note}"
         drawing.head(picture, title, caption.strip())
         lines = max(len(labels) + 1, 4)  # the texts around want some height
-        drawing.finish(picture, every[0], _row() * lines, grows=True)
+        drawing.finish(picture, every[0], row_height * lines, grows=True)
     return picture
 
 

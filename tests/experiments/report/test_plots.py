@@ -194,6 +194,8 @@ def test_ranks_are_drawn_with_their_groups_and_critical_difference() -> None:
 
 def test_differences_are_drawn_with_their_intervals_and_verdicts() -> None:
     ends = {"Base": (0.5, 0.6, 0.7), "Far": (0.9, 1.0, 0.99), "Bad": (0.1, 0.2, 0.29)}
+    long = "SparseTernary(density_up=0.1, density_down=0.1, another=1)+LongTerm(another=2)"
+    ends[long] = (0.6, 0.5, 0.6)  # its lines meet none of the next row
     ends["Near"] = (0.5,) * 3
     every = [recorded(label, [v], seed) for label, of in ends.items() for seed, v in enumerate(of)]
     figure = Results(every, baseline="Base").plot("differences")
