@@ -181,6 +181,8 @@ def _part(kind: Any, call: Call, extra: Mapping[str, Any], base: type[RegStrateg
     """Return what a part that is no strategy's class stands for: a strategy, or a list of terms."""
     made = kind
     expected = "a class that derives from RegStrategy, a function that returns a strategy"
+    if isinstance(kind, type) and hasattr(kind, "fit"):
+        raise TypeError(f"{kind.__name__} is a client's class: name its strategy, or a term")
     if call.called or callable(kind):
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
