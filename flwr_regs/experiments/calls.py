@@ -83,6 +83,10 @@ def text_of(calls: Iterable[Call]) -> str:
 
 REFERENCES = ("Local", "Pooled")
 """Rows that are no methods: see run/references.py."""
+OUTSIDE = {
+    "FedBuff": "FedBuff has no rounds to compare: use it in a program (docs/asynchronous.md)"
+}
+"""The package's strategies that no comparison takes -> why."""
 
 
 def catalogue() -> list[str]:
@@ -96,6 +100,8 @@ def check_name(call: Call, rows: Iterable[str] = ()) -> None:
 
     The error names the nearest one, or the nearest of a card's `rows`.
     """
+    if call.target in OUTSIDE:
+        raise ValueError(OUTSIDE[call.target])
     if ":" not in call.target and call.target not in (names := [*catalogue(), *REFERENCES]):
         hint = f"{nearest(call.target, [*rows, *names])} (`flwr-regs list methods` shows all"
         what = f"the package has no strategy or term '{call.target}'"
