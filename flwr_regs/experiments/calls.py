@@ -83,6 +83,10 @@ def text_of(calls: Iterable[Call]) -> str:
 
 REFERENCES = ("Local", "Pooled")
 """Rows that are no methods: see run/references.py."""
+OUTSIDE = {
+    "FedBuff": "FedBuff has no rounds to compare: use it in a program (docs/asynchronous.md)"
+}
+"""The package's strategies that no comparison takes -> why."""
 
 
 def catalogue() -> list[str]:
@@ -91,10 +95,15 @@ def catalogue() -> list[str]:
     return list(dict.fromkeys([*METHODS, *terms, *TERMS]))
 
 
-def check_name(call: Call) -> None:
-    """Raise ValueError if a call is neither of the package nor of a user's own code."""
+def check_name(call: Call, rows: Iterable[str] = ()) -> None:
+    """Raise ValueError if a call is neither of the package nor of a user's own code.
+
+    The error names the nearest one, or the nearest of a card's `rows`.
+    """
+    if call.target in OUTSIDE:
+        raise ValueError(OUTSIDE[call.target])
     if ":" not in call.target and call.target not in (names := [*catalogue(), *REFERENCES]):
-        hint = f"{nearest(call.target, names)} (`flwr-regs list methods` shows all"
+        hint = f"{nearest(call.target, [*rows, *names])} (`flwr-regs list methods` shows all"
         what = f"the package has no strategy or term '{call.target}'"
         raise ValueError(f"{what}{hint}; your own is mine.py:name)")
 

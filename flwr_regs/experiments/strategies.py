@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import REFERENCES, Call, Calls, catalogue, check_name, text_of
+from flwr_regs.experiments.calls import (
+    OUTSIDE,
+    REFERENCES,
+    Call,
+    Calls,
+    catalogue,
+    check_name,
+    text_of,
+)
 from flwr_regs.experiments.user_code import HERE, load, said
 from flwr_regs.methods.registry import HOMES, METHODS
 from flwr_regs.server.options import Options
@@ -56,7 +64,8 @@ def light(name: str) -> Any:
     if name == "RegStrategy":
         return _defined("flwr_regs.flower.strategy")[name]
     if name not in catalogue():
-        raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
+        missing = f"there is no method '{name}'{nearest(name, catalogue())}"
+        raise ValueError(OUTSIDE.get(name, missing))
     file = METHODS[name].module if name in METHODS else HOMES[name]
     return _defined(f"flwr_regs.methods.{file}")[name]
 
@@ -181,6 +190,8 @@ def _part(kind: Any, call: Call, extra: Mapping[str, Any], base: type[RegStrateg
     """Return what a part that is no strategy's class stands for: a strategy, or a list of terms."""
     made = kind
     expected = "a class that derives from RegStrategy, a function that returns a strategy"
+    if isinstance(kind, type) and hasattr(kind, "fit"):
+        raise TypeError(f"{kind.__name__} is a client's class: name its strategy, or a term")
     if call.called or callable(kind):
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")

@@ -221,7 +221,12 @@ def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
         metrics = {n: value for n, value in entry.get(key, {}).items() if n not in COUNTS}
         single = [f"{n} {v:.4g}" for n, v in metrics.items() if isinstance(v, int | float)]
         parts += [where + ", ".join(single)] if single else []
-    return "   ".join([*parts, f"{sum(entry['seconds'].values()):.2g} s"])
+    return "   ".join([*parts, in_seconds(sum(entry["seconds"].values()))])
+
+
+def in_seconds(time: float) -> str:
+    """Return a time with two digits, or more where it has 100 seconds or more."""
+    return f"{time:.2g} s" if time < 99.5 else f"{time:.0f} s"
 
 
 def _number(said: Any) -> float | None:

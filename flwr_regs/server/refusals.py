@@ -66,7 +66,7 @@ def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
 
 
 def _callables(value: Any) -> bool:
-    return all(map(callable, as_many(value)))
+    return all(callable(f) and not isinstance(f, type) for f in as_many(value))
 
 
 def _is_function(value: Any) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 import flwr_regs as fr
+from flwr_regs.flower.loop import line_of
 from flwr_regs.flower.writers import numbers
 from flwr_regs.wire.records import from_record
 from tests.conftest import Log, Tampered, close, start
@@ -352,3 +353,4 @@ def test_the_log_has_a_line_a_round(log: Log) -> None:
     for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):
         words = rf"round {number}/2   {clients} clients   train-loss \S+   clients: .*loss.*"
         assert re.fullmatch(rf"{words}   server: accuracy {server}   \S+ s", line), line
+    assert line_of({"round": 1, "seconds": {"clients": 231.4}}, 2) == "round 1/2   231 s"

@@ -224,6 +224,9 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
         InProcessGrid(app, 3, workers=2)
     with pytest.raises(ValueError, match="workers must be a whole number of at least 1, not"):
         InProcessGrid(client_app(client_fn), 3, workers=True)
+    for no_app in (client_fn, fr.RegClient):
+        with pytest.raises(TypeError, match=r"expected Clients or client_app\(client_fn\), not <"):
+            InProcessGrid(no_app, 3)
 
 
 def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:

@@ -20,6 +20,14 @@ def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str) -> None
             fr.FedAvg(**{name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("name", "given"), [("stop_when", fr.Target), ("on_round", [fr.JsonLines])]
+)
+def test_a_class_in_place_of_a_function_is_refused(name: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a function of .*, not .*class"):
+        fr.FedAvg(**{name: given})
+
+
 def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
     strategy = fr.FedFOR(0.5, seed=4)
     strategy.fraction_train = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flwr_regs.experiments.calls import REFERENCES, parse_methods, pieces, text_of
+from flwr_regs.experiments.calls import REFERENCES, check_name, parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import catalogue, datasets
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
@@ -53,6 +53,8 @@ def with_methods(card: Experiment, text: str) -> Experiment:
         for label, calls in methods.items():
             named = [row for row in card.rows if row.name == label]
             own = named or [row for row in card.rows if text_of(row.calls) == label]
+            for call in () if own else calls:
+                check_name(call, titles)
             meant = own or [Row(label, calls)]
             if any(row in rows for row in meant):
                 raise ValueError(f"'{label}' appears twice in {text!r}: name each method once")

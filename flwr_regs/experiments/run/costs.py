@@ -28,6 +28,7 @@ from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress, counted, duration, rounds_of
 from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.experiments.settings import split_in_words
+from flwr_regs.flower.loop import in_seconds
 from flwr_regs.methods.registry import METHODS
 
 QUICK = 0.1
@@ -261,7 +262,8 @@ def measure(run: Run) -> str:
         gpu = f"{used / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB, and a fifth more to be safe"
         memory = f"{gpu}: {int(1 / share)} clients at a time on a GPU"
         option += f" client-resources-num-gpus={share:g}"
-    took = f"{spent / len(entry['cohort']):.2g} s a round, {_resident() / 2**20:,.0f} MiB of memory"
+    each = in_seconds(spent / len(entry["cohort"]))
+    took = f"{each} a round, {_resident() / 2**20:,.0f} MiB of memory"
     federation = f'--federation-config "num-supernodes={run.settings.num_clients} {option}"'
     return f"one client: {took} for its process\n{memory}\n{federation}\n{compiling(run)}"
 
@@ -277,7 +279,8 @@ def compiling(run: Run) -> str:
         seconds.append([entry["seconds"]["clients"] for entry in strategy.history])
     (first, *later), (first_compiled, *later_compiled) = seconds
     before, after = min(later), min(later_compiled)
-    text = f"a cohort in a stack: {before:.2g} s a round, {after:.2g} s with compile=True"
+    stacked, compiled = in_seconds(before), in_seconds(after)
+    text = f"a cohort in a stack: {stacked} a round, {compiled} with compile=True"
     if after >= before:
         return f"{text}, which does not pay"
     rounds = max(math.ceil((first_compiled - first) / (before - after)), 1)

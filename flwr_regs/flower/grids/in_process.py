@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import proxy
@@ -25,6 +26,17 @@ from flwr_regs.wire.records import identity
 
 FIRST = 1000
 """The node id of the first client."""
+
+
+def _is_app(given: Any) -> bool:
+    """Return whether it can be called with a message and a context, as a `client_fn` cannot."""
+    try:
+        inspect.signature(given).bind("message", "context")
+    except ValueError:  # it says nothing of its arguments
+        return True
+    except TypeError:
+        return False
+    return not isinstance(given, type)
 
 
 class InProcessGrid(Grid):
@@ -89,7 +101,7 @@ class InProcessGrid(Grid):
         *,
         workers: int = 1,
     ) -> None:
-        if not isinstance(client_app, Clients) and not callable(client_app):
+        if not isinstance(client_app, Clients) and not _is_app(client_app):
             raise TypeError(f"expected Clients or client_app(client_fn), not {client_app!r:.80}")
         if isinstance(client_app, Clients):
             if num_clients not in (None, len(client_app)):
