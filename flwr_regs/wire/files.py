@@ -70,7 +70,11 @@ def claim(path: Path) -> Callable[[], None]:
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)
         raise BlockingIOError(f"process {holder or 'unknown'}") from None
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:  # the disk is full
+        os.close(descriptor)
+        raise
     return partial(os.close, descriptor)

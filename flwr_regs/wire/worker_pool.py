@@ -111,14 +111,8 @@ class WorkerPool:
         if it may not run to its end: that ends the processes. Raises RuntimeError if one does not start.
         """
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
-        places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
         with contextlib.ExitStack() as stack:
-            made = [TemporaryDirectory(prefix=PREFIX, dir=place) for place in places]
-            folders = [stack.enter_context(folder) for folder in made]
-            for folder in folders:
-                stack.callback(claim(lock := Path(folder, ".part")))
-                with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
-                    lock.rename(lock.with_name(".lock"))  # it shows once it is locked
+            folders = _folders(stack)
             try:
                 while waiting or at:
                     self._start(min(self.number, len(waiting) + len(at)) - len(self.running))
@@ -198,6 +192,23 @@ def _ctrl_c_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _folders(stack: contextlib.ExitStack) -> list[str]:
+    """Make folders for arrays, the fastest first; with the stack they go."""
+    made = []
+    for place in [*[SHARED] * SHARED.is_dir(), None]:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix=PREFIX, dir=place))
+            stack.callback(claim(lock := Path(folder, ".part")))
+        except OSError:  # a container's shared memory may be full, or not for writing
+            if place is None:
+                raise
+            continue
+        with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
+            lock.rename(lock.with_name(".lock"))  # it shows once it is locked
+        made.append(folder)
+    return made
 
 
 def _remove_left() -> None:

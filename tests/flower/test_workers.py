@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,6 +214,17 @@ def test_a_killed_worker_costs_one_reply(
     assert len(result.train_metrics_clientapp) == 2
     assert [p.is_alive() for p in pool(pair[1])] == [True, True]
     assert messages_to(pair[1], [2])[0].content["metrics"]["calls"] == 1
+
+
+def test_arrays_go_another_way_where_shared_memory_cannot_be_written(
+    pair: tuple[InProcessGrid, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "SHARED", Path("/proc"))  # nobody makes folders there
+    assert messages_to(pair[1], [0])[0].has_content()
+    monkeypatch.undo()
+    full = Mock(side_effect=[OSError(28, "full"), lambda: None])
+    monkeypatch.setattr(worker_pool, "claim", full)
+    assert messages_to(pair[1], [0])[0].has_content()
 
 
 def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
