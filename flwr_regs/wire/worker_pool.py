@@ -297,7 +297,9 @@ def _read(connection: Connection) -> Any:
     """Return a value that was sent; its arrays are views of the shared memory."""
     data, sizes, path = connection.recv()
     with open(path, "r+b") as file:
-        whole = memoryview(mmap.mmap(file.fileno(), 0))
+        # Windows removes no file that is mapped
+        mapped = sys.platform != "win32"
+        whole = memoryview(mmap.mmap(file.fileno(), 0) if mapped else bytearray(file.read()))
     os.unlink(path)
     ends = zip(sizes, accumulate(sizes), strict=True)
     return pickle.loads(data, buffers=[whole[end - size : end] for size, end in ends])

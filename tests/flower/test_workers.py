@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -225,6 +226,19 @@ def test_arrays_go_another_way_where_shared_memory_cannot_be_written(
     full = Mock(side_effect=[OSError(28, "full"), lambda: None])
     monkeypatch.setattr(worker_pool, "claim", full)
     assert messages_to(pair[1], [0])[0].has_content()
+
+
+def test_arrays_are_read_and_not_mapped_on_windows_which_removes_no_mapped_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    worker_pool._send(ours, [str(tmp_path)], np.arange(3))
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(worker_pool.mmap, "mmap")
+    array = worker_pool._read(theirs)
+    array += 1  # it can be written, as a mapped one
+    assert array.tolist() == [1, 2, 3]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
