@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""The errors of a file system that lacks what is asked of it."""
+
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> None:
     """Write or replace a file; by default, only its owner can read it. Raise OSError.
@@ -31,12 +34,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's list of names, where the system can (Windows opens no folders)."""
+    """Sync a folder's list of names, where the system can (Windows opens no folders) and the disk can."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network disks and shared folders sync files alone
+        if error.errno not in CANNOT:
+            raise
     finally:
         os.close(descriptor)
 
