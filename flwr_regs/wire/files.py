@@ -47,8 +47,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def claim(path: Path) -> Callable[[], None]:
+def claim(path: Path, surely: bool = False) -> Callable[[], None]:
     """Lock a file that stands for a folder; return what gives it up, as the end of the process also does.
+
+    On a disk that knows no locks, as on some clusters, nothing is locked, and two may claim a folder;
+    `surely` makes that an OSError.
 
     Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written,
     or is a link: what it leads to would be overwritten.
@@ -76,6 +79,10 @@ def claim(path: Path) -> Callable[[], None]:
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)
         raise BlockingIOError(f"process {holder or 'unknown'}") from None
+    except OSError as error:
+        if surely or error.errno not in (*CANNOT, errno.ENOLCK):
+            os.close(descriptor)
+            raise
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.ftruncate(descriptor, 0)

@@ -216,7 +216,7 @@ def _remove_left() -> None:
     for place in (SHARED, Path(gettempdir())):
         for lock in place.glob(f"{PREFIX}*/.lock"):
             with contextlib.suppress(OSError):  # it is in use, or another user's
-                release = claim(lock)
+                release = claim(lock, surely=True)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 release()
 
