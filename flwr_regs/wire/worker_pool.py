@@ -167,6 +167,9 @@ class WorkerPool:
                     f"it {self._buried(connection)}; in a script, start the training under "
                     "`if __name__ == '__main__':`, because each worker imports the script"
                 )
+                main = getattr(sys.modules["__main__"], "__file__", None)
+                if main and not Path(main).is_file():
+                    said += f"; {main} cannot be imported: put the script into a file"
             if said != _READY:
                 raise RuntimeError(f"workers={self.number}: a worker does not start: {said}")
 

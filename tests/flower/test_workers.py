@@ -252,9 +252,16 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
         InProcessGrid(client_app(client_fn), 3, workers=True)
 
 
-def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
+def test_a_worker_that_cannot_read_its_script_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = worker_pool.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
-    with pytest.raises(RuntimeError, match="if __name__ == '__main__'"):
+    with pytest.raises(RuntimeError, match=r"if __name__ == '__main__'.*imports the script$"):
+        [*ends.answers([0], lanes=[0])]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")  # python < script.py
+    with pytest.raises(
+        RuntimeError, match="<stdin> cannot be imported: put the script into a file"
+    ):
         [*ends.answers([0], lanes=[0])]
 
 
