@@ -148,6 +148,8 @@ def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: s
     term = chain([fr.LeaveOneOutMean(0.1), fr.FixedHead()])  # hooks, and parameters held still
     with pytest.raises((OSError, RuntimeError), match=match):
         local_round(model, term, data, lr=0.1, steps=1, device="cpu", loss_fn=loss)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are switched off"):
+        local_round(model, term, data, lr=0.1, steps=1, device="cpu")
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_pre_hooks for m in model.modules())
 

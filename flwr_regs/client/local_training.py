@@ -367,7 +367,9 @@ class LocalTraining:
         ctx, self._step_ctx = self._of_step(inputs, targets, output), None
         loss = self._term.loss(base, self._params, ctx) if self._adds_loss else base
         if not loss.requires_grad:
-            raise RuntimeError("the loss depends on no trained parameter: nothing can be learnt")
+            off = "gradients are switched off, by torch.no_grad or the like"
+            why = "the loss depends on no trained parameter" if torch.is_grad_enabled() else off
+            raise RuntimeError(f"{why}: nothing can be learnt")
         self._step_ctx, self._went_back = ctx, not watched
         self._steps_before = self._optimizer.steps
         if watched:

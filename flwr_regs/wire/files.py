@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""The errors of a file system that lacks what is asked of it."""
+
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> None:
     """Write or replace a file; by default, only its owner can read it. Raise OSError.
@@ -31,18 +34,24 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], mode: int
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's list of names, where the system can (Windows opens no folders)."""
+    """Sync a folder's list of names, where the system can (Windows opens no folders) and the disk can."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network disks and shared folders sync files alone
+        if error.errno not in CANNOT:
+            raise
     finally:
         os.close(descriptor)
 
 
-def claim(path: Path) -> Callable[[], None]:
+def claim(path: Path, surely: bool = False) -> Callable[[], None]:
     """Lock a file that stands for a folder; return what gives it up, as the end of the process also does.
+
+    On a disk that knows no locks, as on some clusters, nothing is locked, and two may claim a folder;
+    `surely` makes that an OSError.
 
     Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written,
     or is a link: what it leads to would be overwritten.
@@ -70,7 +79,15 @@ def claim(path: Path) -> Callable[[], None]:
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)
         raise BlockingIOError(f"process {holder or 'unknown'}") from None
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        if surely or error.errno not in (*CANNOT, errno.ENOLCK):
+            os.close(descriptor)
+            raise
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:  # the disk is full
+        os.close(descriptor)
+        raise
     return partial(os.close, descriptor)

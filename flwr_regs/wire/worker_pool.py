@@ -111,14 +111,8 @@ class WorkerPool:
         if it may not run to its end: that ends the processes. Raises RuntimeError if one does not start.
         """
         waiting, at = [*range(len(tasks))], dict[Connection, int]()
-        places = [*[SHARED] * SHARED.is_dir(), None]  # a container's shared memory may be small
         with contextlib.ExitStack() as stack:
-            made = [TemporaryDirectory(prefix=PREFIX, dir=place) for place in places]
-            folders = [stack.enter_context(folder) for folder in made]
-            for folder in folders:
-                stack.callback(claim(lock := Path(folder, ".part")))
-                with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
-                    lock.rename(lock.with_name(".lock"))  # it shows once it is locked
+            folders = _folders(stack)
             try:
                 while waiting or at:
                     self._start(min(self.number, len(waiting) + len(at)) - len(self.running))
@@ -173,6 +167,9 @@ class WorkerPool:
                     f"it {self._buried(connection)}; in a script, start the training under "
                     "`if __name__ == '__main__':`, because each worker imports the script"
                 )
+                main = getattr(sys.modules["__main__"], "__file__", None)
+                if main and not Path(main).is_file():
+                    said += f"; {main} cannot be imported: put the script into a file"
             if said != _READY:
                 raise RuntimeError(f"workers={self.number}: a worker does not start: {said}")
 
@@ -200,12 +197,29 @@ def _ctrl_c_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _folders(stack: contextlib.ExitStack) -> list[str]:
+    """Make folders for arrays, the fastest first; with the stack they go."""
+    made = []
+    for place in [*[SHARED] * SHARED.is_dir(), None]:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix=PREFIX, dir=place))
+            stack.callback(claim(lock := Path(folder, ".part")))
+        except OSError:  # a container's shared memory may be full, or not for writing
+            if place is None:
+                raise
+            continue
+        with contextlib.suppress(OSError):  # Windows moves no open file: what is left stays
+            lock.rename(lock.with_name(".lock"))  # it shows once it is locked
+        made.append(folder)
+    return made
+
+
 def _remove_left() -> None:
     """Remove the folders of arrays that killed processes have left; those of living ones are locked."""
     for place in (SHARED, Path(gettempdir())):
         for lock in place.glob(f"{PREFIX}*/.lock"):
             with contextlib.suppress(OSError):  # it is in use, or another user's
-                release = claim(lock)
+                release = claim(lock, surely=True)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 release()
 
@@ -286,7 +300,9 @@ def _read(connection: Connection) -> Any:
     """Return a value that was sent; its arrays are views of the shared memory."""
     data, sizes, path = connection.recv()
     with open(path, "r+b") as file:
-        whole = memoryview(mmap.mmap(file.fileno(), 0))
+        # Windows removes no file that is mapped
+        mapped = sys.platform != "win32"
+        whole = memoryview(mmap.mmap(file.fileno(), 0) if mapped else bytearray(file.read()))
     os.unlink(path)
     ends = zip(sizes, accumulate(sizes), strict=True)
     return pickle.loads(data, buffers=[whole[end - size : end] for size, end in ends])

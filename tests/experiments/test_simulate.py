@@ -25,7 +25,8 @@ def test_it_is_quiet_and_gives_the_numbers_of_the_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
-    result = simulate(METHODS, seeds=(1, 2), **QUICK)
+    with torch.inference_mode():  # also where gradients are switched off
+        result = simulate(METHODS, seeds=(1, 2), **QUICK)
     assert capfd.readouterr() == ("", "")
     assert torch.get_num_threads() == threads
     assert not list(tmp_path.iterdir())

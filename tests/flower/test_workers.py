@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -215,6 +217,30 @@ def test_a_killed_worker_costs_one_reply(
     assert messages_to(pair[1], [2])[0].content["metrics"]["calls"] == 1
 
 
+def test_arrays_go_another_way_where_shared_memory_cannot_be_written(
+    pair: tuple[InProcessGrid, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "SHARED", Path("/proc"))  # nobody makes folders there
+    assert messages_to(pair[1], [0])[0].has_content()
+    monkeypatch.undo()
+    full = Mock(side_effect=[OSError(28, "full"), lambda: None])
+    monkeypatch.setattr(worker_pool, "claim", full)
+    assert messages_to(pair[1], [0])[0].has_content()
+
+
+def test_arrays_are_read_and_not_mapped_on_windows_which_removes_no_mapped_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    worker_pool._send(ours, [str(tmp_path)], np.arange(3))
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(worker_pool.mmap, "mmap")
+    array = worker_pool._read(theirs)
+    array += 1  # it can be written, as a mapped one
+    assert array.tolist() == [1, 2, 3]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,9 +255,16 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
             InProcessGrid(no_app, 3)
 
 
-def test_a_worker_that_cannot_read_its_script_says_what_helps() -> None:
+def test_a_worker_that_cannot_read_its_script_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = worker_pool.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
-    with pytest.raises(RuntimeError, match="if __name__ == '__main__'"):
+    with pytest.raises(RuntimeError, match=r"if __name__ == '__main__'.*imports the script$"):
+        [*ends.answers([0], lanes=[0])]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")  # python < script.py
+    with pytest.raises(
+        RuntimeError, match="<stdin> cannot be imported: put the script into a file"
+    ):
         [*ends.answers([0], lanes=[0])]
 
 

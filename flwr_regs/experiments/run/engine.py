@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -121,7 +122,7 @@ def train(
     run: Run, folder: Path | None, progress: Progress, runner: str, grid: Grid | None = None
 ) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
-    with quiet() as warned, threads(1) as allowed:
+    with quiet() as warned, threads(1) as allowed, torch.inference_mode(False), torch.enable_grad():
         warm_up()
         clients, stacked = RunClients(run, client_data_of(run.settings)), runner == "stacked"
         kind = References if run.calls[0].target in REFERENCES else Trainer

@@ -1,9 +1,11 @@
 """Checkpoints on the disk: values come back to the bit, damage is refused, no failure loses the last."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,6 +208,20 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(
         Folder(tmp_path)
     monkeypatch.undo()
     Folder(tmp_path).close()  # the lock is free
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folders, and has locks of its own")
+def test_a_disk_that_syncs_no_folders_and_knows_no_locks_keeps_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    Folder(tmp_path).save(1, STATE, [])
+    assert latest(tmp_path).round == 1
 
 
 class Killed(BaseException):
