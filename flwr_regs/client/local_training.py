@@ -52,6 +52,10 @@ IN_DDP = (
     "the method takes gradients itself, and DistributedDataParallel would leave them those of this "
     "process's batches alone: train this client in one process"
 )
+PER_SAMPLE = (
+    "Opacus makes the gradients anew in its optimiser's step, and what correct() does would be lost: take "
+    "the step as `if optimizer.pre_step(): loop.correct(); optimizer.original_optimizer.step()`"
+)
 ROSE = 10.0
 """How many times its first step's loss a round's mean loss is too much."""
 
@@ -412,6 +416,9 @@ class LocalTraining:
             raise RuntimeError(
                 "correct() comes once for each step: after the last of several batches"
             )
+        changes = self._corrects or "clip-norm" in self._ctx.config
+        if changes and any(map(remedies.awaits_gradient, self._params.values())):
+            raise RuntimeError(PER_SAMPLE)
         self._go_back()
         if all(p.grad is None for p in self._params.values()):
             raise RuntimeError(

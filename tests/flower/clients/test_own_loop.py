@@ -244,6 +244,8 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         whole.backward()
         if what == "corrects late":
             optimizer.step()
+        if what == "is Opacus's":
+            vars(next(model.parameters()))["grad_sample"] = loss
         loop.correct()
 
 
@@ -260,6 +262,7 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
         (partial(odd_loop, "corrects late"), "before the optimiser's step, and this step is taken"),
         (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
+        (partial(odd_loop, "is Opacus's"), r"anew in its optimiser's step.*optimizer.pre_step"),
         (without("loss"), "it saw no loss since"),
         (without("correct"), "has moved, but correct.. was never called"),
         (without("loss", "correct"), "has moved, but correct.. was never called"),
