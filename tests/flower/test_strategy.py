@@ -456,6 +456,7 @@ def test_driven_from_outside_is_the_same_to_the_bit(make: Any, client: Any) -> N
     start(ours, fr.InProcessGrid(app_of(client), 6), 3)
     grid, arrays = fr.InProcessGrid(app_of(client), 6), initial()
     train, evaluate = driven.prepare(3, train_config=CONFIG)
+    driven.summary()
     for t in (1, 2, 3):
         messages = list(driven.configure_train(t, arrays, train, grid))
         arrays, metrics = driven.aggregate_train(t, grid.send_and_receive(messages))
@@ -480,7 +481,7 @@ def test_another_model_without_a_word_and_replies_without_a_round_are_refused() 
     assert strategy.aggregate_evaluate(1, []) is None
     list(strategy.configure_train(2, ArrayRecord({**new}), CONFIG, grid))  # in other hands
     noisy = to_record({n: a + 0.125 for n, a in from_record(new).items()})
-    with pytest.raises(ValueError, match=r"wrapped around this one.*prepare"):
+    with pytest.raises(ValueError, match=r"wrapped around this.* a start of your own.*prepare"):
         strategy.configure_train(2, noisy, CONFIG, grid)
 
 
