@@ -306,6 +306,11 @@ class LocalTraining:
             _write(self._values, self._before)
             self._before = None
 
+    def _has_moved(self) -> bool:
+        """Return whether the parameters are no longer where the round began."""
+        values = (self._before or self._values).items()
+        return any(not torch.equal(v, self._begin[n].to(v)) for n, v in values)
+
     def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         """Return the local objective from a batch's plain loss; call it right after the forward pass.
 
@@ -323,6 +328,8 @@ class LocalTraining:
             raise ValueError(
                 f"loss() takes the batch's mean loss, a tensor with one number, not {given}"
             )
+        if not self._sizes and (refused := self._optimizer.counts_on_sgd) and self._has_moved():
+            raise ValueError(refused.format("the loop changes the model before its first step"))
         logits = self._task.logits(output)
         self._step_loss = base.detach(), logits, targets
         return self._objective(base, inputs, targets, logits)
@@ -543,8 +550,7 @@ class LocalTraining:
         self._go_back()
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
-        begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())
-        moved = any(not torch.equal(v, first) for v, first in begin)
+        moved = self._has_moved()
         # AMP's scaler leaves steps out; the steps of an optimiser of the loop's own are not counted
         stepped = min(self._taken, self._optimizer.steps or self._taken)
         if not (self._optimizer.steps or self._begins_finite or moved):

@@ -365,7 +365,9 @@ def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(
     assert all(torch.equal(v, want[n]) for n, v in kept(True).items())
 
 
-@pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
+@pytest.mark.parametrize(
+    "what", ["learning rate", "gradients after correct", "model before its fi"]
+)
 @pytest.mark.parametrize(
     ("client", "left_out"),
     [(fr.SCAFFOLDClient, ""), (fr.VRLSGDClient, ""), (fr.SCAFFOLDClient, "plain step")],
@@ -379,7 +381,11 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    loop = partial(plain_loop, before_step=changed, left_out=left_out)
+    def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        if what.startswith("model"):
+            nn.init.ones_(next(model.parameters()))
+        plain_loop(round_, model, make, before_step=changed, left_out=left_out)
+
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
         run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
