@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -445,7 +445,8 @@ class LocalTraining:
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             given = [*grads.values(), *self._values.values()]
             before = [a._version for a in given]
-            corrected = self._term.correct(grads, self._values, ctx)
+            with self._own_loss():
+                corrected = self._term.correct(grads, self._values, ctx)
             if (after := [a._version for a in given]) != before:
                 places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
                 touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
@@ -497,6 +498,16 @@ class LocalTraining:
             raise RuntimeError(ACCUMULATES)
         with in_modes(self._modes):
             return self._measures.train(self._ctx, self._replay.again, *args, **how)
+
+    @contextmanager
+    def _own_loss(self) -> Iterator[None]:
+        """Say of an error, once the method has taken a loss itself, that the loop has another one."""
+        try:
+            yield
+        except Exception as error:
+            if self._measures.has_used_loss and (why := self._differs or self._loss_differs()):
+                raise ValueError(why) from error
+            raise
 
     def _loss_differs(self) -> str:
         """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.
@@ -574,7 +585,10 @@ class LocalTraining:
         delta = {name: v - start[name] for name, v in self._values.items()}
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
-        sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        sent, upload, kept = delta, Slot(), self._kept
+        if taken:
+            with self._own_loss():
+                sent, upload, kept = self._term.finish(delta, ctx)
         if self._differs and self._measures.has_used_loss:
             raise ValueError(self._differs)
         if self._alone is not None:

@@ -315,9 +315,11 @@ def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_fo
     grids = (fr.InProcessGrid(own_app(fr.FedFORClient, loop), 4) for loop in (listed, plain_loop))
     got, want = (run(fr.FedFOR(0.1, seed=3), fr.FedFORClient, grid=grid) for grid in grids)
     close(got, want, 0.0)
-    grid = fr.InProcessGrid(own_app(fr.FedCurvClient, listed), 4)
-    with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
-        run(fr.FedCurv(0.1, seed=3), fr.FedCurvClient, grid=grid)
+    for name, parameters in ("FedCurv", [0.1]), ("FedSAM", [0.1]), ("Ditto", [0.1]):
+        client = getattr(fr, f"{name}Client")
+        grid = fr.InProcessGrid(own_app(client, listed), 4)
+        with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
+            run(getattr(fr, name)(*parameters, seed=3), client, grid=grid)
 
 
 @pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
