@@ -322,6 +322,20 @@ def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_fo
             run(getattr(fr, name)(*parameters, seed=3), client, grid=grid)
 
 
+class Layers(nn.Sequential):
+    def forward(self, inputs: Any) -> Any:
+        raise TypeError("call my layers")
+
+
+def test_of_a_model_that_only_the_loop_can_call_it_is_said_that_the_method_calls_it() -> None:
+    def by_layers(loop: fr.ClientRound, model: Any, make: Any) -> None:
+        plain_loop(loop, nn.Sequential(*model), make)
+
+    app = own_app(fr.SCAFFOLDClient, by_layers, lambda: Layers(*make_model()))
+    with pytest.raises(fr.RoundFailed, match="call my layers; the method calls the model itself"):
+        run(fr.SCAFFOLD(option=1, seed=3), fr.SCAFFOLDClient, grid=fr.InProcessGrid(app, 4))
+
+
 @pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
 def test_a_step_that_amps_scaler_leaves_out_is_none(method: Any) -> None:
     def skipping(overflows: bool, loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
