@@ -570,7 +570,8 @@ class LocalTraining:
             WHOLE.check(type(self).__name__, "steps", steps)
         taken = stepped if steps is None else int(steps)
         if not 0 <= taken <= self.num_steps:
-            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+            hint = "" if self.num_steps else ": without steps, go straight to reply()"
+            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}{hint}")
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "the loop has set requires_grad=True where it was False: do so before"

@@ -277,6 +277,15 @@ def test_mistakes_are_refused(loop: Loop, match: str) -> None:
         run(fr.FedADC(0.5), fr.FedADCClient, grid=grid)
 
 
+def test_steps_in_an_exchange_without_training_are_refused() -> None:
+    def trains(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        plain_loop(loop, model, make, batches=make_clients()[0])
+
+    grid = fr.InProcessGrid(own_app(fr.RFedAvgPlusClient, trains), 4)
+    with pytest.raises(fr.RoundFailed, match=r"the round asked for 0: .* straight to reply"):
+        run(fr.RFedAvgPlus(0.1), fr.RFedAvgPlusClient, grid=grid)
+
+
 @pytest.mark.parametrize(
     ("method", "match"),
     [
