@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -51,6 +51,10 @@ ACCUMULATES = (
 IN_DDP = (
     "the method takes gradients itself, and DistributedDataParallel would leave them those of this "
     "process's batches alone: train this client in one process"
+)
+PER_SAMPLE = (
+    "Opacus makes the gradients anew in its optimiser's step, and what correct() does would be lost: take "
+    "the step as `if optimizer.pre_step(): loop.correct(); optimizer.original_optimizer.step()`"
 )
 ROSE = 10.0
 """How many times its first step's loss a round's mean loss is too much."""
@@ -302,6 +306,11 @@ class LocalTraining:
             _write(self._values, self._before)
             self._before = None
 
+    def _has_moved(self) -> bool:
+        """Return whether the parameters are no longer where the round began."""
+        values = (self._before or self._values).items()
+        return any(not torch.equal(v, self._begin[n].to(v)) for n, v in values)
+
     def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         """Return the local objective from a batch's plain loss; call it right after the forward pass.
 
@@ -319,6 +328,8 @@ class LocalTraining:
             raise ValueError(
                 f"loss() takes the batch's mean loss, a tensor with one number, not {given}"
             )
+        if not self._sizes and (refused := self._optimizer.counts_on_sgd) and self._has_moved():
+            raise ValueError(refused.format("the loop changes the model before its first step"))
         logits = self._task.logits(output)
         self._step_loss = base.detach(), logits, targets
         return self._objective(base, inputs, targets, logits)
@@ -414,6 +425,9 @@ class LocalTraining:
             raise RuntimeError(
                 "correct() comes once for each step: after the last of several batches"
             )
+        changes = self._corrects or "clip-norm" in self._ctx.config
+        if changes and any(map(remedies.awaits_gradient, self._params.values())):
+            raise RuntimeError(PER_SAMPLE)
         self._go_back()
         if all(p.grad is None for p in self._params.values()):
             raise RuntimeError(
@@ -433,7 +447,8 @@ class LocalTraining:
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
             given = [*grads.values(), *self._values.values()]
             before = [a._version for a in given]
-            corrected = self._term.correct(grads, self._values, ctx)
+            with self._own_loss():
+                corrected = self._term.correct(grads, self._values, ctx)
             if (after := [a._version for a in given]) != before:
                 places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
                 touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
@@ -485,6 +500,16 @@ class LocalTraining:
             raise RuntimeError(ACCUMULATES)
         with in_modes(self._modes):
             return self._measures.train(self._ctx, self._replay.again, *args, **how)
+
+    @contextmanager
+    def _own_loss(self) -> Iterator[None]:
+        """Say of an error, once the method has taken a loss itself, that the loop has another one."""
+        try:
+            yield
+        except Exception as error:
+            if self._measures.has_used_loss and (why := self._differs or self._loss_differs()):
+                raise ValueError(why) from error
+            raise
 
     def _loss_differs(self) -> str:
         """Return how the loop's loss in this step differs from `loss_fn`'s; "" if it does not.
@@ -538,8 +563,7 @@ class LocalTraining:
         self._go_back()
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
-        begin = ((v, self._begin[n].to(v.dtype)) for n, v in self._values.items())
-        moved = any(not torch.equal(v, first) for v, first in begin)
+        moved = self._has_moved()
         # AMP's scaler leaves steps out; the steps of an optimiser of the loop's own are not counted
         stepped = min(self._taken, self._optimizer.steps or self._taken)
         if not (self._optimizer.steps or self._begins_finite or moved):
@@ -548,7 +572,8 @@ class LocalTraining:
             WHOLE.check(type(self).__name__, "steps", steps)
         taken = stepped if steps is None else int(steps)
         if not 0 <= taken <= self.num_steps:
-            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+            hint = "" if self.num_steps else ": without steps, go straight to reply()"
+            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}{hint}")
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "the loop has set requires_grad=True where it was False: do so before"
@@ -563,7 +588,10 @@ class LocalTraining:
         delta = {name: v - start[name] for name, v in self._values.items()}
         state = self._optimizer.state() if taken else {}
         ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
-        sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        sent, upload, kept = delta, Slot(), self._kept
+        if taken:
+            with self._own_loss():
+                sent, upload, kept = self._term.finish(delta, ctx)
         if self._differs and self._measures.has_used_loss:
             raise ValueError(self._differs)
         if self._alone is not None:

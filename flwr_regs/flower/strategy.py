@@ -41,9 +41,9 @@ from flwr_regs.wire.config import (
 from flwr_regs.wire.records import metric_record, record_of_state, to_record, views_of
 
 WRAPPED = (
-    "another strategy is wrapped around this one. Flower's DifferentialPrivacy... do not know all that a "
-    "method sends: use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper "
-    "of your own calls the strategy's prepare(...) first"
+    "another strategy is wrapped around this one, or it has a start of your own, which first calls "
+    "prepare(num_rounds, timeout, train_config, evaluate_config). Flower's DifferentialPrivacy... do not "
+    "know all that a method sends: use privacy=CentralDP(...) on the strategy itself"
 )
 OTHER_RATES = (
     "clients get the learning rate %s, but %s may compute on the server with %s: a configure_train of your "
@@ -164,7 +164,7 @@ class RegStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the method, its hyper-parameters, the seed, and how many clients take part."""
-        self._wrapped = True  # `prepare` denies it; another strategy's start calls this alone
+        self._wrapped = self._num_rounds is None  # another strategy's start calls no `prepare`
         o = self.options
         half = f", wire_dtype {o.wire_dtype}" * bool(o.wire_dtype)
         log(INFO, "%r, weighting %s, downlink %s%s", self, o.weighting, o.downlink, half)

@@ -26,7 +26,9 @@ def described(error: BaseException) -> str:
     The line is the deepest one in the user's own code: outside of this package, Flower, torch, installed
     packages and the standard library. Without such a line, it is the deepest one of this package.
     """
-    text = one_line(str(error))  # some libraries put whole programs into theirs
+    notes = getattr(error, "__notes__", ())
+    own = one_line(str(error))  # some libraries put whole programs into theirs
+    text = one_line("; ".join(filter(None, [own, *notes])))
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{what}{place(error)}"
 

@@ -253,6 +253,7 @@ HALF = make_model().bfloat16().state_dict()
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
     (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
+    (lambda: fr.FedAdam(eta=0.1), TypeError, "FedAdam takes no .* 'eta': here it is server_lr"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),
     (lambda: begun(HALF), TypeError, "0.weight'.* are bfloat16.*float32_arr"),
@@ -456,6 +457,7 @@ def test_driven_from_outside_is_the_same_to_the_bit(make: Any, client: Any) -> N
     start(ours, fr.InProcessGrid(app_of(client), 6), 3)
     grid, arrays = fr.InProcessGrid(app_of(client), 6), initial()
     train, evaluate = driven.prepare(3, train_config=CONFIG)
+    driven.summary()
     for t in (1, 2, 3):
         messages = list(driven.configure_train(t, arrays, train, grid))
         arrays, metrics = driven.aggregate_train(t, grid.send_and_receive(messages))
@@ -480,7 +482,7 @@ def test_another_model_without_a_word_and_replies_without_a_round_are_refused() 
     assert strategy.aggregate_evaluate(1, []) is None
     list(strategy.configure_train(2, ArrayRecord({**new}), CONFIG, grid))  # in other hands
     noisy = to_record({n: a + 0.125 for n, a in from_record(new).items()})
-    with pytest.raises(ValueError, match=r"wrapped around this one.*prepare"):
+    with pytest.raises(ValueError, match=r"wrapped around this.* a start of your own.*prepare"):
         strategy.configure_train(2, noisy, CONFIG, grid)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -20,6 +21,19 @@ from flwr_regs.term import Arrays, ClientContext, changed
 
 OVER_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher")
 """The functions of a context that are over the client's data."""
+CALLS = (
+    "the method calls the model itself, on a batch of train_data or on the inputs that loss() got"
+)
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Note with an error that it was not the user's loop which called the model."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(CALLS)
+        raise
 
 
 @dataclass(eq=False)
@@ -165,7 +179,8 @@ class Measures:
         """
         values = {n: b.clone() for n, b in self.model.named_buffers() if self.model.training}
         values |= {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
-        return self.task.output(self.model, inputs, targets, values)
+        with _noted():
+            return self.task.output(self.model, inputs, targets, values)
 
     @cached_property
     def _dtypes(self) -> dict[str, torch.dtype]:
@@ -242,7 +257,8 @@ class Measures:
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the task's loss."""
         self.has_used_loss = True
-        return self.task.loss(output, targets)
+        with _noted():
+            return self.task.loss(output, targets)
 
     def _loss(self, params: Arrays, inputs: Any, targets: Any) -> Tensor:
         return self.loss(self.call(inputs, targets, params), targets)

@@ -65,6 +65,8 @@ class ClientOptimizer:
     ----------
     missing : str, optional
         Why a loop may not make an optimiser itself; None if it may, and once it is made here.
+    counts_on_sgd : str
+        The sentence of a term that counts on steps of plain SGD, or "": see :class:`.Steers`.
     steps : int
         How many steps the optimisers that were made here have taken. AMP's scaler leaves steps out.
     """
@@ -75,7 +77,9 @@ class ClientOptimizer:
         self._made: Optimizer | None = None
         self._corrected: list[tuple[Tensor, Tensor, int]] = []
         self._at_step = 0  # the optimiser's, when these were corrected
-        self._watches = False  # whether a term counts on steps of plain SGD
+        steering = (t for t in term.terms if isinstance(t, Steers) and t.acts("client_optimizer"))
+        self.counts_on_sgd = next((t.counts_on_sgd for t in steering if t.counts_on_sgd), "")
+        self._watches = False  # whether it looks at the steps
         self.missing: str | None = None
         self._counts: list[None] | None = None  # an element for each step; None before one is made
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
@@ -106,12 +110,11 @@ class ClientOptimizer:
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
-        for t in self._term.terms:
-            if isinstance(t, Steers) and t.counts_on_sgd and t.acts("client_optimizer"):
-                with suppress(AttributeError):
-                    made.register_step_pre_hook(partial(self._check_step, t.counts_on_sgd, False))
-                    made.register_step_post_hook(partial(self._check_step, t.counts_on_sgd, True))
-                    self._watches = True
+        if refused := self.counts_on_sgd:
+            with suppress(AttributeError):
+                made.register_step_pre_hook(partial(self._check_step, refused, False))
+                made.register_step_post_hook(partial(self._check_step, refused, True))
+                self._watches = True
         return made
 
     def corrected(self) -> None:

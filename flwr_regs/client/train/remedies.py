@@ -100,3 +100,8 @@ def are_finite(parts: list[Tensor]) -> bool:
     """Whether the dense floating-point tensors are finite."""
     dense = [t for t in parts if t.is_floating_point() and t.layout is torch.strided]
     return all(bool(t.isfinite().all()) for t in dense)
+
+
+def awaits_gradient(p: Tensor) -> bool:
+    """Whether an optimiser of Opacus has yet to make ``p.grad`` of single examples' gradients."""
+    return getattr(p, "grad_sample", None) is not None and getattr(p, "summed_grad", None) is None

@@ -244,6 +244,8 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         whole.backward()
         if what == "corrects late":
             optimizer.step()
+        if what == "is Opacus's":
+            vars(next(model.parameters()))["grad_sample"] = loss
         loop.correct()
 
 
@@ -260,6 +262,7 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
         (partial(odd_loop, "corrects late"), "before the optimiser's step, and this step is taken"),
         (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
+        (partial(odd_loop, "is Opacus's"), r"anew in its optimiser's step.*optimizer.pre_step"),
         (without("loss"), "it saw no loss since"),
         (without("correct"), "has moved, but correct.. was never called"),
         (without("loss", "correct"), "has moved, but correct.. was never called"),
@@ -272,6 +275,15 @@ def test_mistakes_are_refused(loop: Loop, match: str) -> None:
     grid = fr.InProcessGrid(own_app(fr.FedADCClient, loop), 4)
     with pytest.raises(fr.RoundFailed, match=match):
         run(fr.FedADC(0.5), fr.FedADCClient, grid=grid)
+
+
+def test_steps_in_an_exchange_without_training_are_refused() -> None:
+    def trains(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        plain_loop(loop, model, make, batches=make_clients()[0])
+
+    grid = fr.InProcessGrid(own_app(fr.RFedAvgPlusClient, trains), 4)
+    with pytest.raises(fr.RoundFailed, match=r"the round asked for 0: .* straight to reply"):
+        run(fr.RFedAvgPlus(0.1), fr.RFedAvgPlusClient, grid=grid)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +324,25 @@ def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_fo
     grids = (fr.InProcessGrid(own_app(fr.FedFORClient, loop), 4) for loop in (listed, plain_loop))
     got, want = (run(fr.FedFOR(0.1, seed=3), fr.FedFORClient, grid=grid) for grid in grids)
     close(got, want, 0.0)
-    grid = fr.InProcessGrid(own_app(fr.FedCurvClient, listed), 4)
-    with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
-        run(fr.FedCurv(0.1, seed=3), fr.FedCurvClient, grid=grid)
+    for name, parameters in ("FedCurv", [0.1]), ("FedSAM", [0.1]), ("Ditto", [0.1]):
+        client = getattr(fr, f"{name}Client")
+        grid = fr.InProcessGrid(own_app(client, listed), 4)
+        with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
+            run(getattr(fr, name)(*parameters, seed=3), client, grid=grid)
+
+
+class Layers(nn.Sequential):
+    def forward(self, inputs: Any) -> Any:
+        raise TypeError("call my layers")
+
+
+def test_of_a_model_that_only_the_loop_can_call_it_is_said_that_the_method_calls_it() -> None:
+    def by_layers(loop: fr.ClientRound, model: Any, make: Any) -> None:
+        plain_loop(loop, nn.Sequential(*model), make)
+
+    app = own_app(fr.SCAFFOLDClient, by_layers, lambda: Layers(*make_model()))
+    with pytest.raises(fr.RoundFailed, match="call my layers; the method calls the model itself"):
+        run(fr.SCAFFOLD(option=1, seed=3), fr.SCAFFOLDClient, grid=fr.InProcessGrid(app, 4))
 
 
 @pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
@@ -362,7 +390,9 @@ def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(
     assert all(torch.equal(v, want[n]) for n, v in kept(True).items())
 
 
-@pytest.mark.parametrize("what", ["learning rate", "gradients after correct"])
+@pytest.mark.parametrize(
+    "what", ["learning rate", "gradients after correct", "model before its fi"]
+)
 @pytest.mark.parametrize(
     ("client", "left_out"),
     [(fr.SCAFFOLDClient, ""), (fr.VRLSGDClient, ""), (fr.SCAFFOLDClient, "plain step")],
@@ -376,7 +406,11 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    loop = partial(plain_loop, before_step=changed, left_out=left_out)
+    def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
+        if what.startswith("model"):
+            nn.init.ones_(next(model.parameters()))
+        plain_loop(round_, model, make, before_step=changed, left_out=left_out)
+
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
         run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
