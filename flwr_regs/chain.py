@@ -89,8 +89,10 @@ class Chain(Term, composes=True):
         slots: Slot = {}
         for i, t in enumerate(self.terms):
             if isinstance(t, abilities.Evolves):
-                given = Chain(self.terms[:i]).correct(grads, params, ctx)
-                slots[t.name] = t.evolve(given, params, own_context(ctx, t))
+                left = self.terms[:i]
+                given = Chain(left).correct(grads, params, ctx)
+                own = own_context(ctx, t, gradient_at=gradient_after(left, ctx))
+                slots[t.name] = t.evolve(given, params, own)
         return slots
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:

@@ -470,7 +470,7 @@ class LocalTraining:
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         if (ctx := self._step_ctx) is None or not self._replay.forwards:
-            raise RuntimeError("gradient_at is there in `correct`, within a step")
+            raise RuntimeError("gradient_at is there in `correct` and `evolve`, within a step")
         if self._replay.in_ddp:
             raise RuntimeError(IN_DDP)
         if self._passes > 1:
