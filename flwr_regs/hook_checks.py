@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import isfunction, signature
 from typing import Any
 
@@ -79,6 +79,22 @@ def check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook:
         if arrays.get(name) is not array or getattr(array, "_version", None) != version:
             must = f"{type(term).__name__}.{hook} must return new arrays"
             raise TypeError(f"{must}, but changes '{name}' of what it was given")
+
+
+def mapping(made: Any, term: Term, method: str) -> Any:
+    """Return what a method made if it is a mapping; TypeError else."""
+    if isinstance(made, Mapping):
+        return made
+    must = f"{type(term).__name__}.{method} must return a dict"
+    raise TypeError(f"{must}, not a {type(made).__name__}")
+
+
+def several_names(made: Any, term: Term, method: str) -> set[str]:
+    """Return the names that a method made; TypeError for one text, or anything but names."""
+    if isinstance(made, Iterable) and not isinstance(made, str):
+        return {*made}
+    got = f"the text {made!r}" if isinstance(made, str) else f"a {type(made).__name__}"
+    raise TypeError(f"{type(term).__name__}.{method} must return several names, not {got}")
 
 
 def check_slot(slot: Any, term: Term, hook: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flwr_regs import FirstOrder, InProcessGrid, Proximal, RegClient, RegStrategy, StackedGrid
-from flwr_regs.abilities import Probes
+from flwr_regs.abilities import ABILITIES, Probes
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, make_clients
 from tests.conftest import Log, norm_model, run, start, still
@@ -131,10 +131,16 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
         ("finish", lambda d, *_: (d.update({"0.bias": d["0.bias"] / 2}) or d, {}, {}), "changes"),
         ("start", lambda p, *_: {n: a.mul_(2) for n, a in p.items()}, "new arrays.* changes '0.we"),
+        *((n, lambda *_: None, "not a NoneType") for n in ("evolve", "point", "optimizer_start")),
+        *((n, lambda *_: None, "not a NoneType") for n in ("client_optimizer", "private")),
+        *((n, lambda *_: None, "not a NoneType") for n in ("fold", "answer", "broadcast_to")),
+        ("answer", lambda _: {77: {}}, r"a slot for each of \[0, 1, 2, 3\], not for \[77\]"),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:
-    kind = type("Mine", (Term,), {"name": "mine", hook: staticmethod(wrong)})
+    bases = (Term, *(a for a in ABILITIES if hook in a.__abstractmethods__))
+    first = {"probe": lambda *_: ({}, {})} if Probes in bases else {}
+    kind: Any = type("Mine", bases, {"name": "mine", **first, hook: staticmethod(wrong)})
     for grid in (InProcessGrid, StackedGrid):
         clients = grid(app_of(RegClient, make_clients(), terms=[kind]), 4)
         with pytest.raises(Exception, match=rf"Mine\.{hook} must return .*{said}"):
