@@ -129,6 +129,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("broadcast", lambda *_: None, "arrays or numbers by name, not a NoneType"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
+        ("evolve", lambda g, *_: [a.mul_(2) for a in g.values()] and {}, r"new .* changes grads\["),
         ("finish", lambda d, *_: (d.update({"0.bias": d["0.bias"] / 2}) or d, {}, {}), "changes"),
         ("start", lambda p, *_: {n: a.mul_(2) for n, a in p.items()}, "new arrays.* changes '0.we"),
         *((n, lambda *_: None, "not a NoneType") for n in ("evolve", "point", "optimizer_start")),
@@ -138,8 +139,8 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:
-    bases = (Term, *(a for a in ABILITIES if hook in a.__abstractmethods__))
-    first = {"probe": lambda *_: ({}, {})} if Probes in bases else {}
+    bases: Any = (Term, *(a for a in ABILITIES if hook in a.__abstractmethods__))
+    first: Any = {"probe": lambda *_: ({}, {})} if Probes in bases else {}
     kind: Any = type("Mine", bases, {"name": "mine", **first, hook: staticmethod(wrong)})
     for grid in (InProcessGrid, StackedGrid):
         clients = grid(app_of(RegClient, make_clients(), terms=[kind]), 4)
