@@ -72,8 +72,8 @@ class Chain(Term, composes=True):
         for t in self.overriding("loss"):
             base = t.loss(base, params, own_context(ctx, t))
             shape = getattr(base, "shape", None)
-            if shape is None or math.prod(shape) != 1:
-                must = f"{type(t).__name__}.loss must return the loss, a scalar array"
+            if shape is None or math.prod(shape) != 1 or not hasattr(base, "detach"):
+                must = f"{type(t).__name__}.loss must return the loss, a scalar tensor"
                 of_shape = "" if shape is None else f" of shape {tuple(shape)}"
                 raise TypeError(f"{must}, not a {type(base).__name__}{of_shape}")
         return base

@@ -126,3 +126,6 @@ def check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> No
         if shape != whole and not fills and not in_stack:
             got = None if shape is None else tuple(shape)
             raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {got}")
+        tensor = hasattr(array, "detach") and number is None and hook != "finish"
+        if tensor and not hasattr(made[name], "detach"):
+            raise TypeError(f"{must} '{name}' as a tensor, not as a {type(made[name]).__name__}")
