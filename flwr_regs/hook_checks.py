@@ -14,7 +14,7 @@ from flwr_regs.term import Arrays, Term, overrides
 LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
-_HOMES: dict[str, type] = dict.fromkeys(HOOKS, Term)
+_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), "averaged": abilities.Averages}
 _HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
 """The class that has each hook, and each method of an ability."""
 
@@ -37,7 +37,8 @@ def check_hooks(term: Term) -> None:
             raise TypeError(
                 f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
             ) from None
-    known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
+    homes = (Term, *abilities.ABILITIES, abilities.Averages)
+    known = {name for home in homes for name in dir(home)}
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
     near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
     meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flwr_regs import FirstOrder, InProcessGrid, Proximal, RegClient, RegStrategy, StackedGrid
-from flwr_regs.abilities import ABILITIES, Probes
+from flwr_regs.abilities import ABILITIES, Averages, Probes
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, make_clients
 from tests.conftest import Log, norm_model, run, start, still
@@ -49,6 +49,9 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
 
         class Sums(Term):
             def fold(self, *args: Any) -> Any: ...
+
+    with pytest.raises(TypeError, match=r"defines averaged\(\), but does not inherit Averages"):
+        made("last", averaged=lambda self, model, step, server: model)
 
     with pytest.raises(TypeError, match=r"Bounded.ranges: 'mu' must have a Range, .*5\]'"):
 
@@ -104,7 +107,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         name: ClassVar[str] = "nothing"
 
     for _ in range(2):
-        RegStrategy([Halves(), Nothing()])
+        RegStrategy([Halves(), Nothing(), type("Judged", (Term, Averages), {})()])
     first, second = log(level=logging.WARNING)
     assert "does not call (begin a helper's name with _); did you mean 'correct'" in first
     assert second == "the term Nothing has no hook and no ability, so it changes nothing"
