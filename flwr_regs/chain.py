@@ -28,6 +28,7 @@ KEEPS = ("if-used", "always")
 ONLY_ONE: dict[tuple[type, ...], str] = {
     (abilities.Steps,): "own the server's step",
     (abilities.Weighs,): "weigh the clients' updates",
+    (abilities.Averages,): "choose the model that is judged",
     (abilities.Personalises, abilities.FineTunes): "give the clients models of their own",
 }
 

@@ -24,6 +24,7 @@ def made(name: str, **attributes: Any) -> Term:
     [
         ([Proximal(1.0), Proximal(2.0)], "each term may appear once.*proximal"),
         ([made("needy", needs=("labels",))], "'needy' needs .'labels'., but a term can need"),
+        ([type(n, (Term, Averages), {})() for n in "ab"], "only one term can choose the model"),
         ([made("keeper", keeps="never")], "'keeper' keeps 'never', expected one of"),
         *(([made(name)], "a term's name is part of keys") for name in ("", "regs", "a,b", "a.b")),
     ],
