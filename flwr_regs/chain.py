@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import flwr_regs.abilities as abilities
 from flwr_regs.hook_checks import (
+    check_fields,
     check_hooks,
     check_like,
     check_slot,
@@ -371,6 +372,7 @@ def chain(terms: Sequence[Term]) -> Chain:
         what = f"each term may appear once, but {_listed(twice)} appears more often"
         raise ValueError(f"{what}: keep one")
     for t in terms:
+        check_fields(t)
         needs = [n for n in t.needs if not n.startswith(OUTPUT_OF)]
         if strange := sorted({*needs} - {*NEEDS}):
             possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]

@@ -19,6 +19,17 @@ _HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractm
 """The class that has each hook, and each method of an ability."""
 
 
+def check_fields(term: Term) -> None:
+    """Raise TypeError for a field whose default hides a method of terms."""
+    kind = type(term)
+    for home in (Term, *abilities.ABILITIES, abilities.Averages):
+        for n, method in vars(home).items():
+            hidden = isfunction(method) and not callable(getattr(kind, n, method))
+            if hidden and (n in _HOMES or home in kind.__mro__):
+                what = f"{kind.__name__}.{n} is {getattr(kind, n)!r:.80}, but '{n}' is a method of terms"
+                raise TypeError(f"{what}: give the field another name")
+
+
 def check_hooks(term: Term) -> None:
     """Raise TypeError for a hook that takes other arguments, or a term that has but a misspelt hook.
 

@@ -86,6 +86,10 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
     with pytest.raises(TypeError, match=r"Made.correct must take \(self, grads, params, ctx\)"):
         RegStrategy([made("short", correct=lambda self, grads, ctx: grads)])
 
+    for own in ({"start": 5}, {"head": 5}):
+        with pytest.raises(TypeError, match=r"Made\..* is 5, but '.*' is a method of terms: give"):
+            RegStrategy([made("late", **own)])
+
     class Typo(Term):
         name: ClassVar[str] = "typo"
 
