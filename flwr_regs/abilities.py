@@ -22,7 +22,10 @@ class CountsOnMean:
 
 
 class Averages:
-    """Is judged by another model than the global one: the history has that model's metrics too."""
+    """Is judged by another model than the global one: the history has that model's metrics too.
+
+    At most one term of a chain is.
+    """
 
     def averaged(self, model: Arrays, step: Arrays, server: Slot) -> Arrays:
         """Return that model: by default the mean of the last two.

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 
 import flwr_regs.abilities as abilities
 from flwr_regs.hook_checks import (
+    check_fields,
     check_hooks,
     check_like,
     check_slot,
     check_unchanged,
     checked_step,
+    mapping,
     several,
+    several_names,
     versions,
 )
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed, overrides
@@ -26,6 +29,7 @@ KEEPS = ("if-used", "always")
 ONLY_ONE: dict[tuple[type, ...], str] = {
     (abilities.Steps,): "own the server's step",
     (abilities.Weighs,): "weigh the clients' updates",
+    (abilities.Averages,): "choose the model that is judged",
     (abilities.Personalises, abilities.FineTunes): "give the clients models of their own",
 }
 
@@ -70,8 +74,8 @@ class Chain(Term, composes=True):
         for t in self.overriding("loss"):
             base = t.loss(base, params, own_context(ctx, t))
             shape = getattr(base, "shape", None)
-            if shape is None or math.prod(shape) != 1:
-                must = f"{type(t).__name__}.loss must return the loss, a scalar array"
+            if shape is None or math.prod(shape) != 1 or not hasattr(base, "detach"):
+                must = f"{type(t).__name__}.loss must return the loss, a scalar tensor"
                 of_shape = "" if shape is None else f" of shape {tuple(shape)}"
                 raise TypeError(f"{must}, not a {type(base).__name__}{of_shape}")
         return base
@@ -89,8 +93,11 @@ class Chain(Term, composes=True):
         slots: Slot = {}
         for i, t in enumerate(self.terms):
             if isinstance(t, abilities.Evolves):
-                given = Chain(self.terms[:i]).correct(grads, params, ctx)
-                slots[t.name] = t.evolve(given, params, own_context(ctx, t))
+                left = self.terms[:i]
+                given = Chain(left).correct(grads, params, ctx)
+                own = own_context(ctx, t, gradient_at=gradient_after(left, ctx))
+                slots[t.name] = t.evolve(given, params, own)
+                check_slot(slots[t.name], t, "evolve")
         return slots
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
@@ -126,6 +133,9 @@ class Chain(Term, composes=True):
         checked: list[abilities.Steers] = []
         for t in self.overriding("client_optimizer"):
             before, make = make, t.client_optimizer(make)
+            if not callable(make):
+                must = f"{type(t).__name__}.client_optimizer must return a function"
+                raise TypeError(f"{must} that makes an optimiser, not a {type(make).__name__}")
             checked += [t] if make is before else []
         for look in checked:  # a term that changed nothing sees what those on its right made
             look.client_optimizer(make)
@@ -134,14 +144,14 @@ class Chain(Term, composes=True):
     def optimizer_start(self, ctx: ClientContext) -> Arrays:
         state: Arrays = {}
         for t in self.overriding("optimizer_start"):
-            state |= t.optimizer_start(own_context(ctx, t))
+            state |= mapping(t.optimizer_start(own_context(ctx, t)), t, "optimizer_start")
         return state
 
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         given = params
         for t in self.overriding("point"):
             before = versions(params)
-            made = t.point(params, own_context(ctx, t))
+            made = mapping(t.point(params, own_context(ctx, t)), t, "point")
             check_unchanged(params, before, t, "point")
             params = made if made is params else {**params, **made}
             check_like(params, given, t, "point", "dict of parameters")
@@ -152,21 +162,23 @@ class Chain(Term, composes=True):
             t.restrict(config)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
-        return {t.name: t.recover(step, lr) for t in self.overriding("recover")}
+        slots = {t.name: t.recover(step, lr) for t in self.overriding("recover")}
+        for t in self.overriding("recover"):
+            check_slot(slots[t.name], t, "recover")
+        return slots
 
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
         private = set[str]()
         for t in self.overriding("private"):
-            if isinstance(made := t.private(names), str):
-                must = f"{type(t).__name__}.private must return several names"
-                raise TypeError(f"{must}, not the text {made!r}")
-            private |= {*made}
+            private |= several_names(t.private(names), t, "private")
         return private
 
     def frozen(self, names: Collection[str]) -> set[str]:
-        frozen = {n for t in self.overriding("frozen") for n in t.frozen(names)}
+        frozen = set[str]()
+        for t in self.overriding("frozen"):
+            frozen |= several_names(t.frozen(names), t, "frozen")
         if unknown := sorted(frozen - set(names)):
             raise ValueError(f"frozen: the model has no {unknown}, only {sorted(names)}")
         return frozen
@@ -210,12 +222,20 @@ class Chain(Term, composes=True):
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         terms = self.overriding("broadcast_to")
-        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in terms}
+        slots = {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in terms}
+        for t in terms:
+            check_slot(slots[t.name], t, "broadcast_to")
+        return slots
 
     def answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
         for t in self.overriding("answer"):
-            for pid, slot in t.answer_in(_uploads_of(t, probes), ctx).items():
+            answers = mapping(t.answer_in(_uploads_of(t, probes), ctx), t, "answer")
+            if strange := sorted(answers.keys() - out.keys()):
+                must = f"{type(t).__name__}.answer must return a slot for each of {[*out]}"
+                raise ValueError(f"{must}, not for {strange}")
+            for pid, slot in answers.items():
+                check_slot(slot, t, "answer")
                 out[pid][t.name] = slot
         return out
 
@@ -239,7 +259,7 @@ class Chain(Term, composes=True):
             agrees = isinstance(t, abilities.Agrees)
             if agrees or not isinstance(t, abilities.Checks):
                 sent = _uploads_of(t, uploads)
-                odd = t.agree(sent) if agrees else _unlike_most(sent)
+                odd = mapping(t.agree(sent), t, "agree") if agrees else _unlike_most(sent)
                 wrong |= {p: f"upload of '{t.name}': {y}" for p, y in odd.items() if p in uploads}
         return wrong
 
@@ -262,7 +282,8 @@ class Chain(Term, composes=True):
     ) -> Slot:
         for t in self.overriding("fold"):
             sent = dict(upload.get(t.name, {}))  # read here, one client's at a time
-            acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
+            made = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
+            acc[t.name] = mapping(made, t, "fold")
         return acc
 
     def update(
@@ -351,6 +372,7 @@ def chain(terms: Sequence[Term]) -> Chain:
         what = f"each term may appear once, but {_listed(twice)} appears more often"
         raise ValueError(f"{what}: keep one")
     for t in terms:
+        check_fields(t)
         needs = [n for n in t.needs if not n.startswith(OUTPUT_OF)]
         if strange := sorted({*needs} - {*NEEDS}):
             possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]

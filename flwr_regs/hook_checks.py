@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import isfunction, signature
 from typing import Any
 
@@ -14,9 +14,20 @@ from flwr_regs.term import Arrays, Term, overrides
 LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
-_HOMES: dict[str, type] = dict.fromkeys(HOOKS, Term)
+_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), "averaged": abilities.Averages}
 _HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
 """The class that has each hook, and each method of an ability."""
+
+
+def check_fields(term: Term) -> None:
+    """Raise TypeError for a field whose default hides a method of terms."""
+    kind = type(term)
+    for home in (Term, *abilities.ABILITIES, abilities.Averages):
+        for n, method in vars(home).items():
+            hidden = isfunction(method) and not callable(getattr(kind, n, method))
+            if hidden and (n in _HOMES or home in kind.__mro__):
+                what = f"{kind.__name__}.{n} is {getattr(kind, n)!r:.80}, but '{n}' is a method of terms"
+                raise TypeError(f"{what}: give the field another name")
 
 
 def check_hooks(term: Term) -> None:
@@ -37,7 +48,8 @@ def check_hooks(term: Term) -> None:
             raise TypeError(
                 f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
             ) from None
-    known = {name for home in (Term, *abilities.ABILITIES) for name in dir(home)}
+    homes = (Term, *abilities.ABILITIES, abilities.Averages)
+    known = {name for home in homes for name in dir(home)}
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
     near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
     meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)
@@ -81,6 +93,22 @@ def check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook:
             raise TypeError(f"{must}, but changes '{name}' of what it was given")
 
 
+def mapping(made: Any, term: Term, method: str) -> Any:
+    """Return what a method made if it is a mapping; TypeError else."""
+    if isinstance(made, Mapping):
+        return made
+    must = f"{type(term).__name__}.{method} must return a dict"
+    raise TypeError(f"{must}, not a {type(made).__name__}")
+
+
+def several_names(made: Any, term: Term, method: str) -> set[str]:
+    """Return the names that a method made; TypeError for one text, or anything but names."""
+    if isinstance(made, Iterable) and not isinstance(made, str):
+        return {*made}
+    got = f"the text {made!r}" if isinstance(made, str) else f"a {type(made).__name__}"
+    raise TypeError(f"{type(term).__name__}.{method} must return several names, not {got}")
+
+
 def check_slot(slot: Any, term: Term, hook: str) -> None:
     """Raise TypeError unless a slot that travels, or is kept, has arrays or numbers by name."""
     must = f"{type(term).__name__}.{hook} must return slots of arrays or numbers by name, not"
@@ -110,3 +138,6 @@ def check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> No
         if shape != whole and not fills and not in_stack:
             got = None if shape is None else tuple(shape)
             raise ValueError(f"{must} '{name}' of shape {tuple(whole)}, not {got}")
+        tensor = hasattr(array, "detach") and number is None and hook != "finish"
+        if tensor and not hasattr(made[name], "detach"):
+            raise TypeError(f"{must} '{name}' as a tensor, not as a {type(made[name]).__name__}")

@@ -54,9 +54,9 @@ class ClientContext:
         (within `train`: in the model's own mode and state). ``features_at(params, layer)`` is the output of
         a named layer.
     gradient_at : callable
-        ``gradient_at(params) -> Arrays``, in `correct`: the gradient at other parameters of the whole local
-        loss on the batch, with the corrections of the terms on this one's left. Same dropout mask as the
-        step's own; BatchNorm's statistics stay as they are.
+        ``gradient_at(params) -> Arrays``, in `correct` and `evolve`: the gradient at other parameters of
+        the whole local loss on the batch, with the corrections of the terms on this one's left. Same
+        dropout mask as the step's own; BatchNorm's statistics stay as they are.
     mean_loss, mean_gradient, mean_features : callable
         ``mean_loss(params) -> scalar`` and ``mean_gradient(params) -> Arrays``: the mean over the client's
         data of `loss_fn` and of its gradient; ``mean_features(params, batches=None) -> (d,)``, over all

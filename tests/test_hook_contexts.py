@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs.abilities import Weighs
+from flwr_regs.abilities import Evolves, Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import QUIET, Batch, close, dropping, make_model, to_numpy
@@ -100,7 +100,7 @@ class Ridge(fr.Term):
         return base + 0.05 * sum((p**2).sum() for p in params.values())
 
 
-class Look(fr.Term):
+class Look(fr.Term, Evolves):
     """Looks at gradients here and elsewhere, and changes nothing."""
 
     name: ClassVar[str] = "look"
@@ -112,6 +112,10 @@ class Look(fr.Term):
         close(numbers(ctx.gradient_at(moved)), numbers(there), 0.0)
         note("there", (numbers(moved), numbers(there), ctx.inputs.numpy(), ctx.targets.numpy()))
         return grads
+
+    def evolve(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Slot:
+        close(numbers(ctx.gradient_at(params)), numbers(grads), 1e-12)
+        return {}
 
 
 NO_SINGLE = [[batch for batch in client if len(batch[1]) > 1] for client in DATA]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flwr_regs import FirstOrder, InProcessGrid, Proximal, RegClient, RegStrategy, StackedGrid
-from flwr_regs.abilities import Probes
+from flwr_regs.abilities import ABILITIES, Averages, Probes
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, make_clients
 from tests.conftest import Log, norm_model, run, start, still
@@ -24,6 +24,7 @@ def made(name: str, **attributes: Any) -> Term:
     [
         ([Proximal(1.0), Proximal(2.0)], "each term may appear once.*proximal"),
         ([made("needy", needs=("labels",))], "'needy' needs .'labels'., but a term can need"),
+        ([type(n, (Term, Averages), {})() for n in "ab"], "only one term can choose the model"),
         ([made("keeper", keeps="never")], "'keeper' keeps 'never', expected one of"),
         *(([made(name)], "a term's name is part of keys") for name in ("", "regs", "a,b", "a.b")),
     ],
@@ -49,6 +50,9 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
 
         class Sums(Term):
             def fold(self, *args: Any) -> Any: ...
+
+    with pytest.raises(TypeError, match=r"defines averaged\(\), but does not inherit Averages"):
+        made("last", averaged=lambda self, model, step, server: model)
 
     with pytest.raises(TypeError, match=r"Bounded.ranges: 'mu' must have a Range, .*5\]'"):
 
@@ -82,6 +86,10 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
     with pytest.raises(TypeError, match=r"Made.correct must take \(self, grads, params, ctx\)"):
         RegStrategy([made("short", correct=lambda self, grads, ctx: grads)])
 
+    for own in ({"start": 5}, {"head": 5}):
+        with pytest.raises(TypeError, match=r"Made\..* is 5, but '.*' is a method of terms: give"):
+            RegStrategy([made("late", **own)])
+
     class Typo(Term):
         name: ClassVar[str] = "typo"
 
@@ -104,7 +112,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         name: ClassVar[str] = "nothing"
 
     for _ in range(2):
-        RegStrategy([Halves(), Nothing()])
+        RegStrategy([Halves(), Nothing(), type("Judged", (Term, Averages), {})()])
     first, second = log(level=logging.WARNING)
     assert "does not call (begin a helper's name with _); did you mean 'correct'" in first
     assert second == "the term Nothing has no hook and no ability, so it changes nothing"
@@ -122,19 +130,28 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("finish", lambda d, *_: ({n: a[:1] for n, a in d.items()}, {}, {}), "'0.weight' of"),
         ("start", lambda p, *_: {n: a[:1] for n, a in p.items()}, "parameters with '0.weight' of"),
         ("start", lambda *_: {}, r"parameters with an array for each of .*, not \[\]"),
-        ("loss", lambda *_: None, "the loss, a scalar array, not a NoneType"),
-        ("loss", lambda base, *_: base.expand(2), r"scalar array, not a Tensor of shape \(2,\)"),
+        ("loss", lambda *_: None, "the loss, a scalar tensor, not a NoneType"),
+        ("loss", lambda base, *_: base.expand(2), r"scalar tensor, not a Tensor of shape \(2,\)"),
         ("finish", lambda d, *_: (d, {}, {7: d["0.bias"]}), "arrays or numbers by name, not by 7"),
         ("finish", lambda d, *_: (d, {"a": "text"}, {}), "or numbers by name, not a str as 'a'"),
         ("broadcast", lambda *_: None, "arrays or numbers by name, not a NoneType"),
+        ("correct", lambda g, *_: {n: np.ones(a.shape) for n, a in g.items()}, "as a tensor, not"),
+        ("loss", lambda *_: np.ones(1), r"scalar tensor, not a ndarray of shape \(1,\)"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, r"new .* changes grads\["),
+        ("evolve", lambda g, *_: [a.mul_(2) for a in g.values()] and {}, r"new .* changes grads\["),
         ("finish", lambda d, *_: (d.update({"0.bias": d["0.bias"] / 2}) or d, {}, {}), "changes"),
         ("start", lambda p, *_: {n: a.mul_(2) for n, a in p.items()}, "new arrays.* changes '0.we"),
+        *((n, lambda *_: None, "not a NoneType") for n in ("evolve", "point", "optimizer_start")),
+        *((n, lambda *_: None, "not a NoneType") for n in ("client_optimizer", "private")),
+        *((n, lambda *_: None, "not a NoneType") for n in ("fold", "answer", "broadcast_to")),
+        ("answer", lambda _: {77: {}}, r"a slot for each of \[0, 1, 2, 3\], not for \[77\]"),
     ],
 )
 def test_a_hook_that_returns_too_little_is_named(hook: str, wrong: Any, said: str) -> None:
-    kind = type("Mine", (Term,), {"name": "mine", hook: staticmethod(wrong)})
+    bases: Any = (Term, *(a for a in ABILITIES if hook in a.__abstractmethods__))
+    first: Any = {"probe": lambda *_: ({}, {})} if Probes in bases else {}
+    kind: Any = type("Mine", bases, {"name": "mine", **first, hook: staticmethod(wrong)})
     for grid in (InProcessGrid, StackedGrid):
         clients = grid(app_of(RegClient, make_clients(), terms=[kind]), 4)
         with pytest.raises(Exception, match=rf"Mine\.{hook} must return .*{said}"):

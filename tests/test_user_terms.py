@@ -235,9 +235,14 @@ class Stumbles(fr.Term, TakesBack):
         raise KeyError("boo")
 
 
-def test_a_state_that_cannot_be_read_is_lost_and_the_client_goes_on() -> None:
-    strategy = fr.RegStrategy([Stumbles()], incomplete="drop", **QUIET)
-    run(strategy, budgeted(fr.RegClient, [{}, {1: 1}, {}, {}]), rounds=4, terms=[Stumbles])
+class TakesNothingBack(Stumbles):
+    def unused(self, before: Any, after: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("kind", [Stumbles, TakesNothingBack])
+def test_a_state_that_cannot_be_read_is_lost_and_the_client_goes_on(kind: Any) -> None:
+    strategy = fr.RegStrategy([kind()], incomplete="drop", **QUIET)
+    run(strategy, budgeted(fr.RegClient, [{}, {1: 1}, {}, {}]), rounds=4, terms=[kind])
     assert [e["replies"] for e in strategy.history][2:] == [[0, 1, 2, 3]] * 2
     assert [e["lost_state"] for e in strategy.history] == [[], [], [1], []]
 

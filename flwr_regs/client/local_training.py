@@ -442,20 +442,15 @@ class LocalTraining:
                 p.grad = p.grad.to_dense()
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
+            given = [*grads.values(), *self._values.values()]
+            before = [a._version for a in given]
             if self._evolves and remedies.are_finite([*grads.values()]):  # else AMP skips the step
                 slots = self._term.evolve(grads, self._values, ctx)
                 self._ctx = changed(self._ctx, client={**self._ctx.client, **slots})
-            given = [*grads.values(), *self._values.values()]
-            before = [a._version for a in given]
+                self._check_untouched("evolve", given, before)
             with self._own_loss():
                 corrected = self._term.correct(grads, self._values, ctx)
-            if (after := [a._version for a in given]) != before:
-                places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
-                touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
-                names = [type(t).__name__ for t in self._term.overriding("correct")]
-                raise TypeError(
-                    f"{', '.join(names)}.correct must return new gradients, but changes {touched} in place"
-                )
+            self._check_untouched("correct", given, before)
             written = set[int]()
             for n, p in self._params.items():
                 if (grad := corrected[n]) is not p.grad:  # a float32 term widens half precision
@@ -484,10 +479,19 @@ class LocalTraining:
         self._step_ctx, self._passes = None, 0
         self._taken += 1
 
+    def _check_untouched(self, hook: str, given: list[Tensor], before: list[int]) -> None:
+        """Raise TypeError if terms have written to the gradients or parameters that they were given."""
+        if (after := [a._version for a in given]) == before:
+            return
+        places = [f"{of}['{n}']" for of in ("grads", "params") for n in self._values]
+        touched = next(p for p, x, y in zip(places, before, after, strict=True) if x != y)
+        names = ", ".join(f"{type(t).__name__}.{hook}" for t in self._term.overriding(hook))
+        raise TypeError(f"{names} must return new arrays, but changes {touched} in place")
+
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         if (ctx := self._step_ctx) is None or not self._replay.forwards:
-            raise RuntimeError("gradient_at is there in `correct`, within a step")
+            raise RuntimeError("gradient_at is there in `correct` and `evolve`, within a step")
         if self._replay.in_ddp:
             raise RuntimeError(IN_DDP)
         if self._passes > 1:

@@ -358,7 +358,8 @@ class AsksFor(CannotStack):
     """A term asks for a function over a client's data, whose name this holds."""
 
     def __str__(self) -> str:
-        return f"a term asks for {self.args[0]} within a step"
+        where = "in `finish` or `probe` alone, and not `train` beside the others"
+        return f"a term asks for {self.args[0]}, which a stack has {where}"
 
 
 def _raise(name: str, *_: Any, **__: Any) -> Any:
@@ -366,7 +367,7 @@ def _raise(name: str, *_: Any, **__: Any) -> Any:
 
 
 NOT_IN_A_STACK = {name: partial(_raise, name) for name in (*OVER_DATA, "train")}
-"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
+"""Functions of a context over a client's whole data; in a stack `finish` and `probe` alone have them."""
 
 
 def in_shape(made: Arrays, given: Arrays) -> Arrays:

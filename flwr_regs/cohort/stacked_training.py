@@ -377,6 +377,9 @@ class Stack:
             grads = {n: torch.zeros_like(values[n]) if g is None else g for n, g in grads.items()}
             if self._acts:
                 given = {n: grads[n] for n in view.start}
+                if view.randomness == "same":
+                    # what is drawn like a gradient lies in memory as it does
+                    given = {n: g.contiguous() for n, g in given.items()}
                 at = {n: p.detach() for n, p in values.items()}
                 with torch.no_grad():
                     corrected = self._at_once(given, at, row["told"]) if self._together else None

@@ -431,6 +431,9 @@ REASONS: dict[str, Cohort] = {
     ),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "vmap": Once(model=partial(Model, lambda m, x: m.layer(x) if x.sum() > -1e9 else m.layer(-x))),
+    "asks for train, which a stack has in `finish` or `probe` alone, and not `train` beside": Once(
+        terms=[fr.Curvature(0.1), fr.PersonalModel(0.1)]
+    ),
     "a term looks up a number that differs": Once(terms=[Reading("id in a dict")]),
     "its batches hold a SimpleNamespace": Once(
         model=partial(Model, lambda m, x: m.layer(x.x)),

@@ -188,10 +188,16 @@ def augmented(x: torch.Tensor, y: torch.Tensor) -> Any:
     return x + 0.1 * torch.randn(6), y
 
 
+class Noise(fr.Term):
+    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
+        return {n: g + 0.1 * torch.randn_like(g) for n, g in grads.items()}
+
+
 PRIVATE = {"lam": 0.3, "noise_std": 1.0, "clip_norm": 1.0}
 KEEPING: dict[str, dict[str, Any]] = {
     "frozen BatchNorm": {"model": lambda: Frozen(*perceptron(nn.BatchNorm1d(8)))},
     "noise and dropout in the forward": {"model": lambda: Model(noisy)},
+    "noise like a gradient": {"terms": [Noise()]},
     "noise by a seed of the system's": {"method": "RFedAvgPlus", "given": PRIVATE},
     "Adam, with a bias before BatchNorm": {
         "model": lambda: perceptron(nn.BatchNorm1d(8)),

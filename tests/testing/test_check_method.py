@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegClient, RegStrategy
-from flwr_regs.abilities import Recovers
+from flwr_regs.abilities import Recovers, Withholds
 from flwr_regs.client import memory
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
@@ -228,6 +228,16 @@ class Keeps(Anchor):
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {}, dict(delta)
+
+
+class Personal(Anchor, Withholds):
+    def private(self, names: Any) -> set[str]:
+        return {"2.weight", "2.bias"}
+
+
+def test_a_method_that_withholds_entries_obeys_the_laws() -> None:
+    assert LAWS["moves"].judge(method(Personal), "") == "passed"
+    assert LAWS["unused"].judge(method(Personal), "model").startswith("skipped: it keeps something")
 
 
 def test_a_slot_that_outlives_an_unused_reply_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
