@@ -9,6 +9,7 @@ from functools import wraps
 from inspect import signature
 from logging import INFO, WARNING
 from os import PathLike
+from threading import get_ident
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -55,6 +56,8 @@ RETURNS = {
     "evaluate": "a MetricRecord or None",
 }
 """Phase -> what its ``aggregate_...`` returns."""
+RUNNING: dict[int, int] = {}
+"""The id of a strategy or grid that is in a training -> the thread that runs it."""
 
 
 class RegStrategy(Strategy):
@@ -210,6 +213,8 @@ class RegStrategy(Strategy):
             run's checkpoints; before any client is contacted.
         RoundFailed
             A round had fewer than `min_replies` usable replies.
+        RuntimeError
+            Another thread trains with this strategy, or on this grid of the package.
         """
         COUNT.check("start", "num_rounds", num_rounds)
         if not isinstance(grid, Grid):
@@ -225,7 +230,7 @@ class RegStrategy(Strategy):
             grid.check(evaluates, views_of(initial_arrays), fewest)
         result = TrainingResult()
         given = self.options, grid, result, resume_from, evaluate_fn
-        with Checkpoints(*given).guarded() as saved:
+        with _of_this_thread(self, grid), Checkpoints(*given).guarded() as saved:
             if saved.resumed is not None and not self._seeded:
                 self.seed = saved.resumed.state["fingerprint"]["setting"]["seed"]
             self.summary()
@@ -484,6 +489,23 @@ class RegStrategy(Strategy):
             given = type(averaged).__name__
             raise TypeError(f"{kind}_metrics_aggr_fn must return a MetricRecord, not a {given}")
         return metric_record(f"{kind}_metrics_aggr_fn", averaged) or {}
+
+
+@contextmanager
+def _of_this_thread(strategy: RegStrategy, grid: Grid) -> Iterator[None]:
+    """Raise RuntimeError if another thread trains with one of these; both keep what a training is at."""
+    mine = [strategy, *([grid] if isinstance(grid, InProcessGrid) else [])]
+    if busy := [o for o in mine if RUNNING.get(id(o), get_ident()) != get_ident()]:
+        kind = type(busy[0]).__name__
+        why = "make another one for each training that runs at the same time"
+        raise RuntimeError(f"another thread trains with this {kind}: {why}")
+    new = {id(o): get_ident() for o in mine if id(o) not in RUNNING}
+    RUNNING.update(new)
+    try:
+        yield
+    finally:
+        for key in new:
+            del RUNNING[key]
 
 
 def _has_server_hook(term: Term) -> bool:

@@ -96,3 +96,23 @@ def test_trainings_in_two_threads_are_as_each_alone(
     for seed in (1, 2):
         run(seed, "alone")
         assert models[f"{seed} in a thread"] == models[f"{seed} alone"]
+
+
+def test_a_strategy_or_grid_that_another_thread_trains_with_is_refused() -> None:
+    grids = [fr.InProcessGrid(app_of(fr.FedAvgClient, make_clients()), 4) for _ in range(2)]
+    strategy, errors = fr.FedAvg(seed=1), list[str]()
+
+    def other(strategy: fr.FedAvg, grid: fr.InProcessGrid) -> None:
+        with pytest.raises(RuntimeError, match=r"another thread trains with this") as error:
+            train(strategy, fr.FedAvgClient, grid=grid)
+        errors.append(str(error.value))
+
+    def looks(number: int) -> None:
+        for given in [(strategy, grids[1]), (fr.FedAvg(), grids[0])] * (number == 1):
+            thread = threading.Thread(target=other, args=given)
+            thread.start()
+            thread.join(60)
+
+    assert len(train(strategy, fr.FedAvgClient, grid=grids[0], on_round=looks)) == 4
+    assert ["FedAvg:" in errors[0], "InProcessGrid:" in errors[1]] == [True, True]
+    train(strategy, fr.FedAvgClient, grid=grids[0])
