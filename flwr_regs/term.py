@@ -68,7 +68,7 @@ class Range:
     def fits(self, value: Any) -> bool:
         """Return whether a value is one of them."""
         right = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
-        return right and (self.kind is str or math.isfinite(value)) and self.good(value)
+        return right and (self.kind is str or _is_finite(value)) and self.good(value)
 
     def check(self, owner: str, name: str, value: Any, optional: bool = False) -> None:
         """Raise ParameterError if `value`, the parameter `name` of `owner`, is none of them.
@@ -77,6 +77,13 @@ class Range:
         """
         if not (optional and value is None) and not self.fits(value):
             raise ParameterError(owner, name, self.expected + ", or None" * optional, value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int above the largest float
+        return False
 
 
 Ranges = Mapping[str, Range]

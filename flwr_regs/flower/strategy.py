@@ -173,7 +173,7 @@ class RegStrategy(Strategy):
         log(INFO, "%r, weighting %s, downlink %s%s", self, o.weighting, o.downlink, half)
         in_round = []
         for verb in ("train", "evaluate"):
-            part, least = getattr(o, f"fraction_{verb}"), getattr(o, f"min_{verb}_nodes")
+            part, least = float(getattr(o, f"fraction_{verb}")), getattr(o, f"min_{verb}_nodes")
             some = f"{part:.0%} of the clients {verb} (at least {least})"
             in_round.append(some if part else f"no client {verb}s")
         begins = f"training begins with {o.min_available_nodes} clients or more"
