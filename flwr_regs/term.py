@@ -103,11 +103,15 @@ def one_of(*words: str) -> Range:
     return Range(" or ".join(map(repr, words)), lambda v: v in words, str)
 
 
+def plain_number(value: Any) -> Any:
+    """Return a single number of numpy or torch as Python's, which can be sent; any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def plain_numbers(owner: Any) -> None:
-    """Make single numbers of numpy or torch in a dataclass's fields Python's, which can be sent."""
+    """Make single numbers of numpy or torch in a dataclass's fields Python's."""
     for f in fields(owner):
-        if getattr(value := getattr(owner, f.name), "ndim", None) == 0:
-            object.__setattr__(owner, f.name, value.item())
+        object.__setattr__(owner, f.name, plain_number(getattr(owner, f.name)))
 
 
 def check_ranges(owner: Any) -> None:

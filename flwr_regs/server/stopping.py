@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from flwr_regs.term import COUNT, NOT_NEGATIVE, Range
+from flwr_regs.term import COUNT, NOT_NEGATIVE, Range, plain_numbers
 from flwr_regs.wire.config import Spelled
 
 LOG = logging.getLogger("flwr")
@@ -34,7 +34,7 @@ class Target(Spelled):
     Raises
     ------
     ValueError
-        Another `mode`, or a `value` that is NaN.
+        Another `mode`, or a `value` that is no finite number.
     TypeError
         A `metric` that is no name.
     """
@@ -44,6 +44,7 @@ class Target(Spelled):
     mode: str | None = None
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         sign(self.metric, self.mode)
         Range("a number").check("Target", "value", self.value)
 
@@ -82,6 +83,7 @@ class Patience(Spelled):
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         sign(self.metric, self.mode)
         COUNT.check("Patience", "rounds", self.rounds)
         NOT_NEGATIVE.check("Patience", "min_delta", self.min_delta)

@@ -44,6 +44,12 @@ def test_a_number_beyond_its_bound_is_refused(must_be: str, beyond: float, names
         said = rf"{name} must be {must_be}(, or None)?, not {beyond}"
         with pytest.raises(ValueError, match=said):
             getattr(fr, method)(**{**needed, name: beyond})
+        within = 1 if "whole" in must_be else 0.5
+        of_torch, plain = (
+            repr(getattr(fr, method)(**{**needed, name: number, "seed": 1}).term)
+            for number in (torch.tensor(within), within)
+        )
+        assert of_torch == plain
 
 
 SETTINGS: list[tuple[Callable[[], Any], str]] = [

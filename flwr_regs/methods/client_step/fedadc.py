@@ -46,7 +46,7 @@ from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Server
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
-from flwr_regs.term import DECAY, POSITIVE, SHARE, Ranges, Term, one_of
+from flwr_regs.term import DECAY, POSITIVE, SHARE, Ranges, Term, one_of, plain_number
 
 __all__ = [
     "EmbeddedMomentum",
@@ -198,6 +198,7 @@ def _betas(
     beta: float, local: float | None, total: float | None, local_momentum: float | None
 ) -> tuple[float, float]:
     """Return β_l and β_g, where `beta` stands for those that are not given."""
+    beta = plain_number(beta)
     (DECAY if local_momentum is None else SHARE).check("FedADC", "beta", beta)  # no term has it
     if local_momentum is not None and total is None:  # Alg. 4 has one beta
         total = local

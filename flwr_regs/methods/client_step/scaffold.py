@@ -44,7 +44,7 @@ from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.sgd import CountsOnSGD
 from flwr_regs.methods.parts.uploads import Sums, check_like, grown, kept, under, wide
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
-from flwr_regs.term import POSITIVE, Range, Ranges, Term, one_of
+from flwr_regs.term import POSITIVE, Range, Ranges, Term, one_of, plain_number
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST, check_finite
 
@@ -140,6 +140,7 @@ class ControlVariates(CountsOnSGD, Sums, Addresses, Checks):
 
 def scaled(server_lr: float) -> list[Term]:
     """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
+    server_lr = plain_number(server_lr)
     POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
     make = partial(torch.optim.SGD, lr=server_lr)
     return [] if server_lr == 1 else [TorchServerOptimizer(make)]

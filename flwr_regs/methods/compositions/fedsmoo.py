@@ -35,7 +35,7 @@ from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.perturbation import moved, of_length
 from flwr_regs.methods.parts.uploads import Sums, check_like, kept
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Ranges, Term
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Ranges, Term, plain_number
 
 __all__ = ["CommonPerturbation", "FedSMOO", "FedSMOOClient"]
 
@@ -104,6 +104,7 @@ class FedSMOO(MethodStrategy):
     def __init__(
         self, lam: float = 0.1, rho: float = 0.1, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
+        lam = plain_number(lam)
         POSITIVE.check("FedSMOO", "lam", lam)
         terms: list[Term] = [CommonPerturbation(rho), DynamicRegulariser(lam)]
         super().__init__(terms, weighting=weighting, **kwargs)

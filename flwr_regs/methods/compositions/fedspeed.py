@@ -30,7 +30,7 @@ from typing import Any
 from flwr_regs.methods.client_step.feddyn import DynamicRegulariser
 from flwr_regs.methods.client_step.sam import LocalPerturbation
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.term import POSITIVE, SHARE, Term
+from flwr_regs.term import POSITIVE, SHARE, Term, plain_number
 
 __all__ = ["FedSpeed", "FedSpeedClient"]
 
@@ -62,6 +62,7 @@ class FedSpeed(MethodStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
+        lam, alpha = plain_number(lam), plain_number(alpha)
         POSITIVE.check("FedSpeed", "lam", lam)
         SHARE.check("FedSpeed", "alpha", alpha)
         terms: list[Term] = [LocalPerturbation(rho, alpha), DynamicRegulariser(lam)]

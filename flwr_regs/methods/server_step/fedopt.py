@@ -37,7 +37,17 @@ from flwr_regs.hook_contexts import Arrays, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
 from flwr_regs.methods.parts.uploads import kept, under
 from flwr_regs.server.options import Options, factor_of
-from flwr_regs.term import DECAY, NOT_NEGATIVE, POSITIVE, SWITCH, Range, Ranges, Term, one_of
+from flwr_regs.term import (
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    Range,
+    Ranges,
+    Term,
+    one_of,
+    plain_number,
+)
 from flwr_regs.wire.config import nearest
 
 __all__ = [
@@ -279,6 +289,7 @@ class FedAvgM(MethodStrategy):
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
+        server_lr, momentum = plain_number(server_lr), plain_number(momentum)
         POSITIVE.check("FedAvgM", "server_lr", server_lr)
         DECAY.check("FedAvgM", "momentum", momentum)
         make = partial(torch.optim.SGD, lr=server_lr, momentum=momentum)
@@ -307,6 +318,7 @@ class FedAdam(MethodStrategy):
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
+        server_lr = plain_number(server_lr)
         POSITIVE.check("FedAdam", "server_lr", server_lr)  # the term calls it lr
         settings = (server_lr, beta_1, beta_2, tau, initial_v, server_lr_schedule)
         super().__init__([AdaptiveServer(self.rule, *settings)], **kwargs)
