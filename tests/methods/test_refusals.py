@@ -74,6 +74,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
     (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
+    (lambda: client(share_label_counts="no"), "share_label_counts must be True or False, not 'no'"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),
     (lambda: client(time_budget=-0.1), "FedAvgClient: time_budget must be .*of at least 0, or"),
 ]
