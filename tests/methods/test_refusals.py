@@ -74,6 +74,10 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
     (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
+    (lambda: fr.client_app(client, once="no"), "client_app: once must be True or False"),
+    (lambda: fr.RegClientApp(label_counts=[3]), "label_counts must be a function"),
+    (lambda: fr.trainable(fr.FedAvg), "trainable takes a model, a torch.nn.Module, not type"),
+    (lambda: fr.float32_arrays({}), "float32_arrays takes a model, a torch.nn.Module, not dict"),
     (lambda: client(share_label_counts="no"), "share_label_counts must be True or False, not 'no'"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),
     (lambda: client(time_budget=-0.1), "FedAvgClient: time_budget must be .*of at least 0, or"),
@@ -86,7 +90,7 @@ def client(**settings: Any) -> fr.FedAvgClient:
 
 @pytest.mark.parametrize(("build", "why"), SETTINGS)
 def test_a_setting_that_is_none_of_those_is_refused(build: Callable[[], Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, TypeError), match=why):
         build()
 
 
