@@ -92,7 +92,9 @@ class RegStrategy(Strategy):
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         makers = [vars(c)["__init__"] for c in type(self).__mro__[:-1] if "__init__" in vars(c)]
-        taken = {name for make in makers for name in signature(make).parameters}
+        # a named strategy's own: `terms` is none of its arguments
+        own = makers[:-1] or makers
+        taken = {name for make in own for name in signature(make).parameters} - {"self"}
         check_arguments(type(self).__name__, settings, Options.names(), taken)
         self.term = chain(check_instances(terms, type(self).__name__))
         self.options = Options.of(self.term, **settings)
@@ -116,6 +118,10 @@ class RegStrategy(Strategy):
 
         @wraps(make)
         def named(self: RegStrategy, *args: Any, **kwargs: Any) -> None:
+            if "terms" in kwargs and self.method and "terms" not in signature(make).parameters:
+                raise TypeError(
+                    f"{type(self).__name__} fixes its terms; use RegStrategy for others"
+                )
             try:
                 make(self, *args, **kwargs)
             except (ParameterError, Refused) as error:
