@@ -1,5 +1,6 @@
 """What methods refuse: settings at their bounds, terms beside each other, configs, clients' optimisers."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
+from flwr_regs.client import LocalTraining
 from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, train
@@ -76,6 +79,9 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
     (lambda: fr.FedAvg(terms=[fr.Proximal(0.1)]), "FedAvg fixes its terms; use RegStrategy for"),
     (lambda: fr.FedAvg(term=1), "FedAvg takes no argument 'term'$"),
+    (lambda: chain([fr.Proximal]), "chain's terms are instances, such as .*, not the class Prox"),
+    (lambda: train_alone(lr=math.nan, steps=1), "LocalTraining: lr must be a positive number, not"),
+    (lambda: train_alone(lr=0.1, epochs=1.5), "LocalTraining: epochs must be a whole number"),
     (lambda: fr.client_app(client, once="no"), "client_app: once must be True or False"),
     (lambda: fr.RegClientApp(label_counts=[3]), "label_counts must be a function"),
     (lambda: fr.trainable(fr.FedAvg), "trainable takes a model, a torch.nn.Module, not "),
@@ -88,6 +94,10 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
 
 def client(**settings: Any) -> fr.FedAvgClient:
     return fr.FedAvgClient(make_model(), make_clients()[0], **settings)
+
+
+def train_alone(**settings: Any) -> Any:
+    return LocalTraining(make_model(), chain([]), make_clients()[0], **settings)
 
 
 @pytest.mark.parametrize(("build", "why"), SETTINGS)
