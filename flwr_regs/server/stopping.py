@@ -29,7 +29,8 @@ class Target(Spelled):
         Its name in the history's ``"server_metrics"`` (of `evaluate_fn`), else ``"evaluate_metrics"`` (the
         clients' mean), else ``"train_metrics"``: the first of these that ever has it.
     mode : {"max", "min"}, optional
-        Whether more or less is better. Default: ``"min"`` for a name with "loss", "error" or "perplexity".
+        Whether more or less is better. Default: ``"min"`` for a name with "loss", "error" or
+        "perplexity", in any case.
 
     Raises
     ------
@@ -112,7 +113,7 @@ def sign(metric: str, mode: str | None) -> int:
         raise TypeError(f"metric must be the name of a metric, not {metric!r:.80}")
     if mode not in (None, "max", "min"):
         raise ValueError(f"mode must be 'max', 'min' or None, not {mode!r}")
-    less = any(word in metric for word in ("loss", "error", "perplexity"))
+    less = any(word in metric.lower() for word in ("loss", "error", "perplexity"))
     return -1 if (mode or ("min" if less else "max")) == "min" else 1
 
 
