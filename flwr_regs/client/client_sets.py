@@ -97,8 +97,10 @@ class ClientSets(Spelled):
             if (tests := len(self._test)) != number:
                 raise ValueError(f"test_sets has {tests} entries, but train_sets has {number}")
         if not (step_budgets is None or callable(step_budgets) or hasattr(step_budgets, "__len__")):
-            one = f"a number for each client, not {step_budgets!r}: write [{step_budgets!r}] * {number}"
-            raise TypeError(f"step_budgets must be {one}")
+            remedy = f"write [{step_budgets!r}] * {number}"
+            raise TypeError(
+                f"step_budgets must be a number for each client, not {step_budgets!r}: {remedy}"
+            )
         if isinstance(step_budgets, Sequence) and len(step_budgets) != number:
             raise ValueError(f"step_budgets has {len(step_budgets)} entries for {number} clients")
         if isinstance(step_budgets, Mapping) and (odd := [*step_budgets.keys() - range(number)]):
