@@ -147,7 +147,8 @@ class LocalTraining:
     ValueError, TypeError
         No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once;
         batches without clear targets; an output without logits; an output layer that does not make them;
-        a wrong rate, duration or budget; a wrong optimiser, momentum, weight decay or norm in `config`.
+        a wrong rate, duration or budget; a wrong optimiser, momentum, weight decay or norm in
+        `config`.
     """
 
     def __init__(
