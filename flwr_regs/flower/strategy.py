@@ -499,7 +499,7 @@ class RegStrategy(Strategy):
 
 @contextmanager
 def _of_this_thread(strategy: RegStrategy, grid: Grid) -> Iterator[None]:
-    """Raise RuntimeError if another thread trains with one of these; both keep what a training is at."""
+    """Raise RuntimeError if another thread trains with one of these: each holds one training."""
     mine = [strategy, *([grid] if isinstance(grid, InProcessGrid) else [])]
     if busy := [o for o in mine if RUNNING.get(id(o), get_ident()) != get_ident()]:
         kind = type(busy[0]).__name__
