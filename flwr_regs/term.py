@@ -104,7 +104,7 @@ def one_of(*words: str) -> Range:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a single number of numpy or torch as Python's, which can be sent; any other value as it is."""
+    """Return a single number of numpy or torch as Python's, which can be sent; else the value."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
