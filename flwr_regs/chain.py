@@ -361,8 +361,11 @@ def chain(terms: Sequence[Term]) -> Chain:
     ------
     ValueError
         The terms cannot be combined, or not in this order; docs/architecture.md lists the rules.
+    TypeError
+        No list of terms, or a term that is not an instance of Term.
     """
-    terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
+    given = check_instances(terms, "chain")
+    terms = [u for t in given for u in (t.terms if isinstance(t, Chain) else (t,))]
     names = [t.name for t in terms]
     if odd := [n for n in names if n in ("", "regs") or set(n) & set(",+.")]:
         raise ValueError(

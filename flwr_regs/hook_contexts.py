@@ -18,7 +18,10 @@ Config = Mapping[str, Any]  # a message's config, or a part of it
 
 
 def _absent(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("this context has no data: the function is there during a client's round")
+    raise RuntimeError(
+        "this function of the context is there during a client's round; those of a batch, "
+        "output_at and features_at, within a step"
+    )
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class ClientContext:
     loss_fn : callable
         ``loss_fn(output, targets) -> scalar``, the client's own.
     output_at, features_at : callable
-        ``(params) -> array``: output and features on the batch at other parameters; differentiable. They
-        are for teachers, so in eval mode, and with the buffers and private entries of the round's start
-        (within `train`: in the model's own mode and state). ``features_at(params, layer)`` is the output of
-        a named layer.
+        ``(params) -> array``, within a step: output and features on the batch at other parameters;
+        differentiable. They are for teachers, so in eval mode, and with the buffers and private
+        entries of the round's start (within `train`: in the model's own mode and state).
+        ``features_at(params, layer)`` is the output of a named layer.
     gradient_at : callable
         ``gradient_at(params) -> Arrays``, in `correct` and `evolve`: the gradient at other parameters of
         the whole local loss on the batch, with the corrections of the terms on this one's left. Same

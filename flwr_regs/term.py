@@ -69,7 +69,7 @@ class Range:
     def fits(self, value: Any) -> bool:
         """Return whether a value is one of them."""
         right = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
-        return right and (self.kind is str or math.isfinite(value)) and self.good(value)
+        return right and (self.kind is str or _is_finite(value)) and self.good(value)
 
     def check(self, owner: str, name: str, value: Any, optional: bool = False) -> None:
         """Raise ParameterError if `value`, the parameter `name` of `owner`, is none of them.
@@ -78,6 +78,13 @@ class Range:
         """
         if not (optional and value is None) and not self.fits(value):
             raise ParameterError(owner, name, self.expected + ", or None" * optional, value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int above the largest float
+        return False
 
 
 Ranges = Mapping[str, Range]
@@ -97,11 +104,15 @@ def one_of(*words: str) -> Range:
     return Range(" or ".join(map(repr, words)), lambda v: v in words, str)
 
 
+def plain_number(value: Any) -> Any:
+    """Return a single number of numpy or torch as Python's, which can be sent; else the value."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def plain_numbers(owner: Any) -> None:
-    """Make single numbers of numpy or torch in a dataclass's fields Python's, which can be sent."""
+    """Make single numbers of numpy or torch in a dataclass's fields Python's."""
     for f in fields(owner):
-        if getattr(value := getattr(owner, f.name), "ndim", None) == 0:
-            object.__setattr__(owner, f.name, value.item())
+        object.__setattr__(owner, f.name, plain_number(getattr(owner, f.name)))
 
 
 def check_ranges(owner: Any) -> None:

@@ -184,6 +184,8 @@ class Reads(fr.Term):
         self._steps("finish", ctx)
         with pytest.raises(RuntimeError, match="gradient_at is there in `correct`"):
             ctx.gradient_at(ctx.start)
+        with pytest.raises(RuntimeError, match="output_at and features_at, within a step"):
+            ctx.output_at(ctx.start)
         end = {n: ctx.start[n] + d for n, d in delta.items()}
         means = {"loss": ctx.mean_loss(end), "features": ctx.mean_features(end)}
         means["first"] = ctx.mean_features(end, batches=1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
+_TURNS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Model -> its lock: trainings in several threads may have the same clients."""
 Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
 
 
@@ -138,14 +142,15 @@ class ClientSets(Spelled):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Let clients train in the model; it is as before afterwards."""
+        """Let clients train in the model, one thread's at a time; it is as before afterwards."""
         model = uncompiled(self.model)
-        before = {n: v.detach().clone() for n, v in model.state_dict().items()}
-        try:
-            with evaluating(model):  # then each module has its mode again
-                yield
-        finally:
-            model.load_state_dict(before)
+        with _TURNS.setdefault(model, threading.RLock()):
+            before = {n: v.detach().clone() for n, v in model.state_dict().items()}
+            try:
+                with evaluating(model):  # then each module has its mode again
+                    yield
+            finally:
+                model.load_state_dict(before)
 
     def sets_of(self, pid: int, server_round: int = 0) -> tuple[Batches, Batches | None]:
         """Return a client's (training data, test data) as batches."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
-from flwr_regs.chain import Chain
+from flwr_regs.chain import Chain, check_instances
 from flwr_regs.client.measure.classifier import Hook, Modes, Taps, in_modes, modes_of
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.optimizer import (
@@ -33,7 +33,17 @@ from flwr_regs.client.train.optimizer import (
 )
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, returns_loss, uncompiled
 from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
-from flwr_regs.term import NOT_NEGATIVE, SWITCH, WHOLE, Arrays, ClientContext, Slot, Term, changed
+from flwr_regs.term import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    WHOLE,
+    Arrays,
+    ClientContext,
+    Slot,
+    Term,
+    changed,
+)
 from flwr_regs.wire.config import check_optimizer
 
 STILL = (
@@ -141,7 +151,8 @@ class LocalTraining:
     ValueError, TypeError
         No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once;
         batches without clear targets; an output without logits; an output layer that does not make them;
-        a wrong budget; a wrong optimiser, momentum, weight decay or norm in `config`.
+        a wrong rate, duration or budget; a wrong optimiser, momentum, weight decay or norm in
+        `config`.
     """
 
     def __init__(
@@ -166,14 +177,19 @@ class LocalTraining:
         max_seconds: float | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        who = type(self).__name__
+        POSITIVE.check(who, "lr", lr)
+        for name, number in (("epochs", epochs), ("steps", steps)):
+            WHOLE.check(who, name, number, optional=True)
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
             both = f"epochs={epochs} and steps={steps}"
             raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
         config = config or {}
         check_optimizer(config, "config")
-        WHOLE.check(type(self).__name__, "max_steps", max_steps, optional=True)
-        NOT_NEGATIVE.check(type(self).__name__, "max_seconds", max_seconds, optional=True)
-        SWITCH.check(type(self).__name__, "train_mode", train_mode)
+        WHOLE.check(who, "max_steps", max_steps, optional=True)
+        NOT_NEGATIVE.check(who, "max_seconds", max_seconds, optional=True)
+        SWITCH.check(who, "train_mode", train_mode)
+        check_instances([term], who)
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)

@@ -20,6 +20,7 @@ from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, Parameters
 
 from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.node import Memory, closed, guarded, node_mod, of_older_server, opened, told
+from flwr_regs.term import SWITCH
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack, unpack
 from flwr_regs.wire.parcel import Parcel
@@ -76,6 +77,7 @@ def client_app(client_fn: ClientFn, mods: Sequence[Mod] = (), *, once: bool = Tr
         raise TypeError(
             f"client_app needs a function context -> NumPyClient, not a {type(client_fn).__name__}"
         )
+    SWITCH.check("client_app", "once", once)
     return NumPyClientApp(client_fn, mods, once)
 
 
@@ -199,6 +201,8 @@ class RegClientApp(ClientApp):
         super().__init__(mods=guarded(mods))
         if label_counts is None:
             return
+        if not callable(label_counts):
+            raise TypeError(f"label_counts must be a function of a context, not {label_counts!r}")
 
         @self.query(keys.LABELS.partition(".")[2])
         def share(message: Message, context: Context) -> Message:

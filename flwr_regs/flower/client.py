@@ -135,6 +135,7 @@ class RegClient(Spelled, NumPyClient):
         WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
+        SWITCH.check(who, "share_label_counts", share_label_counts)
         check_factory(who, optimizer)
         # needs may be a property, which the settings decide
         needs: list[Any] = [t.needs for t in self.composition if not isinstance(t.needs, property)]

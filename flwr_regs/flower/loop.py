@@ -21,6 +21,7 @@ from flwr_regs.server.options import NoLearningRate
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.stopping import sign, values
+from flwr_regs.term import plain_number
 from flwr_regs.wire.records import metric_record, to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -183,7 +184,8 @@ class Loop:
         self.saved.after(number)
         saved = dict(entry)
         for callback in as_many(self.strategy.training.options.on_round):
-            if _called("on_round", callback, copy.deepcopy(entry), number) is True:
+            said = _called("on_round", callback, copy.deepcopy(entry), number, plain_number)
+            if said is True:
                 entry.setdefault("stopped", f"{callback!r} returned True")
         if entry != saved:
             self.saved.after(number)

@@ -31,7 +31,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import Refused
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
-from flwr_regs.term import COUNT, POSITIVE, ParameterError, Term
+from flwr_regs.term import COUNT, POSITIVE, ParameterError, Term, plain_number
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import (
     OPTIMIZER_KEYS,
@@ -89,7 +89,9 @@ class RegStrategy(Strategy):
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         makers = [vars(c)["__init__"] for c in type(self).__mro__[:-1] if "__init__" in vars(c)]
-        taken = {name for make in makers for name in signature(make).parameters}
+        # a named strategy's own: `terms` is none of its arguments
+        own = makers[:-1] or makers
+        taken = {name for make in own for name in signature(make).parameters} - {"self"}
         check_arguments(type(self).__name__, settings, Options.names(), taken)
         self.term = chain(check_instances(terms, type(self).__name__))
         self.options = Options.of(self.term, **settings)
@@ -113,8 +115,13 @@ class RegStrategy(Strategy):
 
         @wraps(make)
         def named(self: RegStrategy, *args: Any, **kwargs: Any) -> None:
+            if "terms" in kwargs and self.method and "terms" not in signature(make).parameters:
+                raise TypeError(
+                    f"{type(self).__name__} fixes its terms; use RegStrategy for others"
+                )
+            plain = {name: plain_number(value) for name, value in kwargs.items()}
             try:
-                make(self, *args, **kwargs)
+                make(self, *map(plain_number, args), **plain)
             except (ParameterError, Refused) as error:
                 raise error.of(type(self).__name__) from None
 
@@ -170,7 +177,7 @@ class RegStrategy(Strategy):
         log(INFO, "%r, weighting %s, downlink %s%s", self, o.weighting, o.downlink, half)
         in_round = []
         for verb in ("train", "evaluate"):
-            part, least = getattr(o, f"fraction_{verb}"), getattr(o, f"min_{verb}_nodes")
+            part, least = float(getattr(o, f"fraction_{verb}")), getattr(o, f"min_{verb}_nodes")
             some = f"{part:.0%} of the clients {verb} (at least {least})"
             in_round.append(some if part else f"no client {verb}s")
         begins = f"training begins with {o.min_available_nodes} clients or more"

@@ -34,7 +34,7 @@ import numpy as np
 
 from flwr_regs.server.aggregate.updates import Updates, in_shape, update_of
 from flwr_regs.server.round import Round
-from flwr_regs.term import NOT_NEGATIVE, POSITIVE
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE, ParameterError, plain_numbers
 from flwr_regs.wire.arrays import NDArrays, square_sum, statistics
 from flwr_regs.wire.config import Spelled
 
@@ -60,7 +60,7 @@ class CentralDP(Spelled):
     Raises
     ------
     ValueError
-        A number out of range, an accountant without noise, or one for Poisson sampling.
+        A number out of range, an accountant that is none, without noise, or for Poisson sampling.
     """
 
     clip_norm: float
@@ -68,10 +68,14 @@ class CentralDP(Spelled):
     accountant: Any = None
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         POSITIVE.check("CentralDP", "clip_norm", self.clip_norm)
         NOT_NEGATIVE.check("CentralDP", "noise_multiplier", self.noise_multiplier)
         if self.accountant is None:
             return
+        if not hasattr(getattr(self.accountant, "config", None), "sampling_method"):
+            expected = "an accountant, such as RdpAccountant(PrivacyConfig(...)), or None"
+            raise ParameterError("CentralDP", "accountant", expected, self.accountant)
         if self.noise_multiplier == 0:
             raise ValueError("without noise epsilon is infinite: leave out the accountant")
         if self.accountant.config.sampling_method.value == "poisson":

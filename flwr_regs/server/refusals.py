@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from flwr_regs.abilities import CountsOnMean
 from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
-from flwr_regs.term import COUNT, WHOLE
+from flwr_regs.term import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SHARE, SWITCH, WHOLE, Range
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
 
@@ -85,6 +85,14 @@ def _is_period(value: Any) -> bool:
     return value > timedelta(0) if isinstance(value, timedelta) else COUNT.fits(value)
 
 
+def _is_wait(value: Any) -> bool:
+    return NOT_NEGATIVE.fits(value) or (isinstance(value, float) and value == math.inf)
+
+
+def _or_none(good: Range) -> Callable[[Any], bool]:
+    return lambda value: value is None or good.fits(value)
+
+
 def _one_of(name: str, *values: Any) -> Row:
     *others, last = map(repr, values)
     return name, lambda value: value in values, f"be {', '.join(others)} or {last}"
@@ -103,15 +111,16 @@ RANGES: list[Row] = [
     _one_of("retry_cohort", "new", "same"),
     *((name, WHOLE.fits, f"be {WHOLE.expected}") for name in COUNTS),
     ("min_replies", COUNT.fits, f"be {COUNT.expected}"),
-    ("population", lambda v: v is None or COUNT.fits(v), f"be {COUNT.expected} or None"),
-    ("fraction_train", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
-    ("fraction_evaluate", lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]"),
-    ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),
-    ("max_scale", lambda v: 1 <= v < math.inf, "be a number of at least 1"),
-    ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0"),
-    ("wait_timeout", lambda v: v >= 0, "be a number of seconds from 0"),
-    ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None"),
-    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None"),
+    *((name, SWITCH.fits, f"be {SWITCH.expected}") for name in ("overlap", "restart_lr")),
+    ("population", _or_none(COUNT), f"be {COUNT.expected} or None"),
+    ("fraction_train", SHARE.fits, "lie in [0, 1]"),
+    ("fraction_evaluate", SHARE.fits, "lie in [0, 1]"),
+    ("max_weight", _or_none(FRACTION), "lie above 0 and up to 1, or be None"),
+    ("max_scale", Range("", lambda v: v >= 1).fits, "be a number of at least 1"),
+    ("retry_pause", NOT_NEGATIVE.fits, "be a number of seconds from 0"),
+    ("wait_timeout", _is_wait, "be a number of seconds from 0"),
+    ("deadline", _or_none(POSITIVE), "be positive or None"),
+    ("drop_inactive", _or_none(POSITIVE), "be positive or None"),
     ("lr_schedule", callable, "be a function of the round"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP"),
     ("aggregator", _is_aggregator, "be an aggregator, such as Mean() or Krum(byzantine=1)"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from flwr_regs.term import COUNT, NOT_NEGATIVE, Range
+from flwr_regs.term import COUNT, NOT_NEGATIVE, Range, plain_numbers
 from flwr_regs.wire.config import Spelled
 
 LOG = logging.getLogger("flwr")
@@ -29,12 +29,13 @@ class Target(Spelled):
         Its name in the history's ``"server_metrics"`` (of `evaluate_fn`), else ``"evaluate_metrics"`` (the
         clients' mean), else ``"train_metrics"``: the first of these that ever has it.
     mode : {"max", "min"}, optional
-        Whether more or less is better. Default: ``"min"`` for a name with "loss", "error" or "perplexity".
+        Whether more or less is better. Default: ``"min"`` for a name with "loss", "error" or
+        "perplexity", in any case.
 
     Raises
     ------
     ValueError
-        Another `mode`, or a `value` that is NaN.
+        Another `mode`, or a `value` that is no finite number.
     TypeError
         A `metric` that is no name.
     """
@@ -44,6 +45,7 @@ class Target(Spelled):
     mode: str | None = None
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         sign(self.metric, self.mode)
         Range("a number").check("Target", "value", self.value)
 
@@ -82,6 +84,7 @@ class Patience(Spelled):
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         sign(self.metric, self.mode)
         COUNT.check("Patience", "rounds", self.rounds)
         NOT_NEGATIVE.check("Patience", "min_delta", self.min_delta)
@@ -110,7 +113,7 @@ def sign(metric: str, mode: str | None) -> int:
         raise TypeError(f"metric must be the name of a metric, not {metric!r:.80}")
     if mode not in (None, "max", "min"):
         raise ValueError(f"mode must be 'max', 'min' or None, not {mode!r}")
-    less = any(word in metric for word in ("loss", "error", "perplexity"))
+    less = any(word in metric.lower() for word in ("loss", "error", "perplexity"))
     return -1 if (mode or ("min" if less else "max")) == "min" else 1
 
 

@@ -221,6 +221,9 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     The values are the same, and the model does not change (``model.float()`` would change it). For
     strategies with a `wire_dtype`, because their server keeps the model in float32.
     """
+    if isinstance(model, type) or not hasattr(model, "state_dict"):
+        given = type(model).__name__
+        raise TypeError(f"float32_arrays takes a model, a torch.nn.Module, not {given}")
     halves = ("torch.bfloat16", "torch.float16")
     state = {plain_name(n): v.detach().cpu() for n, v in model.state_dict().items()}
     wide = {n: v.float() if str(v.dtype) in halves else v for n, v in state.items()}

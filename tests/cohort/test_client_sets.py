@@ -415,6 +415,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
     "one budget": ([(X, Y)] * 2, {"step_budgets": 1}, "an entry for each client, .* not 1"),
     "an array": ([(X, Y)] * 2, {"step_budgets": np.ones(3, int)}, "has 3 entries"),
+    "no function": ([(X, Y)], {"output_fn": 3}, "output_fn must be a function"),
     "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
     "no batch": ([DataLoader(TensorDataset(X, Y), 99, drop_last=True)], {}, "yields no batch"),

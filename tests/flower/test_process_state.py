@@ -70,15 +70,20 @@ def test_a_training_leaves_the_process_as_it_was(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@pytest.mark.parametrize("shared", ["nothing", "the model", "the clients"])
 @pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])
 def test_trainings_in_two_threads_are_as_each_alone(
-    kind: type[fr.InProcessGrid],
+    kind: type[fr.InProcessGrid], shared: str
 ) -> None:
     before, models = torch.get_rng_state(), dict[str, list[str]]()
+    model = dropping()
+    clients = fr.Clients(model, make_clients(), make_clients(), device="cpu")
 
     def run(seed: int, where: str) -> None:
         data = [DataLoader(c, batch_size=None, shuffle=True) for c in make_clients()]
-        grid = kind(app_of(fr.FedAvgClient, data, dropping), len(data))
+        net = (lambda: model) if shared == "the model" else dropping
+        app = clients if shared == "the clients" else app_of(fr.FedAvgClient, data, net)
+        grid = kind(app, len(data))
         trained = train(fr.FedAvg(seed=seed), fr.FedAvgClient, model=dropping, grid=grid)
         models[f"{seed} {where}"] = [digest(model) for model in trained]
 

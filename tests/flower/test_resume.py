@@ -243,9 +243,9 @@ def test_what_an_overridden_strategy_changes_counts_in_later_rounds_and_when_res
 def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path) -> None:
     saved: list[int] = []
 
-    def callback(entry: dict[str, Any]) -> bool:
+    def callback(entry: dict[str, Any]) -> Any:
         saved.append(latest(tmp_path).round)
-        return bool(entry["round"] == 2)
+        return np.bool_(entry["round"] == 2)
 
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path, on_round=callback), case.grid(), case)

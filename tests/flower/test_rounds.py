@@ -208,6 +208,7 @@ def test_a_metric_that_no_round_has_is_said_once(log: Log) -> None:
         assert said.startswith("round 1 has no metric 'acuracy' that is a number, only ['acu")
     said_by_clients = {"initial_metrics": {"acuracy": 0.1}, "evaluate_metrics": {"acuracy": 0.4}}
     assert not fr.Target(0.3, "acuracy")([{"round": 1, **said_by_clients}])
+    assert not fr.Target(0.3, "Val_Loss")([{"round": 1, "server_metrics": {"Val_Loss": 0.4}}])
     assert log("only []; the server tested the initial model, so its tests alone count")
 
 

@@ -1,5 +1,6 @@
 """What methods refuse: settings at their bounds, terms beside each other, configs, clients' optimisers."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
+from flwr_regs.client import LocalTraining
 from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, train
@@ -44,6 +47,12 @@ def test_a_number_beyond_its_bound_is_refused(must_be: str, beyond: float, names
         said = rf"{name} must be {must_be}(, or None)?, not {beyond}"
         with pytest.raises(ValueError, match=said):
             getattr(fr, method)(**{**needed, name: beyond})
+        within = 1 if "whole" in must_be else 0.5
+        of_torch, plain = (
+            repr(getattr(fr, method)(**{**needed, name: number, "seed": 1}).term)
+            for number in (torch.tensor(within), within)
+        )
+        assert of_torch == plain
 
 
 SETTINGS: list[tuple[Callable[[], Any], str]] = [
@@ -68,6 +77,16 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
     (lambda: fr.FedAvg(min_evaluate_nodes=1.5), "must be a whole number of at least 0, not 1.5"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
+    (lambda: fr.FedAvg(terms=[fr.Proximal(0.1)]), "FedAvg fixes its terms; use RegStrategy for"),
+    (lambda: fr.FedAvg(term=1), "FedAvg takes no argument 'term'$"),
+    (lambda: chain([fr.Proximal]), "chain's terms are instances, such as .*, not the class Prox"),
+    (lambda: train_alone(lr=math.nan, steps=1), "LocalTraining: lr must be a positive number, not"),
+    (lambda: train_alone(lr=0.1, epochs=1.5), "LocalTraining: epochs must be a whole number"),
+    (lambda: fr.client_app(client, once="no"), "client_app: once must be True or False"),
+    (lambda: fr.RegClientApp(label_counts=[3]), "label_counts must be a function"),
+    (lambda: fr.trainable(fr.FedAvg), "trainable takes a model, a torch.nn.Module, not "),
+    (lambda: fr.float32_arrays({}), "float32_arrays takes a model, a torch.nn.Module, not dict"),
+    (lambda: client(share_label_counts="no"), "share_label_counts must be True or False, not 'no'"),
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),
     (lambda: client(time_budget=-0.1), "FedAvgClient: time_budget must be .*of at least 0, or"),
 ]
@@ -77,9 +96,13 @@ def client(**settings: Any) -> fr.FedAvgClient:
     return fr.FedAvgClient(make_model(), make_clients()[0], **settings)
 
 
+def train_alone(**settings: Any) -> Any:
+    return LocalTraining(make_model(), chain([]), make_clients()[0], **settings)
+
+
 @pytest.mark.parametrize(("build", "why"), SETTINGS)
 def test_a_setting_that_is_none_of_those_is_refused(build: Callable[[], Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, TypeError), match=why):
         build()
 
 

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from flwr.app import Array, Message
 
 import flwr_regs as fr
@@ -15,7 +16,7 @@ from tests.flower.test_strategy import app_of
 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str) -> None:
-    for wrong in ([1, 2], float("nan")):
+    for wrong in ([1, 2], float("nan"), torch.ones(2), 10**400):
         with pytest.raises(ValueError, match=f"^{name} must "):
             fr.FedAvg(**{name: wrong})
 
@@ -34,6 +35,8 @@ def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
     assert strategy.options.fraction_train == 0.5
     with pytest.raises(ValueError, match=r"overlap=True sends .* write downlink='delta' too"):
         strategy.overlap = True
+    with pytest.raises(ValueError, match=r"restart_lr must be True or False, not 'no'"):
+        strategy.restart_lr = "no"
     with pytest.raises(ValueError, match=r"fraction_train must lie in \[0, 1\], not 2"):
         strategy.fraction_train = 2
     assert strategy.fraction_train == 0.5

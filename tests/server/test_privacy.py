@@ -235,6 +235,7 @@ def test_numbers_out_of_range_are_refused() -> None:
         ((0.0, 1.0), "clip_norm must be a positive number, not 0"),
         ((math.nan, 1.0), "clip_norm must be"),
         ((1.0, -0.1), "noise_multiplier must be a number of at least 0, not -0.1"),
+        ((1.0, 1.0, RdpAccountant), "accountant must be an accountant, such as .*, not <class"),
         ((1.0, 0.0, accountant(4)), "epsilon is infinite"),
         ((1.0, 1.0, RdpAccountant(poisson)), "Poisson sampling does not describe"),
     ]:

@@ -35,7 +35,7 @@ NO_DATA = (
 AGAIN = "expected batches that can be iterated again and again, such as a DataLoader or a list"
 
 CPU = torch.device("cpu")
-_DRAWING = threading.RLock()
+DRAWING = threading.RLock()
 """torch's random generators are the process's: threads would draw other numbers each time."""
 
 
@@ -320,7 +320,7 @@ def forked(device: torch.device = CPU) -> Iterator[None]:
     DataLoader's workers are free, and so is a process that is spawned; one that is forked while another
     thread is in a block would wait for ever at its own.
     """
-    with _DRAWING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with DRAWING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 

@@ -74,6 +74,9 @@ class Task:
                 f"loss_fn must be a function, loss_fn(output, targets), or None, not {self.loss_fn!r}"
             )
 
+        if self.output_fn is not None and not callable(self.output_fn):
+            raise TypeError(f"output_fn must be a function of an output, not {self.output_fn!r}")
+
     def pairs(self, data: Batches) -> Pairs:
         """Return `data` as pairs of (inputs, targets); data that already are pairs stay as they are."""
         if isinstance(data, Pairs):

@@ -41,6 +41,8 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     and buffers, which are averaged. The clients hold the rest, such as a pretrained backbone, and only a
     digest of it travels.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trainable takes a model, a torch.nn.Module, not {type(model).__name__}")
     frozen = {name for name, p in every_parameter(model) if not p.requires_grad}
     return {name: v for name, v in model.state_dict().items() if name not in frozen}
 

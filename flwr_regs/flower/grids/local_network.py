@@ -20,7 +20,7 @@ from flwr.app import Context, RecordDict
 from flwr_regs.client import member
 from flwr_regs.client.member import Asked, Identity
 from flwr_regs.client.memory import Memory, latest, written
-from flwr_regs.client.train.batches import label_counts
+from flwr_regs.client.train.batches import DRAWING, label_counts
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.stack_processes import StackProcesses
 from flwr_regs.cohort.stacks import Stacks
@@ -171,9 +171,14 @@ class LocalNetwork:
         with self.lent():
             return self._asked(request)
 
-    def lent(self) -> AbstractContextManager[None]:
-        """Let clients train in a model that they share; it is as before afterwards."""
-        return self.source.lent() if isinstance(self.source, Clients) else nullcontext()
+    def lent(self) -> AbstractContextManager[Any, Any]:
+        """Let clients train in a model that they share; that of `Clients` is as before afterwards.
+
+        Trainings in several threads take turns: an app may have one model for all, too.
+        """
+        if isinstance(self.source, Clients):
+            return self.source.lent()
+        return nullcontext() if self.workers > 1 else DRAWING
 
     def _asked(self, request: Request) -> Replies:
         kind, parcels = request.kind, request.parcels

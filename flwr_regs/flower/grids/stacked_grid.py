@@ -19,7 +19,7 @@ from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.local_network import TRAINING
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
-from flwr_regs.term import COUNT
+from flwr_regs.term import COUNT, SWITCH
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 MESSAGES = "the strategy, or the grid, has methods of its own for messages"
@@ -87,6 +87,7 @@ class StackedGrid(InProcessGrid):
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
         if check != "first" and check is not False and not COUNT.fits(check):
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
+        SWITCH.check(type(self).__name__, "compile", compile)
         self._stacks = Stacks(Settings(memory, PRECISIONS[precision], check, compile))
         self._local.stacks = self._stacks
 
