@@ -337,6 +337,8 @@ class LocalTraining:
             raise ValueError(
                 "the method reads features, which a compiled model does not show: do without torch.compile"
             )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("loss() is for training steps: in an evaluation, leave it out")
         if self._perturbs and self._before is None:
             raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
         if not isinstance(base, Tensor) or base.numel() != 1:
@@ -580,6 +582,7 @@ class LocalTraining:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
         if self._finished:
             raise RuntimeError("the round has ended: finish() or reply() was called before")
+        self._optimizer.check_left()
         self._go_back()
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start

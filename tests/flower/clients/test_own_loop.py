@@ -237,7 +237,8 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         reduction = "none" if what == "losses" else "mean"
         loss: Any = cross_entropy(output, targets, reduction=reduction)
         loss = loss.item() if what == "gives a number" else loss
-        whole = loop.loss(loss, inputs, targets, output)
+        with torch.set_grad_enabled(what != "evaluates"):
+            whole = loop.loss(loss, inputs, targets, output)
         if what == "overflows":  # AMP's scaler then leaves all steps out
             optimizer.zero_grad()
             whole = torch.inf * whole
@@ -259,6 +260,7 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         (partial(odd_loop, "gives an optimiser"), "optimizer must be .* not an instance of SGD"),
         (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
         (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
+        (partial(odd_loop, "evaluates"), r"loss\(\) is for training steps: in an evaluation"),
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
         (partial(odd_loop, "corrects late"), "before the optimiser's step, and this step is taken"),
         (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
@@ -391,7 +393,7 @@ def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(
 
 
 @pytest.mark.parametrize(
-    "what", ["learning rate", "gradients after correct", "model before its fi"]
+    "what", ["learning rate", "gradients after correct", "model before its fi", "model after a s"]
 )
 @pytest.mark.parametrize(
     ("client", "left_out"),
@@ -403,13 +405,15 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
     def changed(optimizer: Any, model: nn.Module) -> None:
         if what == "learning rate":
             optimizer.param_groups[0]["lr"] /= 2
-        else:
+        if what.startswith("gradients"):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
-        if what.startswith("model"):
+        if what.startswith("model before"):
             nn.init.ones_(next(model.parameters()))
         plain_loop(round_, model, make, before_step=changed, left_out=left_out)
+        if what.startswith("model after"):
+            nn.init.ones_(next(model.parameters()))
 
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
