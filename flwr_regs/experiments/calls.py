@@ -18,7 +18,8 @@ from flwr_regs.methods.registry import METHODS, TERMS
 from flwr_regs.wire.config import nearest
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-_FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have separated before
+# a path, perhaps of Windows; commas and + have separated before
+_FILE = r"([A-Za-z]:[\\/])?[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"
 NAME = re.compile(rf"{_FILE}:{_DOTTED}|{_DOTTED}(:{_DOTTED})?")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 _QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)

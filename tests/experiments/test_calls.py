@@ -22,6 +22,7 @@ PARSED: list[tuple[str, list[list[Any]]]] = [
     ("A('a,b;c+d:e(f', \"it's\")", [[("A", ("a,b;c+d:e(f", "it's"), {})]]),
     (r"A('it\'s, so')", [[("A", ("it's, so",), {})]]),
     ("a.b.mine:C.make()+D", [[("a.b.mine:C.make", (), {}), ("D", (), {})]]),
+    (r"A+C:\x y\mine.py:T(1)", [[("A", (), {}), (r"C:\x y\mine.py:T", (1,), {})]]),
     ("A(B(), x=C(1, y='d,e'))", [[("A", (B,), {"x": C})]]),
     (
         f"A, {FILE}(x=1)+B; {FILE}",
