@@ -48,7 +48,8 @@ class ClientContext:
         output on it, in eval mode. None outside a step.
     features, layers : Any, mapping
         If a term needs ``"features"``: the input of the output layer, ``(batch, d)``. If it needs
-        ``"output of <layer>"``: the output of that layer of the model, by its name, ``(batch, d)``.
+        ``"output of <layer>"``: the output of that layer of the model, by its name, ``(batch, d)``. Like
+        `output`, differentiable in `loss`, and detached in `correct` and `evolve`.
     loss_fn : callable
         ``loss_fn(output, targets) -> scalar``, the client's own.
     output_at, features_at : callable

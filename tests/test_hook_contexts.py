@@ -115,6 +115,7 @@ class Look(fr.Term, Evolves):
 
     def evolve(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Slot:
         close(numbers(ctx.gradient_at(params)), numbers(grads), 1e-12)
+        assert not ctx.output.requires_grad  # a slot may hold it, and a later `loss` read that
         return {}
 
 

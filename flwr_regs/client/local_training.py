@@ -459,6 +459,9 @@ class LocalTraining:
             elif p.grad.is_sparse and self._corrects:
                 p.grad = p.grad.to_dense()
         if self._corrects:
+            # backward has freed the graph behind these
+            seen = {n: getattr(ctx, n) for n in ("output", "features", "layers")}
+            ctx = changed(ctx, **data.mapped(seen, Tensor.detach))
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
             given = [*grads.values(), *self._values.values()]
             before = [a._version for a in given]
