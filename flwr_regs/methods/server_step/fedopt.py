@@ -106,6 +106,12 @@ class TorchServerOptimizer(Term, Steps):
             p.grad = -torch.as_tensor(kept(delta[n]))  # the pseudo-gradient
         optimizer = self.make([*params.values()])
         _check_optimizer(optimizer)
+        ours = {id(p) for p in params.values()}
+        if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= ours:
+            raise ValueError(
+                "server_optimizer must make its optimiser of the parameters that it is given, as "
+                "`lambda p: torch.optim.SGD(p, lr=1.0)` does; others do not move the global model"
+            )
         # The slot holds the optimiser's state as arrays, and each round restores it from there: by the
         # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
         state = {key: torch.tensor(a) for key, a in server.items() if key[0] != "#"}

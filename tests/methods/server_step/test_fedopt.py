@@ -46,6 +46,8 @@ def test_what_is_no_optimiser_of_a_server_is_refused_before_round_1() -> None:
         fr.FedOpt(lambda params: params)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"cannot run on the server.*closure"):
         ours(fr.FedOpt(torch.optim.LBFGS))
+    with pytest.raises(ValueError, match="of the parameters that it is given"):
+        ours(fr.FedOpt(lambda params: torch.optim.SGD(make_model().parameters(), lr=1.0)))
 
 
 @pytest.mark.parametrize(
