@@ -200,9 +200,8 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     Raises ValueError for a client without `eval_data`.
     """
     if client.eval_data is None:
-        raise ValueError(
-            f"this {client.identity.who} has no test data: pass eval_data, or set fraction_evaluate=0"
-        )
+        remedy = "pass eval_data, or set fraction_evaluate=0"
+        raise ValueError(f"{client.identity.who} without test data cannot evaluate: {remedy}")
     over_data = measures(client)
     term, slots, config = evaluated(message, held, over_data.model, client.identity)
     model, data, how = over_data.model, client.eval_data, (client.optimizer, client.save_private)

@@ -133,6 +133,9 @@ def test_a_client_that_holds_nothing_out_does_not_test(runner: str) -> None:
         assert record.accuracy[-1] == pytest.approx(each.mean())
         assert record.per_client["worst"] == metrics.figures(record)["worst-tenth"] == each.min()
         whole = each.dropna() * [n for n in held if n]
+        tests = [entry.get("evaluate", {"failures": {}}) for entry in record.rounds]
+        silent = {why for test in tests for why in test["failures"].values()}
+        assert all(f": a {record.method} client without test data" in why for why in silent)
         assert whole.tolist() == pytest.approx(whole.round().tolist())
 
 
