@@ -83,6 +83,11 @@ class ClientSets(Spelled):
         self._given_model = model
         self.batch_size, self.optimizer, self.device = int(batch_size), optimizer, device
         self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
+        if isinstance(step_budgets, Tensor | np.ndarray):
+            step_budgets = step_budgets.tolist()
+        if not isinstance(step_budgets, Sequence | Mapping | Callable | None):
+            kinds = "an entry for each client, or a function of (client, round)"
+            raise TypeError(f"step_budgets must be {kinds}, not {step_budgets!r:.80}")
         self.step_budgets = step_budgets
         self._train = _as_sets(train_sets, "train_sets", num_clients)
         self._test, number = list[Any](), len(self._train)

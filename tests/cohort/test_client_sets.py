@@ -413,6 +413,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
     "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
     "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
+    "one budget": ([(X, Y)] * 2, {"step_budgets": 1}, "an entry for each client, .* not 1"),
+    "an array": ([(X, Y)] * 2, {"step_budgets": np.ones(3, int)}, "has 3 entries"),
     "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
     "no batch": ([DataLoader(TensorDataset(X, Y), 99, drop_last=True)], {}, "yields no batch"),
