@@ -32,10 +32,10 @@ class Clients(ClientSets):
     train_sets, test_sets : sequence, mapping, callable, or a partitioner of flwr-datasets
         Client ``k`` has entry ``k``, from 0 on: a Dataset, a pair of tensors ``(inputs, targets)`` with
         equal first dimensions, a DataLoader or other batches, or a function of k that returns one of these
-        and is called when the client first takes part. One function for all needs `num_clients`. A
-        partitioner's partitions, or a FederatedDataset's, are Hugging Face data sets, whose batches are
-        mappings. Without `test_sets` the strategy must not evaluate on clients
-        (``fraction_evaluate=0``).
+        and is called when the client first takes part (where there are messages: for each of them). One
+        function for all needs `num_clients`. A partitioner's partitions, or a FederatedDataset's, are
+        Hugging Face data sets, whose batches are mappings. Without `test_sets` the strategy must not
+        evaluate on clients (``fraction_evaluate=0``).
     batch_size : int
         Examples in a batch. Training data are shuffled in each pass, by the round's seed; batches that are
         given stay as they are.
