@@ -200,7 +200,7 @@ def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
     Raises ValueError for a client without `eval_data`.
     """
     if client.eval_data is None:
-        remedy = "give it eval_data, or the strategy fraction_evaluate=0"
+        remedy = "pass eval_data, or set fraction_evaluate=0"
         raise ValueError(f"{client.identity.who} without test data cannot evaluate: {remedy}")
     over_data = measures(client)
     term, slots, config = evaluated(message, held, over_data.model, client.identity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -35,6 +35,10 @@ from flwr_regs.wire.text import shown
 LOG = logging.getLogger("flwr")
 MANY = 5
 """Replies of which one client should not have over half of the weight."""
+OVER_SCALE = (
+    "max_scale=%g bounds what the number of their steps makes clients weigh: if all are honest, "
+    "a larger one follows the paper"
+)
 BOUND = ("model", "participation", "guard", "remembered")
 KNOWN = ("population", "privacy")
 """Parts that rounds change and checkpoints hold; those in the first are as before after a failed round."""
@@ -101,7 +105,7 @@ class Training:
         self.privacy = PrivateRounds(o.privacy, o.seed, budget)
         self.participation = Participation(o, self.num_rounds or 1)
         self.guard = DivergenceGuard(o, self.method)
-        self._warned_of_weights = False
+        self._warned_of_weights = self._warned_of_scale = False
         self._before: dict[str, Any] = {}  # the parts that bind, before the last round
         self.evaluated = False
         self.remembered = Remembered()
@@ -376,6 +380,11 @@ class Training:
         scale = self.options.incomplete == "scale"
         weigher = weighing.StepScaling() if scale else self.options.term.weigher
         given = weighing.update_weights(weigher, used, ctx)
+        if not self._warned_of_scale:
+            wider = replace(ctx, max_scale=2 * ctx.max_scale)
+            self._warned_of_scale = weighing.update_weights(weigher, used, wider) != given
+            if self._warned_of_scale:
+                LOG.warning(OVER_SCALE, ctx.max_scale)
         scaled = weighing.bounded_shares(given, self.options.max_weight)
         return self.model.stepped(used, ctx, scaled, means), given, scaled
 

@@ -16,7 +16,7 @@ import flwr_regs as fr
 from flwr_regs.flower.loop import line_of
 from flwr_regs.flower.writers import numbers
 from flwr_regs.wire.records import from_record
-from tests.conftest import Log, Tampered, close, start
+from tests.conftest import Log, Tampered, budgeted, close, run, start
 from tests.flower.test_strategy import app_of, freezing
 
 
@@ -355,3 +355,11 @@ def test_the_log_has_a_line_a_round(log: Log) -> None:
         words = rf"round {number}/2   {clients} clients   train-loss \S+   clients: .*loss.*"
         assert re.fullmatch(rf"{words}   server: accuracy {server}   \S+ s", line), line
     assert line_of({"round": 1, "seconds": {"clients": 231.4}}, 2) == "round 1/2   231 s"
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(2, 1), (1, 0)])
+def test_a_bound_on_what_steps_weigh_is_said_once(log: Log, steps: int, warned: int) -> None:
+    """Three of four clients take more steps than the bound lets count: FedNova's weights are others."""
+    client = budgeted(fr.FedNovaClient, [dict.fromkeys((0, 1, 2), steps) | {3: 1}])
+    run(fr.FedNova(max_scale=1.5, seed=3), client, rounds=3)
+    assert "".join(log()).count("max_scale=1.5 bounds what the number of their steps") == warned

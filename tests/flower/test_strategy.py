@@ -338,7 +338,7 @@ FAILING: list[tuple[Any, Any, str]] = [
     (fr.FedAvg(), app_of(sabotage=lambda *_: 1 / 0), r"0 usable.*partitions 0-2\) failed.*divis"),
     (fr.FedFOR(), app_of(fr.FedProxClient), r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'"),
     (fr.FedFOR(), plain_app(), "no method.*FedFORClient"),
-    (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*give it eval_data"),
+    (fr.FedAvg(), app_of(sabotage=without_data), r"could evaluate.*pass eval_data"),
     (fr.FedAvg(), fr.client_app(id), "client_fn must return a NumPyClient or Client, not int"),
     (fr.RegStrategy([Overflow()]), app_of(fr.RegClient), r"diverged.*strategy\.arrays"),
 ]
