@@ -284,7 +284,8 @@ class LocalTraining:
         among the terms it goes on with the state of the client's last round.
 
         Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
-        and if the state is to be kept of an optimiser that the method makes.
+        if the state is to be kept of an optimiser that the method makes; and if `make` gives one of
+        none of the parameters. TypeError if it gives no optimiser.
         """
         check_factory(type(self).__name__, make)
         made = self._optimizer.made(make)

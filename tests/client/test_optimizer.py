@@ -95,6 +95,14 @@ def test_a_client_has_one_optimiser() -> None:
         LocalTraining(make_model(), chain([]), make_clients()[0], **how)
 
 
+def test_an_optimiser_of_other_parameters_is_refused() -> None:
+    training = LocalTraining(make_model(), chain([]), make_clients()[0], lr=0.1, steps=1)
+    with pytest.raises(ValueError, match="holds none of those that the client trains"):
+        training.optimizer(lambda params, lr: torch.optim.SGD(make_model().parameters(), lr))
+    with pytest.raises(TypeError, match="must return an optimiser, not NoneType"):
+        training.optimizer(lambda params, lr: None)  # type: ignore[arg-type,return-value]
+
+
 # What moves, and what must not
 
 

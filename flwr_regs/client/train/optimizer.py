@@ -96,6 +96,14 @@ class ClientOptimizer:
         given = over(list(self._trained.values()), optimizer_of(self._ctx.config, make))
         make = self._term.client_optimizer(given)
         made: Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
+        if not hasattr(made, "step"):
+            raise TypeError(f"optimizer must return an optimiser, not {type(made).__name__}")
+        held = {id(p) for group in getattr(made, "param_groups", ()) for p in group["params"]}
+        if held and held.isdisjoint(map(id, self._trained.values())):
+            raise ValueError(
+                "optimizer(params, lr=lr) must make a new optimiser of the parameters that it is "
+                "given: this one holds none of those that the client trains"
+            )
         counts = [] if self._counts is None else self._counts
         with suppress(AttributeError):  # a class of the user's own may be no torch.optim.Optimizer
             made.register_step_post_hook(lambda *_: counts.append(None))
