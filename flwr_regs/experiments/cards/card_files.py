@@ -63,8 +63,12 @@ def of_folder(folder: Path) -> tuple[Experiment, dict[str, Any]]:
     Raises ValueError, with the reason, if there is none or it cannot be read.
     """
     path = folder / FILE
+    if not folder.exists():
+        raise ValueError(f"there is no folder {folder}")
     if not path.is_file():
-        raise ValueError(f"{folder} holds no results: it has no {FILE}")
+        below = sorted(folder.glob(f"*/{FILE}"))
+        hint = f", but {below[-1].parent} has one" if below else ""
+        raise ValueError(f"{folder} holds no results: it has no {FILE}{hint}")
     try:
         text = path.read_text(encoding="utf-8")
         made = _table(tomllib.loads(text).get("made"), "made")
