@@ -78,9 +78,14 @@ class WorkerPool:
     ------
     TypeError
         `given` cannot be pickled.
+    RuntimeError
+        This process is a daemon of multiprocessing, which lets it start no others.
     """
 
     def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:
+        if multiprocessing.current_process().daemon:
+            pool = "this process, such as one of a multiprocessing.Pool, may start no others"
+            raise RuntimeError(f"workers={number}: {pool}" + ": use workers=1" * (number > 1))
         _remove_left()
         self._make, self._given, self._words, self.number = make, given, (what, remedy), number
         self._sent: bytes | None = self._pickled()

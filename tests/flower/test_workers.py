@@ -268,6 +268,13 @@ def test_a_worker_that_cannot_read_its_script_says_what_helps(
         [*ends.answers([0], lanes=[0])]
 
 
+def test_a_process_that_may_start_no_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = vars(multiprocessing.current_process())["_config"]
+    monkeypatch.setitem(config, "daemon", True)
+    with pytest.raises(RuntimeError, match=r"workers=2: .* may start no others: use workers=1"):
+        a_grid(2)
+
+
 SCRIPT = """
 from pathlib import Path
 from flwr_regs.wire import worker_pool
