@@ -10,6 +10,7 @@ import inspect
 import random
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import blake2b
@@ -25,13 +26,14 @@ HERE = "here"
 TERMINATED = 143
 """The exit status of a process that SIGTERM ends."""
 _OFFERED: dict[str, Any] = {}  # name -> object, for references such as here:Net
+_LOADED: dict[Path, list[bytes]] = {}  # file -> its content when loaded, and others warned of
 
 
 def load(reference: str, folder: str = "") -> Any:
     """Return what a reference names; the name behind the colon may have dots.
 
-    A file is loaded once per process, under a module name of its own, which is in ``sys.modules``. Two
-    files of one name in different folders are two modules.
+    A file is loaded once per process, under a module name of its own, which is in ``sys.modules``; a
+    warning says so if it has changed since. Two files of one name in different folders are two modules.
 
     Parameters
     ----------
@@ -155,9 +157,18 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         hint = nearest(path.stem, [other.stem for other in path.parent.glob("*.py")])
         raise ValueError(f"there is no file '{path}'" + hint.replace("'?", ".py'?"))
+    with blaming(f"importing '{path}' failed"):
+        content = path.read_bytes()
     for module in list(sys.modules.values()):  # loaded before, or the script that runs
         if getattr(module, "__dict__", {}).get("__file__") == str(path):
+            if content not in (known := _LOADED.setdefault(path, [content])):
+                known.append(content)  # one warning is enough
+                hint = (
+                    "the code of before runs: begin a new process, or restart the notebook's kernel"
+                )
+                warnings.warn(f"'{path}' has changed since it was loaded; {hint}", stacklevel=2)
             return module
+    _LOADED[path] = [content]
     _importable(str(path.parent))
     name = re.sub(r"\W", "_", path.stem)
     importlib.invalidate_caches()

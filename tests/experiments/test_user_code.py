@@ -58,6 +58,9 @@ def test_a_file_is_one_module_however_it_is_named(
     for kind in (first, other):
         assert sys.modules[kind.__module__].Decay is kind
         assert pickle.loads(pickle.dumps(kind(0.5))) == kind(0.5)
+    (folder / "mine.py").write_text("")
+    with pytest.warns(UserWarning, match=r"mine\.py' has changed .*; the code of before runs"):
+        assert load("mine.py:Decay", str(folder)) is first
 
 
 def test_a_file_imports_the_files_beside_it_and_they_import_it(folder: Path) -> None:
