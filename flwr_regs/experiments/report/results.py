@@ -452,7 +452,7 @@ class Results:
 
             hours = np.nansum(metrics.deployed_rounds(self.runs[0]))
             known = {"hours": hours > AN_HOUR, "differences": bool(self.compared())}
-            known["clients"] = any(run.whole and run.per_client for run in self.runs)
+            known["clients"] = any(run.whole and "worst" in run.per_client for run in self.runs)
             for name, axes in PICTURES.items():
                 if known.get(name, True):
                     drawing.save(self._picture(*axes, look or drawing.Look()), folder / name)

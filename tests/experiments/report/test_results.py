@@ -241,6 +241,13 @@ def test_a_label_is_shown_as_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "table.tex").read_text() == made.latex()
 
 
+def test_results_are_saved_where_no_client_has_an_accuracy(tmp_path: Path) -> None:
+    """No label of theirs is in the test data, as of held-out clients."""
+    Results([run("A", GOOD, per_client={"clients": [None, None]})]).save(tmp_path)
+    assert (tmp_path / "seconds.png").is_file()
+    assert not (tmp_path / "clients.png").exists()
+
+
 def test_a_round_without_a_test_moves_no_point() -> None:
     """Where clients test, none of them may be able to once."""
     gap = run("A", [0.5, 0.6, 0.9])
