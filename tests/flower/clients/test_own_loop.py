@@ -518,7 +518,7 @@ def test_the_model_may_be_moved_by_a_trainer() -> None:
 def test_the_page_runs_as_written() -> None:
     """docs/own-loop.md, on the client of a run, with what it takes for granted filled in."""
     page = (ROOT / "docs" / "own-loop.md").read_text()
-    client, server = re.findall(r"^```python\n(.*?)^```", page, flags=re.S | re.M)
+    client, server, *_ = re.findall(r"^```python\n(.*?)^```", page, flags=re.S | re.M)
     data = make_clients()
     names: dict[str, Any] = {
         "Net": make_model,
