@@ -99,6 +99,15 @@ MOVED = {
     "initial_parameters": "start(initial_arrays=...)",
 }
 """Names in Flower's older strategies -> their names now."""
+HERE = {
+    "eta": "server_lr",
+    "server_learning_rate": "server_lr",
+    "server_momentum": "momentum",
+    "proximal_mu": "mu",
+    "eta_l": "start(train_config={'lr': ...})",
+    "client_learning_rate": "start(train_config={'lr': ...})",
+}
+"""Names of parameters of Flower's strategies -> those of this package's."""
 
 
 def check_arguments(
@@ -113,6 +122,9 @@ def check_arguments(
         now = MOVED.get(name, "")
         if now in known or now.startswith("start("):
             hint = f", an older name: now it is {now}"
+        here = HERE.get(name, "")
+        if here in own or here.startswith("start("):
+            hint = f": here it is {here}"
         raise TypeError(f"{owner} takes no argument '{name}'{hint}")
 
 
