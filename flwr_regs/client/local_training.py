@@ -558,6 +558,7 @@ class LocalTraining:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
         if self._finished:
             raise RuntimeError("the round has ended: finish() or reply() was called before")
+        self._optimizer.check_left()
         self._go_back()
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start

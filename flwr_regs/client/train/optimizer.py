@@ -80,6 +80,7 @@ class ClientOptimizer:
         steering = (t for t in term.terms if isinstance(t, Steers) and t.acts("client_optimizer"))
         self.counts_on_sgd = next((t.counts_on_sgd for t in steering if t.counts_on_sgd), "")
         self._watches = False  # whether it looks at the steps
+        self._left: list[int] = []  # the parameters' versions after the last step
         self.missing: str | None = None
         self._counts: list[None] | None = None  # an element for each step; None before one is made
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
@@ -144,6 +145,8 @@ class ClientOptimizer:
 
         It looks before the step; at the gradients `after` it, where a closure takes them within the step.
         """
+        if not after:
+            self.check_left()
         if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
             raise ValueError(refused.format("the loop changes the learning rate"))
         in_closure = len(args) > 1 or bool(kwargs)
@@ -151,6 +154,13 @@ class ClientOptimizer:
         if after == in_closure and any(changed):
             what = "the loop changes the gradients after correct(), as clipping does"
             raise ValueError(refused.format(what))
+        if after and not self._term.overriding("point"):  # which moves the model between steps
+            self._left = [p._version for p in self._trained.values()]
+
+    def check_left(self) -> None:
+        """Raise ValueError if a term counts on plain SGD, and the model has changed since a step."""
+        if self._left and self._left != [p._version for p in self._trained.values()]:
+            raise ValueError(self.counts_on_sgd.format("the loop changes the model after a step"))
 
     def state(self) -> Arrays:
         """Return the state at the end, if a term carries it."""

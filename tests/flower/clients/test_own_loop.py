@@ -391,7 +391,7 @@ def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(
 
 
 @pytest.mark.parametrize(
-    "what", ["learning rate", "gradients after correct", "model before its fi"]
+    "what", ["learning rate", "gradients after correct", "model before its fi", "model after a s"]
 )
 @pytest.mark.parametrize(
     ("client", "left_out"),
@@ -403,13 +403,15 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
     def changed(optimizer: Any, model: nn.Module) -> None:
         if what == "learning rate":
             optimizer.param_groups[0]["lr"] /= 2
-        else:
+        if what.startswith("gradients"):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     def loop(round_: fr.ClientRound, model: nn.Module, make: Any) -> None:
-        if what.startswith("model"):
+        if what.startswith("model before"):
             nn.init.ones_(next(model.parameters()))
         plain_loop(round_, model, make, before_step=changed, left_out=left_out)
+        if what.startswith("model after"):
+            nn.init.ones_(next(model.parameters()))
 
     strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
