@@ -321,6 +321,8 @@ class LocalTraining:
             raise ValueError(
                 "the method reads features, which a compiled model does not show: do without torch.compile"
             )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("loss() is for training steps: in an evaluation, leave it out")
         if self._perturbs and self._before is None:
             raise RuntimeError("the method perturbs the model before a step's pass: use batches()")
         if not isinstance(base, Tensor) or base.numel() != 1:

@@ -237,7 +237,8 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         reduction = "none" if what == "losses" else "mean"
         loss: Any = cross_entropy(output, targets, reduction=reduction)
         loss = loss.item() if what == "gives a number" else loss
-        whole = loop.loss(loss, inputs, targets, output)
+        with torch.set_grad_enabled(what != "evaluates"):
+            whole = loop.loss(loss, inputs, targets, output)
         if what == "overflows":  # AMP's scaler then leaves all steps out
             optimizer.zero_grad()
             whole = torch.inf * whole
@@ -259,6 +260,7 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
         (partial(odd_loop, "gives an optimiser"), "optimizer must be .* not an instance of SGD"),
         (partial(odd_loop, "losses"), "the batch's mean loss, a tensor with one number, not"),
         (partial(odd_loop, "gives a number"), "a tensor with one number, not a float"),
+        (partial(odd_loop, "evaluates"), r"loss\(\) is for training steps: in an evaluation"),
         (partial(odd_loop, "overflows"), r"inactive: \[0, 1, 2, 3\]"),
         (partial(odd_loop, "corrects late"), "before the optimiser's step, and this step is taken"),
         (partial(odd_loop, "adds up"), r"correct\(\) comes once for each step"),
