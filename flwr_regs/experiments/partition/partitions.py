@@ -148,7 +148,11 @@ def _of_flower(kind: str, labels: Array, groups: Any, num_clients: int, seed: in
     package = "flwr-datasets", f"partition '{kind}'", "fds"
     partitioners = needed("flwr_datasets.partitioner", *package)
     datasets = needed("datasets", *package)
-    ((call,),) = parse_methods(kind.removeprefix(PREFIX)).values()
+    text = kind.removeprefix(PREFIX)
+    calls = [call for parts in parse_methods(text).values() for call in parts] if text else []
+    if len(calls) != 1:
+        raise ValueError("expected one partitioner, such as fds:DirichletPartitioner(alpha=0.3)")
+    (call,) = calls
     known = [name for name in partitioners.__all__ if name.endswith("Partitioner")]
     if call.target not in known:
         hint = f"{nearest(call.target, known)}; it has {', '.join(known)}"
