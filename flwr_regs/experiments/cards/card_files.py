@@ -200,7 +200,8 @@ def panel_of(card: Experiment, name: str) -> Panel:
     panels = {panel.name: panel for panel in card.panels}
     if name not in panels:
         there = f"{nearest(name, panels)}; it has {'; '.join(panels)}"
-        raise ValueError(f"card '{card.name}' has no panel '{name}'{there}")
+        whose = f"card '{card.name}'" if card.name else "the experiment"
+        raise ValueError(f"{whose} has no panel '{name}'{there}")
     return panels[name]
 
 
