@@ -37,7 +37,16 @@ class Averages:
 
 
 class Weighs(ABC):
-    """Sets the weights of the updates; at most one term of a chain does."""
+    """Sets the weights of the updates; at most one term of a chain does.
+
+    Attributes
+    ----------
+    bounds : bool
+        Whether `weigh` bounds what clients say of themselves by ``ctx.max_scale``; it is then asked once
+        more, with another bound, and the log says when the bound first acts.
+    """
+
+    bounds: ClassVar[bool] = False
 
     @abstractmethod
     def weigh(

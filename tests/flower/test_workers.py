@@ -261,7 +261,9 @@ def test_a_worker_that_cannot_read_its_script_says_what_helps(
     ends = worker_pool.WorkerPool(os._exit, 1, 1, "", "")  # as in a script without that line
     with pytest.raises(RuntimeError, match=r"if __name__ == '__main__'.*imports the script$"):
         [*ends.answers([0], lanes=[0])]
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")  # python < script.py
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", "<stdin>", raising=False
+    )  # python < script.py
     with pytest.raises(
         RuntimeError, match="<stdin> cannot be imported: put the script into a file"
     ):
