@@ -1,4 +1,4 @@
-"""The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
+"""The strategy as Flower drives it: downlinks, history, refusals, rounds driven from outside."""
 
 import json
 import re
@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.flower.grids.local_network import Contexts
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -43,26 +42,6 @@ def app_of(
 
 def initial() -> ArrayRecord:
     return ArrayRecord(make_model().state_dict())
-
-
-# Cohorts
-
-
-class RenumberedGrid(fr.InProcessGrid):
-    """Other node ids, in another order: as in every new Flower run."""
-
-    def __init__(self, app: ClientApp, n: int) -> None:
-        super().__init__(app, n)
-        ids = np.random.default_rng(n).permutation(10**6)[:n].tolist()
-        self._contexts = Contexts(ids, {})
-
-
-def test_node_ids_do_not_matter() -> None:
-    a, b = (
-        start(fr.FedAvg(seed=4, fraction_train=0.5, min_train_nodes=1), kind(app_of(), 6), 4)
-        for kind in (fr.InProcessGrid, RenumberedGrid)
-    )
-    close(from_record(a.arrays), from_record(b.arrays), 0.0)
 
 
 # Aggregation

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from flwr_regs import METHODS
 from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from tests.experiments.test_user_code import OWN
-from tests.processes import BIN, assert_same, command, environment, in_process, pids_of, stop
+from tests.processes import BIN, assert_same, command, environment, in_process, pids_with, stop
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 PRIVATE = ("FedBN", "FedPer")  # they need a model with BatchNorm, or with the named layers
@@ -99,7 +99,7 @@ def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Pat
     try:
         config = f"rounds=1 methods='FedAvg' local-epochs=1 out='{out}'"
         run = command(BIN / "flwr", "run", ".", "--stream", "--run-config", config, env=env)
-        daemon = pids_of("flower-superlink", env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"])
+        daemon = pids_with(f"FLWR_HOME={env['FLWR_HOME']}", "flower-superlink")
     finally:
         for pid in daemon:
             stop(pid)

@@ -24,7 +24,7 @@ from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of
-from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
+from tests.conftest import QUIET, ROOT, close, make_clients, make_model, norm_model, run
 from tests.laws import CASES
 
 Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
@@ -181,17 +181,16 @@ def test_keys_of_ones_own_reach_every_place_untouched() -> None:
         plain_loop(round_, model, make)
 
     lists = {**OWN, "user.list": [1, 2]}
-    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
     grid = fr.InProcessGrid(own_app([Reading], loop), 4)
     for train, where in ((OWN, None), (lists, grid)):
         Reading.seen.clear()
         length = {"local-steps": 1, **train}
         clients = {"terms": [Reading]} if where is None else {"grid": where}
-        run(fr.RegStrategy([Reading()], **settings), Client, rounds=1, train=length, **clients)
+        run(fr.RegStrategy([Reading()], **QUIET), Client, rounds=1, train=length, **clients)
         assert Reading.seen == [train] * 8
     how: dict[str, Any] = {"train": {"local-steps": 1, **lists}, "terms": [Reading]}
     with pytest.raises(fr.RoundFailed, match=r"lists in \['user.list'\].*json.dumps"):
-        run(fr.RegStrategy([Reading()], **settings), Client, rounds=1, **how)
+        run(fr.RegStrategy([Reading()], **QUIET), Client, rounds=1, **how)
 
 
 def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
