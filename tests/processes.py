@@ -83,13 +83,13 @@ def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[st
 assert_same = partial(close, tol=1e-6)
 
 
-def pids_of(name: str, argument: str) -> list[int]:
-    """Processes called `name` that were given `argument`."""
+def pids_with(setting: str, word: str = "") -> list[int]:
+    """The processes that have a setting in their environment, which children inherit, and hold a word."""
     pids = []
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (proc / "cmdline").read_text().split("\0")
-            if any(w.endswith(name) for w in words) and argument in words:
+            marked = setting in (proc / "environ").read_text(errors="replace").split("\0")
+            if marked and word in (proc / "cmdline").read_text():
                 pids.append(int(proc.name))
     return pids
 

@@ -65,9 +65,8 @@ def test_many_failures_are_named_in_a_few_lines() -> None:
 # What is no batches
 
 X, Y = torch.zeros(6, 4, dtype=torch.float64), torch.arange(6) % 3
-DATASET = TensorDataset(X, Y)
 NO_BATCHES: list[tuple[Any, str]] = [
-    (DATASET, r"^{name} is a TensorDataset: expected batches, such as DataLoader\({name}, batch"),
+    (TensorDataset(X, Y), r"^{name} is a TensorDataset: expected .*such as DataLoader\({name}, b"),
     ([X, Y], r"^{name} is a list of arrays: expected .*DataLoader\(TensorDataset\(\*{name}\)"),
     ((X.numpy(), Y.numpy()), r"^{name} is a tuple of arrays: .*such as \[\(inputs, targets\)\]"),
     ({"x": X, "y": Y}, r"^{name} is a dict, which is one batch: .*such as \[{name}\]"),

@@ -1,6 +1,6 @@
-"""The documents' comparisons are fair."""
+"""The documents' comparisons are fair, and the papers' claims that a page judges name what there is."""
 
-from benchmarks import comparisons
+from benchmarks import comparisons, results
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files
 
@@ -18,3 +18,12 @@ def test_studies_are_fair() -> None:
             (row, s) for row in comparisons.labels(study) for s in study.seeds
         ]
         assert {len(study.points_of(row)) for row in study.rows} == {study.trials}
+
+
+def test_each_claim_names_rows_that_its_card_has() -> None:
+    for claim in results.claims():
+        card = card_files.load(claim["card"])
+        panel = card_files.panel_of(card, claim["panel"])
+        rows = [row.name for row in card.rows_of(panel).values()]
+        assert {claim["method"], claim["against"]} <= {*rows}
+        assert claim["metric"] in card.metrics

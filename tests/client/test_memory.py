@@ -17,8 +17,6 @@ from flwr_regs.client.memory import Folder, begin, end, label, latest
 from flwr_regs.wire import keys
 from tests.conftest import no_space
 
-Arrays = dict[str, Any]
-
 
 class IfUsed(fr.Term):
     name: ClassVar[str] = "if-used"

@@ -14,7 +14,7 @@ from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import start_weights
-from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.conftest import QUIET, close, make_clients, make_model, run, to_numpy
 from tests.flower.clients.test_own_loop import Loop, own_app, plain_loop, without
 from tests.laws import CASES
 from tests.oracles.local_sgd import local_sgd
@@ -29,7 +29,7 @@ def own_loop(make: Any = None, loop: Loop = plain_loop) -> fr.InProcessGrid:
 
 
 def fedprox(**settings: Any) -> fr.FedProx:
-    return fr.FedProx(0.7, seed=3, weighting="uniform", fraction_evaluate=0.0, **settings)
+    return fr.FedProx(0.7, weighting="uniform", **QUIET, **settings)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,8 @@ def test_a_config_gives_the_bits_of_a_factory_with_every_method(method: Method) 
     config = next(c for c in (SETTINGS, {"weight-decay": 0.05}, {"optimizer": "SGD"}) if taken(c))
     own = {key.replace("-", "_"): v for key, v in config.items() if key != "optimizer"}
     make = partial(torch.optim.SGD, **own)
-    options: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
     by_config, by_factory = (
-        run(method.build(**options), method.make_client, rounds=2, **how)
+        run(method.build(**QUIET), method.make_client, rounds=2, **how)
         for how in ({"train": {**LENGTH, **config}}, {"optimizer": make})
     )
     close(by_config, by_factory, 0.0)

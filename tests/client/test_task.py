@@ -52,7 +52,6 @@ def test_a_dict_within_a_pair_is_one_argument() -> None:
 
     inputs, targets = next(iter(Pairs([({"a": torch.ones(2, 3)}, torch.zeros(2))])))
     assert torch.equal(Task().output(Takes(), inputs, targets), torch.ones(2, 3))
-    assert next(iter(Pairs([{"x": 1, "label": 2}]))) == (1, 2)
     packed = to_device(pack_sequence([torch.ones(2), torch.ones(1)]), CPU)
     assert packed.batch_sizes.tolist() == [2, 1]
 

@@ -411,7 +411,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fewer than said": ([(X, Y)] * 2, {"num_clients": 3}, "2 entries, but num_clients is 3"),
     "two partitioners": (TWO, {}, "must have one partitioner, not 2"),
     "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
-    "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
     "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
     "one budget": ([(X, Y)] * 2, {"step_budgets": 1}, "an entry for each client, .* not 1"),
     "an array": ([(X, Y)] * 2, {"step_budgets": np.ones(3, int)}, "has 3 entries"),

@@ -84,15 +84,11 @@ class Stepless(FedAvg):
         return None, metrics
 
 
-def make() -> FedFOR:
-    return FedFOR(0.1)
-
-
 def test_a_notebooks_own_data_model_and_method_go_in_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, Any] = {"partition": "iid", "seeds": [1], "num_clients": 4, "lr": 0.2}
-    result = simulate(["FedAvg", Stepless, make], load, Net, rounds=5, **given)
+    result = simulate(["FedAvg", Stepless, lambda: FedFOR(0.1)], load, Net, rounds=5, **given)
     plain, stepless, made = result.table()["final"]
     assert stepless < 0.8 < min(plain, made)
     monkeypatch.setitem(globals(), "DISTANCE", 0)

@@ -73,14 +73,6 @@ class Case:
         return kind(problem.app_of(self.client, problem.make_clients(3, dtype), self.model), 3)
 
 
-def single() -> Any:
-    return make_model().float()
-
-
-def sharing(*args: Any, **settings: Any) -> Any:
-    return fr.FedAdamClient(*args, share_label_counts=True, **settings)
-
-
 def half_done(base: Any) -> Any:
     """Clients that often take only some of their steps, or none."""
     return budgeted(base, [{0: 1, 1: 0}, {0: 0}, {2: 1, 0: 0}])
@@ -104,13 +96,14 @@ def beside(name: str, other: str, client: Any = None, model: Any = None, **setti
     return Case(f"{name}, {other}", case.strategy, *made, settings)
 
 
+SHARING = partial(fr.FedAdamClient, share_label_counts=True)
 ANEW: dict[str, Any] = {"restart_lr": True, "lr_schedule": halving}
 OPTIONS = [
     beside("FedFOR-delta", "ahead", overlap=True),
-    beside("FedAvg", "half", model=single, wire_dtype="bfloat16"),
+    beside("FedAvg", "half", model=lambda: make_model().float(), wire_dtype="bfloat16"),
     beside("FedAvgM", "dropped", half_done(fr.FedAvgMClient), incomplete="drop", min_train_nodes=3),
     beside("FedProx", "inactive", half_done(fr.FedProxClient), drop_inactive=2.0, **ANEW),
-    beside("FedAdam", "covering", sharing, cohorts="class-covering", lr_schedule=halving),
+    beside("FedAdam", "covering", SHARING, cohorts="class-covering", lr_schedule=halving),
     beside("RFedAvgPlus", "by time", checkpoint_every=timedelta(days=1)),
 ]
 EACH = [OF["FedCurv"], OF["RFedAvg"], OF["FedBN"], *OPTIONS]

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,33 @@ def test_a_round_that_a_users_code_refuses_at_its_end_binds_nobody() -> None:
         start(strategy, fr.InProcessGrid(app_of(fr.FedADCClient), 4), 3)
     close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
     assert [len(e.get("attempts", ())) for e in broken.history] == [0, 1, 0]
+
+
+def test_what_a_training_keeps_is_after_a_round_that_failed_late_as_before_it() -> None:
+    kept: list[dict[str, Any]] = []
+
+    def mean(contents: Any, key: str) -> Any:
+        if len(kept) == 2:
+            raise KeyboardInterrupt("of the user's own")
+        return MetricRecord({"mean": 1.0})
+
+    def keep(entry: Any) -> None:
+        kept.append(strategy.training.snapshot())
+
+    terms = [fr.ControlVariates(), fr.SparseTernary(density_down=0.5)]
+    more: dict[str, Any] = {"downlink": "delta", "incomplete": "drop", "drop_inactive": 0.5}
+    more |= {"train_metrics_aggr_fn": mean, "on_round": keep, "fraction_evaluate": 0.0}
+    strategy = fr.RegStrategy(terms, seed=1, **more)
+    client = partial(fr.RegClient, terms=[*map(type, terms)])
+    with pytest.raises(KeyboardInterrupt):
+        start(strategy, fr.InProcessGrid(app_of(client), 3), 5)
+    assert strategy.history[-1]["failed"] == "of the user's own"
+    before, after = kept[-1], strategy.training.snapshot()
+    assert before["model"]["coded_steps"]
+    assert before["model"]["changed"]
+    assert before["participation"]["turns"]
+    for part in ("model", "participation", "guard", "remembered"):
+        np.testing.assert_equal(after[part], before[part], part)
 
 
 def test_who_replied_to_a_failed_attempt_holds_its_model(log: Log) -> None:

@@ -1,4 +1,4 @@
-"""The strategy as Flower drives it: cohorts, downlinks, history, refusals, rounds driven from outside."""
+"""The strategy as Flower drives it: downlinks, history, refusals, rounds driven from outside."""
 
 import json
 import re
@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.flower.grids.local_network import Contexts
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -43,26 +42,6 @@ def app_of(
 
 def initial() -> ArrayRecord:
     return ArrayRecord(make_model().state_dict())
-
-
-# Cohorts
-
-
-class RenumberedGrid(fr.InProcessGrid):
-    """Other node ids, in another order: as in every new Flower run."""
-
-    def __init__(self, app: ClientApp, n: int) -> None:
-        super().__init__(app, n)
-        ids = np.random.default_rng(n).permutation(10**6)[:n].tolist()
-        self._contexts = Contexts(ids, {})
-
-
-def test_node_ids_do_not_matter() -> None:
-    a, b = (
-        start(fr.FedAvg(seed=4, fraction_train=0.5, min_train_nodes=1), kind(app_of(), 6), 4)
-        for kind in (fr.InProcessGrid, RenumberedGrid)
-    )
-    close(from_record(a.arrays), from_record(b.arrays), 0.0)
 
 
 # Aggregation
@@ -188,11 +167,6 @@ STEPS = {"lr": 0.1, "local-epochs": 1}
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(fr.FedAvg(), Untouchable(app_of(), 3), config=config)
-    for number in (0, "3"):
-        with pytest.raises(ValueError, match="num_rounds must be a whole number of at least 1"):
-            fr.FedAvg().start(Untouchable(app_of(), 3), make_model().state_dict(), number)
-    with pytest.raises(TypeError, match="evaluate_fn must be a function"):
-        fr.FedAvg().start(Untouchable(app_of(), 3), initial(), evaluate_fn={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +233,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: begun(HALF), TypeError, "0.weight'.* are bfloat16.*float32_arr"),
     (lambda: begun(make_model()), TypeError, r"not a Sequential; give model\.state_dict\(\)"),
     (lambda: begun(initial(), **TUPLE), TypeError, "must return a MetricRecord .*not a tuple"),
+    (lambda: begun(initial(), evaluate_fn={}), TypeError, "evaluate_fn must be a function"),
+    (lambda: begun(initial(), num_rounds=0), ValueError, "num_rounds must be a whole number of at"),
+    (lambda: begun(initial(), num_rounds="3"), ValueError, "num_rounds must be a whole number of"),
     (lambda: fr.FedAvg().initialize_parameters(None), TypeError, "@app.main and strategy.start"),
     (lambda: fr.FedAvgClient("model", []), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
     (lambda: fr.FedAvgClient(make_model(), [], classifier="x"), ValueError, "'x' is not a layer"),

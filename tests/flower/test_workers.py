@@ -25,6 +25,7 @@ from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from flwr_regs.wire import worker_pool
 from tests.conftest import ROOT, dropping, start, until
+from tests.processes import pids_with
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", pytest.param("FedBN", marks=pytest.mark.full), "SCAFFOLD")
@@ -295,14 +296,14 @@ def test_no_worker_outlives_the_grids_process_and_the_next_grid_removes_what_it_
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    paths, mark = os.pathsep.join([str(ROOT), *sys.path]), {"FLWR_REGS_TEST": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": paths, **mark}
     ran = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, env=environment, timeout=200
     )
     assert ran.returncode == -9, ran.stderr
-    pids = [int(pid) for pid in ran.stdout.split()]
-    assert len(pids) == 2
-    until("the workers are gone", lambda: not any(map(alive, pids)), 30)
+    assert len(ran.stdout.split()) == 2
+    until("the workers are gone", lambda: not pids_with(f"FLWR_REGS_TEST={tmp_path}"), 30)
     (left,) = tmp_path.glob("flwr-regs-*")
     monkeypatch.setattr(worker_pool, "SHARED", tmp_path)
     release = worker_pool.claim(left / ".lock")
@@ -311,11 +312,3 @@ def test_no_worker_outlives_the_grids_process_and_the_next_grid_removes_what_it_
     release()
     a_grid(2)
     assert not left.exists()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended, but was not waited for, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -115,10 +115,6 @@ class Spare(Wrapped):
         return self[2](self[1](self[0](x)))  # type: ignore[no-any-return]
 
 
-def compiled() -> nn.Module:
-    return torch.compile(make_model(), backend="eager")  # type: ignore[return-value]
-
-
 def compiled_in_place() -> nn.Module:
     model = make_model()
     model.compile(backend="eager")
@@ -190,7 +186,7 @@ KINDS = [
          {"loss_fn": None}),
     Kind("no loss, with `loss_fn=None`", as_dicts("left", "right", "labels"),
          Silent, {"loss_fn": None}, refused="has .loss when .*: pass loss_fn="),
-    Kind("`torch.compile(model)`", model=compiled),
+    Kind("`torch.compile(model)`", model=lambda: torch.compile(make_model(), backend="eager")),
     Kind("`model.compile()`, or layers with it", model=compiled_in_place),
     Kind("a model with `torch.compile(layer)` in it", model=partly_compiled,
          refused=r"the layers \['0'\] are torch.compile\(layer\).*layer.compile\(\)"),

@@ -37,7 +37,6 @@ TERMS: list[Term] = [  # none at a neutral point: each changes the model within 
     fr.Private("0.weight"),
     fr.SparseTernary(0.3, 0.4),
 ]
-KINDS = [type(t) for t in TERMS]
 Pair = tuple[Term, Term]
 PAIRS: list[Pair] = list(itertools.permutations(TERMS, 2))
 
@@ -49,7 +48,7 @@ REFUSED: list[tuple[set[Any], set[Any], str]] = [
     (OWNERS, OWNERS, r"only one term can own the server's step, but '.*' and '.*' do: keep"),
     (FEATURES, FEATURES, "'rfedavg' and .*'rfedavg-plus'.* would count twice: keep one"),
     (FISHER, FISHER, "'fedcurv' and .*'elastic'.* would count twice: keep one"),
-    ({fr.SparseTernary}, set(KINDS), "compresses comes last: move 'ternary'"),
+    ({fr.SparseTernary}, {type(t) for t in TERMS}, "compresses comes last: move 'ternary'"),
     # they look at v_k, and only FedADC's `finish` makes v_k of where its shifted steps ended
     ({*FISHER, fr.FeatureTable}, {fr.EmbeddedMomentum}, "update before 'fedadc'.*put them behind"),
 ]

@@ -14,18 +14,12 @@ from tests.docs.test_tutorials import blocks
 EXAMPLE = blocks(ROOT / "docs/conformity.md", "python")[0]
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
-    path.write_text(EXAMPLE)
-    return path
-
-
 def test_the_pages_example_agrees_and_a_wrong_one_is_named(
-    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a process of its own, as libraries are."""
-    out = tmp_path / "out.json"
+    mine, out = tmp_path / "mine.py", tmp_path / "out.json"
+    mine.write_text(EXAMPLE)
     assert cli.main(["--module", f"{mine}:drive", "--methods", "FedAvg", "--json", str(out)]) == 0
     assert "FedAvg: agrees with the paper" in capsys.readouterr().out
     assert json.loads(out.read_text())[0]["agrees"]

@@ -1,4 +1,4 @@
-"""``flwr-regs run --runner ray``: Flower's simulation under the command."""
+"""``flwr-regs run --runner ray``: Flower's simulation under the command; and ``flwr run``, in Ray too."""
 
 import re
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from flwr_regs import METHODS
-from flwr_regs.experiments.report.run_records import RunRecord, read
+from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from tests.experiments.test_user_code import OWN
-from tests.processes import BIN, assert_same, command, environment, in_process
+from tests.processes import BIN, assert_same, command, environment, in_process, pids_with, stop
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 PRIVATE = ("FedBN", "FedPer")  # they need a model with BatchNorm, or with the named layers
@@ -90,3 +90,20 @@ def test_a_users_own_method_runs_in_ray_and_its_failure_is_one_sentence(
     whole = [r for r in records.values() if r.ended and r.label not in PRIVATELY]
     assert [(len(record.rounds), record.rejected) for record in whole] == [(2, 0)] * 2
     assert len({record.test[-1]["loss"] for record in whole}) == 2
+
+
+def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Path) -> None:
+    env = environment(tmp_path / "home")
+    out = tmp_path / "out"
+    daemon: list[int] = []
+    try:
+        config = f"rounds=1 methods='FedAvg' local-epochs=1 out='{out}'"
+        run = command(BIN / "flwr", "run", ".", "--stream", "--run-config", config, env=env)
+        daemon = pids_with(f"FLWR_HOME={env['FLWR_HOME']}", "flower-superlink")
+    finally:
+        for pid in daemon:
+            stop(pid)
+    assert daemon, run.stdout + run.stderr
+    assert "this run has 2 SuperNodes, but num-clients asks for 10" in run.stdout
+    assert read(record_path(out, "FedAvg", 7)).clients == 2
+    assert (out / "FedAvg-seed7.safetensors").is_file()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import RunClients
+from tests.conftest import descend
 from tests.experiments.runs import runs_of, trained
 
 SMALL = {
@@ -24,15 +25,6 @@ SMALL = {
     "fraction_train": 0.5,
     "lr_decay": 0.5,
 }
-
-
-def stepped(model: Any, x: Any, y: Any, lr: float, steps: int) -> None:
-    """Take steps of plain gradient descent."""
-    for _ in range(steps):
-        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])
-        with torch.no_grad():
-            for weight, gradient in zip(model.parameters(), gradients, strict=True):
-                weight -= lr * gradient
 
 
 def scored(model: Any, data: Any) -> tuple[float, float]:
@@ -57,9 +49,9 @@ def test_local_clients_train_as_often_as_they_are_in_a_cohort_on_average() -> No
     models = [copy.deepcopy(start) for _ in examples]
     expected = [np.mean([scored(model, data) for model in models], axis=0)]
     for lr in (0.5, None, 0.125):  # a second turn in round 3: half of the clients train in a round
-        for model, (x, y) in zip(models, examples, strict=True):
+        for model, whole in zip(models, examples, strict=True):
             if lr:
-                stepped(model, x, y, lr, 2)
+                descend(model, torch.optim.SGD(model.parameters(), lr), [whole] * 2)
         expected.append(np.mean([scored(model, data) for model in models], axis=0))
     got = [(test["loss"], test["accuracy"]) for test in record.test]
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -81,7 +73,7 @@ def test_the_pooled_model_takes_as_many_steps_as_a_cohort_together() -> None:
     x, y = (torch.cat(part) for part in zip(*examples, strict=True))
     expected = [scored(model, data)]
     for lr in (0.5, 0.25, 0.125):
-        stepped(model, x, y, lr, 4)
+        descend(model, torch.optim.SGD(model.parameters(), lr), [(x, y)] * 4)
         expected.append(scored(model, data))
     got = [(test["loss"], test["accuracy"]) for test in record.test]
     np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -21,6 +21,7 @@ from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress
 from tests.conftest import ROOT, until
 from tests.experiments.runs import runs_of
+from tests.processes import pids_with
 
 METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too
 WORDS = ["num-clients=3", "rounds=3", "checkpoint-every=0.001", "fraction-train=0.7"]
@@ -53,14 +54,8 @@ def started(*line: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def processes(word: str = "") -> list[int]:
-    """The processes of a command, which inherit its mark, that hold a word: the workers' is spawn_main."""
-    pids = []
-    for proc in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            marked = f"{MARK}={Path.cwd()}" in (proc / "environ").read_text(errors="replace")
-            if marked and word in (proc / "cmdline").read_text():
-                pids.append(int(proc.name))
-    return pids
+    """The processes of a command that hold a word: the workers' is spawn_main."""
+    return pids_with(f"{MARK}={Path.cwd()}", word)
 
 
 def maps_of(pid: int) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from tests.conftest import ROOT, close, drawn
+from tests.conftest import QUIET, ROOT, close, drawn
 
 FILE = ROOT / "docs/examples/numpy-client/client.py"
 EXAMPLE = runpy.run_path(str(FILE))
@@ -51,9 +51,8 @@ METHODS = {
 )
 def test_it_trains_as_the_packages_clients_do(name: str, length: dict[str, int]) -> None:
     make, client = METHODS[name]
-    settings = {"seed": 3, "fraction_evaluate": 0.0}
-    want, _ = run(make(**settings), client, set(), length)
-    got, history = run(make(**settings), client, {1, 3}, length)
+    want, _ = run(make(**QUIET), client, set(), length)
+    got, history = run(make(**QUIET), client, {1, 3}, length)
     assert [e["replies"] for e in history] == [[0, 1, 2, 3]] * 4
     assert [e["failures"] for e in history] == [{}] * 4
     for a, b in zip(got, want, strict=True):
@@ -63,10 +62,10 @@ def test_it_trains_as_the_packages_clients_do(name: str, length: dict[str, int])
 
 
 def test_it_says_what_it_cannot_do() -> None:
-    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+    strategy = fr.FedAvg(**QUIET)
     _, history = run(strategy, fr.FedAvgClient, {2}, {"local-steps": 1, "momentum": 0.5})  # type: ignore[dict-item]
     assert history[0]["replies"] == [0, 1, 3]
     assert "plain SGD in float32, but the config has ['momentum']" in history[0]["failures"][2]
-    strategy = fr.FedProx(0.1, seed=3, fraction_evaluate=0.0)
+    strategy = fr.FedProx(0.1, **QUIET)
     _, history = run(strategy, fr.FedProxClient, {2}, {"local-steps": 1})
     assert "speaks protocol 4 of flwr-regs, and FedAvg and FedFOR" in history[0]["failures"][2]

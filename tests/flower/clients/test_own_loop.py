@@ -24,7 +24,7 @@ from flwr_regs.methods.personal.ditto import PersonalModel
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import app_of
-from tests.conftest import ROOT, close, make_clients, make_model, norm_model, run
+from tests.conftest import QUIET, ROOT, close, make_clients, make_model, norm_model, run
 from tests.laws import CASES
 
 Loop = Callable[[fr.ClientRound, nn.Module, Any], None]
@@ -118,6 +118,12 @@ def own_app(
     return app
 
 
+def looped(strategy: Any, *given: Any, **how: Any) -> dict[str, Any]:
+    """Train a method in a loop of one's own, made of what `own_app` takes; return the model."""
+    app = own_app(getattr(fr, f"{type(strategy).__name__}Client"), *given, **how)
+    return run(strategy, fr.RegClient, grid=fr.InProcessGrid(app, 4))
+
+
 @pytest.mark.parametrize(
     ("case", "loop"),
     [
@@ -144,8 +150,7 @@ def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
 def test_a_metric_of_ones_own_may_weigh_the_clients_whatever_their_steps() -> None:
     """It is smaller than the number of steps."""
     own = fr.FedAvg(weighted_by_key="mine", seed=3, fraction_evaluate=0.0)
-    got = run(own, fr.FedAvgClient, grid=fr.InProcessGrid(own_app(fr.FedAvgClient), 4))
-    close(got, run(fr.FedAvg(weighting="uniform", seed=3), fr.FedAvgClient), 0.0)
+    close(looped(own), run(fr.FedAvg(weighting="uniform", seed=3), fr.FedAvgClient), 0.0)
 
 
 OWN = {"user.number": 3, "user.text": "a", "user.bytes": b"b"}
@@ -176,17 +181,16 @@ def test_keys_of_ones_own_reach_every_place_untouched() -> None:
         plain_loop(round_, model, make)
 
     lists = {**OWN, "user.list": [1, 2]}
-    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
     grid = fr.InProcessGrid(own_app([Reading], loop), 4)
     for train, where in ((OWN, None), (lists, grid)):
         Reading.seen.clear()
         length = {"local-steps": 1, **train}
         clients = {"terms": [Reading]} if where is None else {"grid": where}
-        run(fr.RegStrategy([Reading()], **settings), Client, rounds=1, train=length, **clients)
+        run(fr.RegStrategy([Reading()], **QUIET), Client, rounds=1, train=length, **clients)
         assert Reading.seen == [train] * 8
     how: dict[str, Any] = {"train": {"local-steps": 1, **lists}, "terms": [Reading]}
     with pytest.raises(fr.RoundFailed, match=r"lists in \['user.list'\].*json.dumps"):
-        run(fr.RegStrategy([Reading()], **settings), Client, rounds=1, **how)
+        run(fr.RegStrategy([Reading()], **QUIET), Client, rounds=1, **how)
 
 
 def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
@@ -274,18 +278,16 @@ def odd_loop(what: str, loop: fr.ClientRound, model: nn.Module, make: Any) -> No
     ],
 )
 def test_mistakes_are_refused(loop: Loop, match: str) -> None:
-    grid = fr.InProcessGrid(own_app(fr.FedADCClient, loop), 4)
     with pytest.raises(fr.RoundFailed, match=match):
-        run(fr.FedADC(0.5), fr.FedADCClient, grid=grid)
+        looped(fr.FedADC(0.5), loop)
 
 
 def test_steps_in_an_exchange_without_training_are_refused() -> None:
     def trains(loop: fr.ClientRound, model: nn.Module, make: Any) -> None:
         plain_loop(loop, model, make, batches=make_clients()[0])
 
-    grid = fr.InProcessGrid(own_app(fr.RFedAvgPlusClient, trains), 4)
     with pytest.raises(fr.RoundFailed, match=r"the round asked for 0: .* straight to reply"):
-        run(fr.RFedAvgPlus(0.1), fr.RFedAvgPlusClient, grid=grid)
+        looped(fr.RFedAvgPlus(0.1), trains)
 
 
 @pytest.mark.parametrize(
@@ -316,21 +318,16 @@ def test_gradients_at_other_points_are_of_the_loops_own_loss() -> None:
         (without("one batch a step"), cross_entropy, "gradient accumulation does not show it"),
         (plain_loop, lambda *given: 2 * cross_entropy(*given), "give ClientRound, as loss_fn="),
     ):
-        grid = fr.InProcessGrid(own_app(fr.FedSAMClient, loop, loss_fn=loss_fn), 4)
         with pytest.raises(fr.RoundFailed, match=match):
-            run(fr.FedSAM(0.1), fr.FedSAMClient, grid=grid)
+            looped(fr.FedSAM(0.1), loop, loss_fn=loss_fn)
 
 
 def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_for_it() -> None:
     listed = without("plain targets")
-    grids = (fr.InProcessGrid(own_app(fr.FedFORClient, loop), 4) for loop in (listed, plain_loop))
-    got, want = (run(fr.FedFOR(0.1, seed=3), fr.FedFORClient, grid=grid) for grid in grids)
-    close(got, want, 0.0)
-    for name, parameters in ("FedCurv", [0.1]), ("FedSAM", [0.1]), ("Ditto", [0.1]):
-        client = getattr(fr, f"{name}Client")
-        grid = fr.InProcessGrid(own_app(client, listed), 4)
+    close(*(looped(fr.FedFOR(0.1, seed=3), loop) for loop in (listed, plain_loop)), 0.0)
+    for method in (fr.FedCurv, fr.FedSAM, fr.Ditto):
         with pytest.raises(fr.RoundFailed, match="as loss_fn=, the loop's"):
-            run(getattr(fr, name)(*parameters, seed=3), client, grid=grid)
+            looped(method(0.1, seed=3), listed)
 
 
 class Layers(nn.Sequential):
@@ -342,9 +339,8 @@ def test_of_a_model_that_only_the_loop_can_call_it_is_said_that_the_method_calls
     def by_layers(loop: fr.ClientRound, model: Any, make: Any) -> None:
         plain_loop(loop, nn.Sequential(*model), make)
 
-    app = own_app(fr.SCAFFOLDClient, by_layers, lambda: Layers(*make_model()))
     with pytest.raises(fr.RoundFailed, match="call my layers; the method calls the model itself"):
-        run(fr.SCAFFOLD(option=1, seed=3), fr.SCAFFOLDClient, grid=fr.InProcessGrid(app, 4))
+        looped(fr.SCAFFOLD(option=1, seed=3), by_layers, lambda: Layers(*make_model()))
 
 
 @pytest.mark.parametrize("method", [fr.SCAFFOLD, fr.FedSMOO])
@@ -361,10 +357,8 @@ def test_a_step_that_amps_scaler_leaves_out_is_none(method: Any) -> None:
             if step:
                 optimizer.step()
 
-    client = getattr(fr, f"{method.__name__}Client")
-    apps = [own_app(client, partial(skipping, overflows)) for overflows in (True, False)]
-    got, want = (run(method(seed=3), client, grid=fr.InProcessGrid(app, 4)) for app in apps)
-    close(got, want, 1e-12)
+    ends = [looped(method(seed=3), partial(skipping, overflows)) for overflows in (True, False)]
+    close(*ends, 1e-12)
 
 
 def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batches() -> None:
@@ -396,11 +390,10 @@ def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(
     "what", ["learning rate", "gradients after correct", "model before its fi", "model after a s"]
 )
 @pytest.mark.parametrize(
-    ("client", "left_out"),
-    [(fr.SCAFFOLDClient, ""), (fr.VRLSGDClient, ""), (fr.SCAFFOLDClient, "plain step")],
+    ("method", "left_out"), [(fr.SCAFFOLD, ""), (fr.VRLSGD, ""), (fr.SCAFFOLD, "plain step")]
 )
 def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_count(
-    client: Any, left_out: str, what: str
+    method: Any, left_out: str, what: str
 ) -> None:
     def changed(optimizer: Any, model: nn.Module) -> None:
         if what == "learning rate":
@@ -415,18 +408,13 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         if what.startswith("model after"):
             nn.init.ones_(next(model.parameters()))
 
-    strategy = getattr(fr, client.__name__.removesuffix("Client"))(seed=3)
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
-        run(strategy, client, grid=fr.InProcessGrid(own_app(client, loop), 4))
+        looped(method(seed=3), loop)
 
 
 def test_a_train_function_or_a_mod_that_returns_nothing_is_told_so() -> None:
     app = fr.RegClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Any:
-        return None
-
+    app.train()(lambda message, context: None)  # type: ignore[arg-type,return-value]
     forgetful = fr.client_app(lambda _: fr.FedFORClient, mods=[lambda *_: None])
     for each in (app, forgetful):
         with pytest.raises(fr.RoundFailed, match="function, or a mod, returned None, expected a M"):
@@ -479,9 +467,8 @@ def test_a_misspelt_setting_and_a_missing_function_are_named() -> None:
         "ClientRound: train_mode must be True or False": {"train_mode": "eval"},
         "model must be a torch.nn.Module, not the class Linear": {"model": lambda: nn.Linear},
     }.items():
-        app = own_app(fr.FedFORClient, **wrong)  # type: ignore[arg-type]
         with pytest.raises(fr.RoundFailed, match=match):
-            run(fr.FedFOR(seed=3), fr.FedFORClient, grid=fr.InProcessGrid(app, 4))
+            looped(fr.FedFOR(seed=3), **wrong)
     app = own_app(fr.FedFORClient)
     del app._registered_funcs["evaluate.default"]
     with pytest.raises(fr.RoundFailed, match=r"@app.evaluate\(\), or .* fraction_evaluate=0"):
@@ -515,8 +502,7 @@ def test_the_model_may_be_moved_by_a_trainer() -> None:
 
     # FedADC shifts the start, so that it writes in the end
     want = run(fr.FedADC(beta=0.6, seed=3), fr.FedADCClient)
-    grid = fr.InProcessGrid(own_app(fr.FedADCClient, moving), 4)
-    close(run(fr.FedADC(beta=0.6, seed=3), fr.FedADCClient, grid=grid), want, 0.0)
+    close(looped(fr.FedADC(beta=0.6, seed=3), moving), want, 0.0)
 
 
 def test_the_page_runs_as_written() -> None:

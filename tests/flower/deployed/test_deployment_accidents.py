@@ -15,7 +15,7 @@ from benchmarks.faults.accident_app import Plain
 from benchmarks.faults.accidents import OTHERS
 from benchmarks.faults.federation import Federation
 from benchmarks.faults.play import APP, Outcome
-from tests.conftest import start
+from tests.conftest import close, start
 from tests.flower.test_rounds import Lossy
 from tests.processes import assert_same
 
@@ -46,10 +46,6 @@ def played(shared: Federation, tmp_path: Path) -> Callable[[Play], Outcome]:
 def initial() -> dict[str, np.ndarray]:
     """The app's initial model."""
     return {name: tensor.numpy() for name, tensor in TASK["build"]().state_dict().items()}
-
-
-def bits(model: dict[str, np.ndarray]) -> dict[str, bytes]:
-    return {name: a.tobytes() for name, a in model.items()}
 
 
 def in_process(
@@ -128,7 +124,7 @@ def test_what_clients_keep_outlives_a_lost_reply_a_killed_node_and_superlink_and
             measured = here["evaluate"]["clients"][int(pid)]
             if (there["round"], pid) != (3, "1"):  # there alone, it trained
                 assert told == {n: pytest.approx(v, abs=1e-6) for n, v in measured.items()}
-    assert bits(outcome.model) == bits(model)
+    close(outcome.model, model, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def test_the_run_goes_on_without_what_was_lost(
     assert [entry["replies"] for entry in outcome.history] == replies
     assert_same(outcome.model, plain_mean(replies))
     if lost == LOST_ROUND:
-        assert bits(outcome.model) == bits(unbroken(rounds=2))
+        close(outcome.model, unbroken(rounds=2), 0.0)
 
 
 @full

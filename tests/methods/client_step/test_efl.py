@@ -1,4 +1,4 @@
-"""EFL beyond the laws: what ST keeps, coded steps (equal bits, catching up), and incomplete clients."""
+"""EFL beyond the laws: what ST keeps, and coded steps (equal bits, catching up)."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,7 +13,7 @@ import flwr_regs as fr
 from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire.records import from_record
-from tests.conftest import Attended, budgeted, close, drawn, make_clients
+from tests.conftest import Attended, close, drawn, make_clients
 
 
 def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
@@ -103,12 +103,3 @@ def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
     first, last = strategy.history[0], strategy.history[-1]
     assert not any(e["failures"] for e in strategy.history)
     assert last["bytes_probe_down"][0] < 0.5 * first["bytes_probe_down"][0]
-
-
-# incomplete clients
-
-
-def test_a_round_in_which_everybody_is_inactive_fails_loudly() -> None:
-    idle = budgeted(fr.FedAvgClient, [dict.fromkeys(range(4), 0)])
-    with pytest.raises(fr.RoundFailed, match=r"0 usable replies.*inactive: \[0, 1, 2, 3\]"):
-        train(fr.FedAvg(seed=1), idle)

@@ -33,7 +33,7 @@ def equal(got, want):
     )
 
 
-def forge(header=None, body=None, payload=None, **fields):
+def forge(body=None, payload=None, **fields):
     """Return a message with fields or body replaced, word count and CRC made to fit."""
     payload = encode({"a": SMALL}) if payload is None else payload
     names = ("magic", "version", "n", "plus", "minus", "mu", "words")

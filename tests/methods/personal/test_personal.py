@@ -16,7 +16,6 @@ import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.client import memory
 from flwr_regs.client.local_training import local_round
-from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.personal import calibrate, trained_model
 from flwr_regs.client.train.task import Task
@@ -184,8 +183,6 @@ def test_calibration_trains_the_classifier_alone() -> None:
     frozen = make_model()
     frozen[2].bias.requires_grad_(False)
     assert torch.equal(own(frozen)[2].bias, frozen[2].bias)
-    with pytest.raises(ValueError, match="name one with classifier="):
-        find_classifier(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
 
 @pytest.mark.parametrize(

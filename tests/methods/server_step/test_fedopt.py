@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.testing.problem import train
+from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import QUIET, close, descend, make_clients, make_model
 
 
@@ -60,6 +60,16 @@ def test_half_precision_models_are_stepped_in_single(build: Any) -> None:
     )
     assert half["0.weight"].dtype == np.float16
     close({n: a.astype(np.float32) for n, a in half.items()}, single, 5e-3)
+
+
+def test_it_gets_fednovas_weighted_sum() -> None:
+    """τ_eff and all: with lr = 0.5 the model moves by half of FedNova's step."""
+    half_step = fr.TorchServerOptimizer(partial(torch.optim.SGD, lr=0.5))
+    strategy = fr.RegStrategy([fr.NormalizedAveraging(), half_step], seed=3)
+    half = train(strategy, partial(fr.RegClient, terms=[fr.NormalizedAveraging]), rounds=1)[0]
+    whole = train(fr.FedNova(seed=3), fr.FedNovaClient, rounds=1)[0]
+    start = start_weights()
+    close(half, {n: (start[n] + whole[n]) / 2 for n in start}, 1e-12)
 
 
 def test_a_schedule_multiplies_an_adaptive_servers_learning_rate() -> None:

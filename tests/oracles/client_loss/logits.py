@@ -31,6 +31,20 @@ def softmax(z: list[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
+def changed(scales: list[float], margins: list[float]) -> Slope:
+    """Return the slope of the cross-entropy of ``scale_c z_c - margin_c``."""
+
+    def of(z: np.ndarray, y: np.ndarray) -> np.ndarray:
+        g, classes = np.zeros_like(z), range(z.shape[1])
+        for b in range(len(y)):
+            q = softmax([float(z[b, c]) * scales[c] - margins[c] for c in classes])
+            for c in classes:
+                g[b, c] = scales[c] * (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
+        return g
+
+    return of
+
+
 def calibrated(counts: list[int], tau: float, absent: float | None) -> Slope:
     """Return the slope of FedLC's loss, the cross-entropy of ``z_c - tau n_c^(-1/4)``.
 
@@ -40,33 +54,12 @@ def calibrated(counts: list[int], tau: float, absent: float | None) -> Slope:
     for n in counts:
         size = float(n) if n or absent is None else absent
         margins.append(tau * size**-0.25 if size else math.inf if tau else 0.0)
-
-    def of(z: np.ndarray, y: np.ndarray) -> np.ndarray:
-        g = np.zeros_like(z)
-        for b in range(len(y)):
-            changed = [float(z[b, c]) - margins[c] for c in range(z.shape[1])]
-            q = softmax(changed)
-            for c in range(z.shape[1]):
-                g[b, c] = (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
-        return g
-
-    return of
+    return changed([1.0] * len(counts), margins)
 
 
 def restricted(counts: list[int], alpha: float) -> Slope:
     """Return the slope of FedRS's loss, the cross-entropy of logits ``alpha z_c`` where n_c = 0."""
-    scales = [1.0 if n else alpha for n in counts]
-
-    def of(z: np.ndarray, y: np.ndarray) -> np.ndarray:
-        g = np.zeros_like(z)
-        for b in range(len(y)):
-            changed = [float(z[b, c]) * scales[c] for c in range(z.shape[1])]
-            q = softmax(changed)
-            for c in range(z.shape[1]):
-                g[b, c] = scales[c] * (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
-        return g
-
-    return of
+    return changed([1.0 if n else alpha for n in counts], [0.0] * len(counts))
 
 
 def trained(

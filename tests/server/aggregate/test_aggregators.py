@@ -14,12 +14,12 @@ from flwr_regs.abilities import Checks, Folds
 from flwr_regs.chain import chain
 from flwr_regs.server.aggregate import aggregators
 from flwr_regs.server.aggregate.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
-from flwr_regs.server.aggregate.weights import cut_weights
+from flwr_regs.server.aggregate.weights import bounded_shares, cut_weights, restricted
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
-from flwr_regs.term import Slot, Term
+from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
@@ -132,6 +132,27 @@ def test_weights_are_cut_and_spread_in_proportion(counts: Any, most: float) -> N
     assert found == pytest.approx(expected, rel=1e-9)
     assert sum(found.values()) == pytest.approx(1.0)
     assert max(found.values()) <= most
+
+
+def test_a_part_of_a_round_has_the_weights_and_replies_of_its_clients_alone() -> None:
+    replies: Any = dict.fromkeys(range(3))
+    ctx = ServerContext(1, 0.1, weights={0: 0.2, 1: 0.3, 2: 0.5}, replies=replies)
+    part = restricted(ctx, [0, 1])
+    assert part.weights == {0: 0.4, 1: 0.6}
+    assert part.replies.keys() == {0, 1}
+
+
+def test_weights_within_their_bound_stay_as_they_are_to_the_bit() -> None:
+    """Those of p_k that are cut already are not cut a second time, by rounding."""
+    for seed in range(50):
+        counts = np.random.default_rng(seed).integers(20, 60, 6) / 7
+        counts[0] *= 10**4
+        most = 0.3
+        weights = cut_weights({k: n / sum(counts) for k, n in enumerate(counts)}, most)
+        assert bounded_shares(weights, most) == weights
+        bounded = bounded_shares({**weights, 3: 10.0}, most)
+        assert {**bounded, 3: 10.0} == {**weights, 3: 10.0}
+        assert bounded[3] == pytest.approx(most * sum(bounded.values()), rel=1e-9)
 
 
 # A round

@@ -12,6 +12,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class Playback(fr.InProcessGrid):
             last = max((n for a, b, n in self._kept if (a, b) == (node, kind)), default=-1)
             found: Any = self._kept[node, kind, min(number, last)] if last >= 0 else LOST
             if isinstance(found, RecordDict):
-                found = copied(found)
+                found = RecordDict({name: r.copy() for name, r in found.items()})
                 config = found.config_records.get("config", {})
                 if "regs.start" in config:  # of the recorded training
                     config["regs.start"] = m.content["config"]["regs.start"]
@@ -79,31 +80,21 @@ class Playback(fr.InProcessGrid):
         return ids
 
 
-def copied(content: RecordDict) -> RecordDict:
-    """Return a copy of a content; its arrays' bytes are shared."""
-    return RecordDict({name: record.copy() for name, record in content.items()})
-
-
 # Methods
-
-
-def half_model() -> nn.Module:
-    """The perceptron in float32: what a `wire_dtype` rounds."""
-    return make_model(torch.float32)
 
 
 @dataclass(frozen=True)
 class Case:
     """A method whose messages are damaged."""
 
-    strategy: Callable[[], Any]
+    strategy: Callable[..., Any]
     client: Callable[..., Any]
     model: Callable[[], nn.Module] = make_model
     settings: Mapping[str, Any] | None = None
 
     def start(self, grid: fr.InProcessGrid, rounds: int = 2) -> Any:
         """Train on a grid; return the strategy."""
-        strategy = self.strategy()
+        strategy = self.strategy(seed=3)
         strategy.wait_timeout = 0.0
         start(strategy, grid, rounds, self.model, {"lr": 0.1, "local-steps": 2})
         return strategy
@@ -115,39 +106,36 @@ class Case:
         return app_of(self.client, data, self.model, **(self.settings or {}))
 
 
-SEED: dict[str, Any] = {"seed": 3}
 CASES: dict[str, Case] = {
-    "FedFOR": Case(lambda: fr.FedFOR(alpha=0.5, **SEED), fr.FedFORClient),
-    "FedADC-delta": Case(lambda: fr.FedADC(downlink="delta", **SEED), fr.FedADCClient),
-    "EFL-coded-sums": Case(
-        lambda: fr.EFL(0.1, sums_bits=16, sums_density=0.5, **SEED), fr.EFLClient
-    ),
-    "RFedAvgPlus": Case(lambda: fr.RFedAvgPlus(lam=0.1, **SEED), fr.RFedAvgPlusClient),
-    "FedAdam-buffers": Case(lambda: fr.FedAdam(**SEED), fr.FedAdamClient, norm_model),
+    "FedFOR": Case(partial(fr.FedFOR, alpha=0.5), fr.FedFORClient),
+    "FedADC-delta": Case(partial(fr.FedADC, downlink="delta"), fr.FedADCClient),
+    "EFL-coded-sums": Case(partial(fr.EFL, 0.1, sums_bits=16, sums_density=0.5), fr.EFLClient),
+    "RFedAvgPlus": Case(partial(fr.RFedAvgPlus, lam=0.1), fr.RFedAvgPlusClient),
+    "FedAdam-buffers": Case(fr.FedAdam, fr.FedAdamClient, norm_model),
     "bfloat16": Case(
-        lambda: fr.FedFOR(alpha=0.5, wire_dtype="bfloat16", **SEED), fr.FedFORClient, half_model
+        partial(fr.FedFOR, alpha=0.5, wire_dtype="bfloat16"),
+        fr.FedFORClient,
+        partial(make_model, torch.float32),
     ),
-    "frozen": Case(lambda: fr.FedAvg(**SEED), fr.FedAvgClient, lambda: still(make_model(), "0")),
+    "frozen": Case(fr.FedAvg, fr.FedAvgClient, lambda: still(make_model(), "0")),
     "private": Case(
-        lambda: fr.FedAvg(privacy=fr.CentralDP(1.0, 0.1), weighting="uniform", **SEED),
+        partial(fr.FedAvg, privacy=fr.CentralDP(1.0, 0.1), weighting="uniform"),
         fr.FedAvgClient,
     ),
     "FedFOR+FedBN+ternary": Case(
-        lambda: fr.RegStrategy(
-            [fr.FirstOrder(0.5), fr.LocalBatchNorm(), fr.SparseTernary(0.3)], **SEED
-        ),
+        partial(fr.RegStrategy, [fr.FirstOrder(0.5), fr.LocalBatchNorm(), fr.SparseTernary(0.3)]),
         composed(fr.FirstOrder, fr.LocalBatchNorm, fr.SparseTernary),
         norm_model,
     ),
     "class-covering": Case(
-        lambda: fr.FedAvg(cohorts="class-covering", **SEED),
+        partial(fr.FedAvg, cohorts="class-covering"),
         fr.FedAvgClient,
         settings={"share_label_counts": True},
     ),
-    "FedDyn": Case(lambda: fr.FedDyn(0.1, **SEED), fr.FedDynClient),
-    "FedNova": Case(lambda: fr.FedNova(**SEED), fr.FedNovaClient),
-    "Mime": Case(lambda: fr.Mime(0.5, **SEED), fr.MimeClient),
-    "QFedAvg": Case(lambda: fr.QFedAvg(0.5, **SEED), fr.QFedAvgClient),
+    "FedDyn": Case(partial(fr.FedDyn, 0.1), fr.FedDynClient),
+    "FedNova": Case(fr.FedNova, fr.FedNovaClient),
+    "Mime": Case(partial(fr.Mime, 0.5), fr.MimeClient),
+    "QFedAvg": Case(partial(fr.QFedAvg, 0.5), fr.QFedAvgClient),
 }
 
 # Bytes

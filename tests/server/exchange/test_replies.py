@@ -125,10 +125,8 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "nan": (with_arrays(lambda a: a * np.nan), "'0.weight' holds NaN or infinity"),
     "weights of 3e38": (with_arrays(lambda a: 0 * a + 3e38), "'0.weight' holds values beyond ±1e+"),
     "wrong names": (renamed, r"missing ['0.weight'], unexpected ['other\\x1b']"),
-    "wrong shapes": (with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)"),
     "turned round": (with_arrays(lambda a: a.T), "has shape (4, 6), expected (6, 4)"),
     "integers": (with_arrays(lambda a: a.astype("i8")), "dtype int64, expected float64"),
-    "wrong dtypes": (with_arrays(lambda a: a.astype("f4")), "dtype float32, expected float64"),
     "wrong labels": (
         with_entry("arrays", "0.weight", LABELLED),
         "has shape (6, 4), but is labelled [1099511627776,",
@@ -138,8 +136,6 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "no metrics": (without("metrics"), "holds no MetricRecord 'metrics', only ['arrays', "),
     "pickle": (with_bytes("pickle"), NOT_NPY),
     "objects": (with_bytes("objects"), "its dtype is '|O', expected"),
-    "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
-    "empty array": (with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)"),
     **{
         f"not trained: {value!r:.40}": (
             with_config("regs.not-trained", value),

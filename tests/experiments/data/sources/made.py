@@ -188,9 +188,6 @@ class Files:
         self.text(train, "\n".join(["user_id,image_id,class", *rows]))
         self.text(test, "image_id,class\nabc1,0\nabc2,2")
 
-    def gld_23k(self) -> None:
-        self.landmarks("mini_gld_train_split.csv", "mini_gld_test.csv")
-
     def image_folder(self, *groups: str) -> None:
         for part, count in (("train", 3), ("test", 1)):
             for group in groups or (".",):

@@ -28,6 +28,7 @@ def nothing(files: Files) -> None:
 
 
 CALTECH = methodcaller("listed", "office-caltech")
+GLD_23K = methodcaller("landmarks", "mini_gld_train_split.csv", "mini_gld_test.csv")
 GLD_160K = methodcaller("landmarks", "federated_train.csv", "test.csv")
 GROUPS = methodcaller("image_folder", "ann", "bob")
 MADE: list[tuple[str, Any, str]] = [
@@ -60,7 +61,7 @@ MADE: list[tuple[str, Any, str]] = [
     ("office-caltech(size=20)", CALTECH, "b1a6e85105c3455f"),
     ("office-caltech(share=0.25, size=8)", CALTECH, "7fdc7b45f2367929"),
     ("domainnet(share=0.5, size=32)", lambda f: f.listed("domainnet"), "73b2fb3064fd081a"),
-    ("gld-23k(size=40, most=4)", Files.gld_23k, "0ed5968753154734"),
+    ("gld-23k(size=40, most=4)", GLD_23K, "0ed5968753154734"),
     ("gld-160k(size=32)", GLD_160K, "d680c8f2b43e6fc0"),
     ("image-folder(size=8)", Files.image_folder, "5beb825597110eff"),
     ("image-folder(size=8, grey=True, groups=True)", GROUPS, "d703c1f3a6032162"),
