@@ -349,6 +349,7 @@ class LocalTraining:
             )
         if not self._sizes and (refused := self._optimizer.counts_on_sgd) and self._has_moved():
             raise ValueError(refused.format("the loop changes the model before its first step"))
+        self._optimizer.in_own_loop = True
         logits = self._task.logits(output)
         self._step_loss = base.detach(), logits, targets
         return self._objective(base, inputs, targets, logits)
