@@ -43,6 +43,7 @@ from flwr_regs.term import (
     Slot,
     Term,
     changed,
+    plain_number,
 )
 from flwr_regs.wire.config import check_optimizer
 
@@ -178,7 +179,7 @@ class LocalTraining:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         who = type(self).__name__
-        POSITIVE.check(who, "lr", lr)
+        POSITIVE.check(who, "lr", lr := plain_number(lr))
         for name, number in (("epochs", epochs), ("steps", steps)):
             WHOLE.check(who, name, number, optional=True)
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
