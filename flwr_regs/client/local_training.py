@@ -535,7 +535,9 @@ class LocalTraining:
         try:
             yield
         except Exception as error:
-            if self._measures.has_used_loss and (why := self._differs or self._loss_differs()):
+            # behind the optimiser's step a loss that reads parameters is another
+            why = self._differs or (self._loss_differs() if self._step_ctx else "")
+            if why and self._measures.has_used_loss:
                 raise ValueError(why) from error
             raise
 

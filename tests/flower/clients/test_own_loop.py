@@ -333,6 +333,30 @@ def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_fo
             run(getattr(fr, name)(*parameters, seed=3), client, grid=grid)
 
 
+class Fails(fr.Term):
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        ctx.mean_loss(ctx.start)
+        raise OSError("no disk")
+
+
+def test_an_error_behind_the_steps_is_shown_where_the_loss_reads_parameters() -> None:
+    model = make_model()
+
+    def loss_fn(output: Any, targets: Any) -> Any:
+        return cross_entropy(output, targets) + next(model.parameters()).square().sum()
+
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu", "loss_fn": loss_fn}
+    loop = LocalTraining(model, Fails(), make_clients()[0], **how)
+    optimizer = loop.optimizer()
+    for inputs, targets in loop.batches():
+        output = model(inputs)
+        loop.loss(loss_fn(output, targets), inputs, targets, output).backward()
+        loop.correct()
+        optimizer.step()
+    with pytest.raises(OSError, match="no disk"):
+        loop.finish()
+
+
 class Layers(nn.Sequential):
     def forward(self, inputs: Any) -> Any:
         raise TypeError("call my layers")
