@@ -13,6 +13,7 @@ from flwr_regs.term import Arrays, Term, overrides
 
 LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
+"""The classes that both checks below have passed."""
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
 _HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), "averaged": abilities.Averages}
 _HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
@@ -21,7 +22,8 @@ _HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractm
 
 def check_fields(term: Term) -> None:
     """Raise TypeError for a field whose default hides a method of terms."""
-    kind = type(term)
+    if (kind := type(term)) in _CHECKED:
+        return
     for home in (Term, *abilities.ABILITIES, abilities.Averages):
         for n, method in vars(home).items():
             hidden = isfunction(method) and not callable(getattr(kind, n, method))

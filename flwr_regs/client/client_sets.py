@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from flwr_regs.client.measure.classifier import evaluating, find_classifier
 from flwr_regs.client.member import Identity
 from flwr_regs.client.memory import Root
 from flwr_regs.client.train.batches import (
+    DRAWING,
     Batches,
     check_batches,
     forked,
@@ -34,8 +33,6 @@ from flwr_regs.wire.config import Spelled
 
 TEST_BATCH = 256
 """The least number of examples in a batch of a test set."""
-_TURNS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Model -> its lock: trainings in several threads may have the same clients."""
 Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
 
 
@@ -87,8 +84,8 @@ class ClientSets(Spelled):
         self._given_model = model
         self.batch_size, self.optimizer, self.device = int(batch_size), optimizer, device
         self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
-        if isinstance(step_budgets, Tensor | np.ndarray):
-            step_budgets = step_budgets.tolist()
+        if as_list := getattr(step_budgets, "tolist", None):  # an array, a tensor or a Series
+            step_budgets = as_list()
         if not isinstance(step_budgets, Sequence | Mapping | Callable | None):
             kinds = "an entry for each client, or a function of (client, round)"
             raise TypeError(f"step_budgets must be {kinds}, not {step_budgets!r:.80}")
@@ -144,7 +141,7 @@ class ClientSets(Spelled):
     def lent(self) -> Iterator[None]:
         """Let clients train in the model, one thread's at a time; it is as before afterwards."""
         model = uncompiled(self.model)
-        with _TURNS.setdefault(model, threading.RLock()):
+        with DRAWING:  # trainings in several threads may have one model
             before = {n: v.detach().clone() for n, v in model.state_dict().items()}
             try:
                 with evaluating(model):  # then each module has its mode again

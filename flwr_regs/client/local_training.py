@@ -43,6 +43,7 @@ from flwr_regs.term import (
     Slot,
     Term,
     changed,
+    plain_number,
 )
 from flwr_regs.wire.config import check_optimizer
 
@@ -178,7 +179,7 @@ class LocalTraining:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         who = type(self).__name__
-        POSITIVE.check(who, "lr", lr)
+        POSITIVE.check(who, "lr", lr := plain_number(lr))
         for name, number in (("epochs", epochs), ("steps", steps)):
             WHOLE.check(who, name, number, optional=True)
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
@@ -349,6 +350,7 @@ class LocalTraining:
             )
         if not self._sizes and (refused := self._optimizer.counts_on_sgd) and self._has_moved():
             raise ValueError(refused.format("the loop changes the model before its first step"))
+        self._optimizer.in_own_loop = True
         logits = self._task.logits(output)
         self._step_loss = base.detach(), logits, targets
         return self._objective(base, inputs, targets, logits)
@@ -533,7 +535,9 @@ class LocalTraining:
         try:
             yield
         except Exception as error:
-            if self._measures.has_used_loss and (why := self._differs or self._loss_differs()):
+            # behind the optimiser's step a loss that reads parameters is another
+            why = self._differs or (self._loss_differs() if self._step_ctx else "")
+            if why and self._measures.has_used_loss:
                 raise ValueError(why) from error
             raise
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import pkgutil
+import re
 import signal
 import sys
 import textwrap
@@ -93,8 +94,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(2)
-    empty = [before for before, word in zip(("", *argv), argv, strict=False) if not word.strip()]
-    empty += [word[:-1] for word in argv if word.startswith("--") and word.endswith("=")]
+    pairs = zip(("flwr-regs", *argv), argv, strict=False)
+    empty = [before for before, word in pairs if not word.strip()]
+    empty += [word[:-1] for word in argv if re.fullmatch("--[^=]*=", word)]
     if asked := [before for before in empty if before != "--title"]:  # which may be none
         parser.error(f"what follows {asked[0]} is empty: leave it out, or give a value")
     args, rest = parser.parse_known_args(argv)

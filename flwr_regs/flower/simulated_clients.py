@@ -60,8 +60,8 @@ class Clients(ClientSets):
         For Flower's simulation, SuperNodes, and strategies with messages of their own. Raises TypeError
         for a class that is none of a client, such as a strategy.
         """
-        ours = issubclass(client_class, RegClient) if isinstance(client_class, type) else None
-        if ours is False or not callable(client_class):
+        foreign = isinstance(client_class, type) and not issubclass(client_class, RegClient)
+        if foreign or not callable(client_class):
             given = named(client_class)
             raise TypeError(f"app takes a client class, such as FedFORClient, not {given}")
         once = not self.by_round and not callable(self.step_budgets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,7 @@ from flwr_regs.wire.config import (
 from flwr_regs.wire.records import metric_record, record_of_state, to_record, views_of
 
 WRAPPED = (
-    "another strategy is wrapped around this one, or it has a start of your own, which first calls "
+    "another strategy is wrapped around this one, or it has a start of your own, which must first call "
     "prepare(num_rounds, timeout, train_config, evaluate_config). Flower's DifferentialPrivacy... do not "
     "know all that a method sends: use privacy=CentralDP(...) on the strategy itself"
 )
@@ -115,15 +116,16 @@ class RegStrategy(Strategy):
 
         @wraps(make)
         def named(self: RegStrategy, *args: Any, **kwargs: Any) -> None:
-            if "terms" in kwargs and self.method and "terms" not in signature(make).parameters:
-                raise TypeError(
-                    f"{type(self).__name__} fixes its terms; use RegStrategy for others"
-                )
             plain = {name: plain_number(value) for name, value in kwargs.items()}
             try:
                 make(self, *map(plain_number, args), **plain)
             except (ParameterError, Refused) as error:
                 raise error.of(type(self).__name__) from None
+            except TypeError as error:
+                if not re.search("multiple values for .*'terms'", str(error)):
+                    raise
+                what = f"{type(self).__name__} fixes its terms; use RegStrategy for others"
+                raise TypeError(what) from None
 
         cls.__init__ = named  # type: ignore[method-assign]
 

@@ -36,8 +36,8 @@ LOG = logging.getLogger("flwr")
 MANY = 5
 """Replies of which one client should not have over half of the weight."""
 OVER_SCALE = (
-    "max_scale=%g bounds what the number of their steps makes clients weigh: if all are honest, "
-    "a larger one follows the paper"
+    "max_scale=%g has bounded what clients weigh for the number of their steps; the paper has no bound: "
+    "set a larger one if you trust all clients"
 )
 BOUND = ("model", "participation", "guard", "remembered")
 KNOWN = ("population", "privacy")

@@ -398,6 +398,7 @@ def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
 
 X, Y = pair(0)
 TWO = SimpleNamespace(load_partition=pair, partitioners={"train": 1, "test": 2})
+SERIES = SimpleNamespace(tolist=lambda: [1, 2, 3])
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an empty set": ([(X, Y), (X[:0], Y[:0])], {}, "train_sets: client 1 has an empty data set"),
     "unequal lengths": ([(X, Y), (X, Y[1:])], {}, r"client 1 has inputs of shape \(20, 6\)"),
@@ -414,6 +415,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "budgets below 0": ([(X, Y)] * 2, {"step_budgets": [1, -1]}, r"step_budgets\[1\] must be"),
     "one budget": ([(X, Y)] * 2, {"step_budgets": 1}, "an entry for each client, .* not 1"),
     "an array": ([(X, Y)] * 2, {"step_budgets": np.ones(3, int)}, "has 3 entries"),
+    "a Series": ([(X, Y)] * 2, {"step_budgets": SERIES}, "has 3 entries"),
     "no function": ([(X, Y)], {"output_fn": 3}, "output_fn must be a function"),
     "a budget for none": ([(X, Y)] * 2, {"step_budgets": {2: 1}}, "0 to 1, there is no 2"),
     "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),

@@ -70,7 +70,7 @@ def test_a_training_leaves_the_process_as_it_was(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-@pytest.mark.parametrize("shared", ["nothing", "the model", "the clients"])
+@pytest.mark.parametrize("shared", ["nothing", "the model", "the clients", "their model"])
 @pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])
 def test_trainings_in_two_threads_are_as_each_alone(
     kind: type[fr.InProcessGrid], shared: str
@@ -82,7 +82,9 @@ def test_trainings_in_two_threads_are_as_each_alone(
     def run(seed: int, where: str) -> None:
         data = [DataLoader(c, batch_size=None, shuffle=True) for c in make_clients()]
         net = (lambda: model) if shared == "the model" else dropping
-        app = clients if shared == "the clients" else app_of(fr.FedAvgClient, data, net)
+        app: Any = clients if shared == "the clients" else app_of(fr.FedAvgClient, data, net)
+        if shared == "their model":
+            app = clients.app(fr.FedAvgClient) if seed == 1 else clients
         grid = kind(app, len(data))
         trained = train(fr.FedAvg(seed=seed), fr.FedAvgClient, model=dropping, grid=grid)
         models[f"{seed} {where}"] = [digest(model) for model in trained]

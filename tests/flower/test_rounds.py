@@ -390,4 +390,4 @@ def test_a_bound_on_what_steps_weigh_is_said_once(log: Log, steps: int, warned: 
     """Three of four clients take more steps than the bound lets count: FedNova's weights are others."""
     client = budgeted(fr.FedNovaClient, [dict.fromkeys((0, 1, 2), steps) | {3: 1}])
     run(fr.FedNova(max_scale=1.5, seed=3), client, rounds=3)
-    assert "".join(log()).count("max_scale=1.5 bounds what the number of their steps") == warned
+    assert "".join(log()).count("max_scale=1.5 has bounded what clients weigh") == warned

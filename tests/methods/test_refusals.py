@@ -77,6 +77,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAvg(checkpoint_every=0), "must be at least 1 round, or a positive timedelta"),
     (lambda: client(keep_optimizer=1), "keep_optimizer must be True or False, not 1"),
     (lambda: fr.FedAvg(terms=[fr.Proximal(0.1)]), "FedAvg fixes its terms; use RegStrategy for"),
+    (lambda: fr.FedExP(terms=[]), "FedExP fixes its terms; use RegStrategy for"),
     (lambda: fr.FedAvg(term=1), "FedAvg takes no argument 'term'$"),
     (lambda: chain([fr.Proximal]), "chain's terms are instances, such as .*, not the class Prox"),
     (lambda: train_alone(lr=math.nan, steps=1), "LocalTraining: lr must be a positive number, not"),
@@ -89,6 +90,12 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: client(step_budget=-1), "FedAvgClient: step_budget must be .*of at least 0, or None"),
     (lambda: client(time_budget=-0.1), "FedAvgClient: time_budget must be .*of at least 0, or"),
 ]
+
+
+def test_a_strategy_that_hands_its_terms_on_takes_them() -> None:
+    hands_on: Any = lambda self, **how: fr.RegStrategy.__init__(self, **how)  # noqa: E731
+    kind: Any = type("Mine", (fr.RegStrategy,), {"method": "mine", "__init__": hands_on})
+    assert kind(terms=[fr.Proximal(0.1)]).term.terms == (fr.Proximal(0.1),)
 
 
 def client(**settings: Any) -> fr.FedAvgClient:

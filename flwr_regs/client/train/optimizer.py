@@ -67,6 +67,8 @@ class ClientOptimizer:
         Why a loop may not make an optimiser itself; None if it may, and once it is made here.
     counts_on_sgd : str
         The sentence of a term that counts on steps of plain SGD, or "": see :class:`.Steers`.
+    in_own_loop : bool
+        Whether the loop is the user's, which may change the model beside its steps.
     steps : int
         How many steps the optimisers that were made here have taken. AMP's scaler leaves steps out.
     """
@@ -80,7 +82,9 @@ class ClientOptimizer:
         steering = (t for t in term.terms if isinstance(t, Steers) and t.acts("client_optimizer"))
         self.counts_on_sgd = next((t.counts_on_sgd for t in steering if t.counts_on_sgd), "")
         self._watches = False  # whether it looks at the steps
-        self._left: list[int] = []  # the parameters' versions after the last step
+        self.in_own_loop = False
+        # each parameter's version and value after the last step
+        self._left: list[tuple[int, Tensor]] = []
         self.missing: str | None = None
         self._counts: list[None] | None = None  # an element for each step; None before one is made
         if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
@@ -162,12 +166,14 @@ class ClientOptimizer:
         if after == in_closure and any(changed):
             what = "the loop changes the gradients after correct(), as clipping does"
             raise ValueError(refused.format(what))
-        if after and not self._term.overriding("point"):  # which moves the model between steps
-            self._left = [p._version for p in self._trained.values()]
+        # a term's `point` moves the model between steps
+        if after and self.in_own_loop and not self._term.overriding("point"):
+            self._left = [(p._version, p.detach().clone()) for p in self._trained.values()]
 
     def check_left(self) -> None:
-        """Raise ValueError if a term counts on plain SGD, and the model has changed since a step."""
-        if self._left and self._left != [p._version for p in self._trained.values()]:
+        """Raise ValueError if a term counts on plain SGD, and the loop has changed the model since."""
+        left = zip(self._trained.values(), self._left, strict=False)
+        if any(p._version != at and not torch.equal(p, v.to(p)) for p, (at, v) in left):
             raise ValueError(self.counts_on_sgd.format("the loop changes the model after a step"))
 
     def state(self) -> Arrays:

@@ -71,7 +71,9 @@ def with_references(card: Experiment) -> Experiment:
 
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the parts of a list, which commas and semicolons separate; those of one of `names` are one.
+    """Return the parts of a list; parts that together are one of `names` are one.
+
+    What has separated them, commas or semicolons, may also be in a name.
 
     >>> rejoined(["MNIST", " sim 0%", "all"], ["MNIST, sim 0%", "all"])
     ['MNIST, sim 0%', 'all']

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import flwr_regs as fr
-from flwr_regs.client.local_training import LocalTraining
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import seeded
 from flwr_regs.flower.compat import identify
 from flwr_regs.methods.personal.apfl import MixedModel
@@ -330,6 +330,30 @@ def test_a_loop_may_have_a_loss_that_loss_fn_cannot_take_where_no_method_asks_fo
             looped(method(0.1, seed=3), listed)
 
 
+class Fails(fr.Term):
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        ctx.mean_loss(ctx.start)
+        raise OSError("no disk")
+
+
+def test_an_error_behind_the_steps_is_shown_where_the_loss_reads_parameters() -> None:
+    model = make_model()
+
+    def loss_fn(output: Any, targets: Any) -> Any:
+        return cross_entropy(output, targets) + next(model.parameters()).square().sum()
+
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu", "loss_fn": loss_fn}
+    loop = LocalTraining(model, Fails(), make_clients()[0], **how)
+    optimizer = loop.optimizer()
+    for inputs, targets in loop.batches():
+        output = model(inputs)
+        loop.loss(loss_fn(output, targets), inputs, targets, output).backward()
+        loop.correct()
+        optimizer.step()
+    with pytest.raises(OSError, match="no disk"):
+        loop.finish()
+
+
 class Layers(nn.Sequential):
     def forward(self, inputs: Any) -> Any:
         raise TypeError("call my layers")
@@ -410,6 +434,20 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
 
     with pytest.raises(fr.RoundFailed, match=f"plain SGD, but the loop changes the {what}"):
         looped(method(seed=3), loop)
+
+
+def test_a_model_may_have_other_values_between_the_steps_and_may_write_to_its_own() -> None:
+    def swaps(_: Any, model: nn.Module) -> None:  # as an evaluation of an average does
+        values = [(p, p.detach().clone()) for p in model.parameters()]
+        nn.init.ones_(values[0][0])
+        with torch.no_grad():
+            values[0][0].copy_(values[0][1])
+
+    grid = fr.InProcessGrid(own_app(fr.SCAFFOLDClient, partial(plain_loop, before_step=swaps)), 4)
+    close(*(run(fr.SCAFFOLD(seed=3), fr.SCAFFOLDClient, **of) for of in ({"grid": grid}, {})), 0.0)
+    words = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 3))
+    batches = [(torch.arange(5), torch.ones(5, dtype=torch.int64))] * 3
+    local_round(words, fr.SCAFFOLD().term, batches, lr=0.1, epochs=1, device="cpu")
 
 
 def test_a_train_function_or_a_mod_that_returns_nothing_is_told_so() -> None:
