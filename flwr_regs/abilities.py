@@ -37,7 +37,16 @@ class Averages:
 
 
 class Weighs(ABC):
-    """Sets the weights of the updates; at most one term of a chain does."""
+    """Sets the weights of the updates; at most one term of a chain does.
+
+    Attributes
+    ----------
+    bounds_steps : bool
+        Whether ``ctx.max_scale`` bounds its weights. Then `weigh` may be asked twice in a round: the server
+        says once that the bound acts.
+    """
+
+    bounds_steps: ClassVar[bool] = False
 
     @abstractmethod
     def weigh(
