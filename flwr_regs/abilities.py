@@ -41,12 +41,12 @@ class Weighs(ABC):
 
     Attributes
     ----------
-    bounds : bool
-        Whether `weigh` bounds what clients say of themselves by ``ctx.max_scale``; it is then asked once
-        more, with another bound, and the log says when the bound first acts.
+    bounds_steps : bool
+        Whether ``ctx.max_scale`` bounds its weights. Then `weigh` may be asked twice in a round: the server
+        says once that the bound acts.
     """
 
-    bounds: ClassVar[bool] = False
+    bounds_steps: ClassVar[bool] = False
 
     @abstractmethod
     def weigh(
@@ -296,6 +296,9 @@ ABILITIES: tuple[type[ABC], ...] = (
     *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
     *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Evolves, Perturbs, Restricts),
 )
+METHODS: dict[str, type] = {n: a for a in ABILITIES for n in sorted(a.__abstractmethods__)}
+METHODS["averaged"] = Averages
+"""The methods that make a term one of these -> the class."""
 ON_CLIENTS = (
     *(Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers),
     *(Carries, Evolves, Perturbs),

@@ -15,8 +15,7 @@ LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
 """The classes that both checks below have passed."""
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
-_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), "averaged": abilities.Averages}
-_HOMES |= {name: a for a in abilities.ABILITIES for name in sorted(a.__abstractmethods__)}
+_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), **abilities.METHODS}
 """The class that has each hook, and each method of an ability."""
 
 
@@ -24,7 +23,7 @@ def check_fields(term: Term) -> None:
     """Raise TypeError for a field whose default hides a method of terms."""
     if (kind := type(term)) in _CHECKED:
         return
-    for home in (Term, *abilities.ABILITIES, abilities.Averages):
+    for home in dict.fromkeys(_HOMES.values()):
         for n, method in vars(home).items():
             hidden = isfunction(method) and not callable(getattr(kind, n, method))
             if hidden and (n in _HOMES or home in kind.__mro__):
@@ -50,8 +49,7 @@ def check_hooks(term: Term) -> None:
             raise TypeError(
                 f"{kind.__name__}.{hook} must take (self, {', '.join(names)}); behind self it takes {takes}"
             ) from None
-    homes = (Term, *abilities.ABILITIES, abilities.Averages)
-    known = {name for home in homes for name in dir(home)}
+    known = {name for home in {*_HOMES.values()} for name in dir(home)}
     public = [n for n in dir(kind) if n[:1] != "_" and isfunction(getattr(kind, n))]
     near = {n: difflib.get_close_matches(n, _HOMES, 1, 0.75) for n in public if n not in known}
     meant = "".join(f"; did you mean '{m}' with '{n}'?" for n, of in near.items() for m in of)

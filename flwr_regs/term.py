@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from inspect import isfunction
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
-from flwr_regs.abilities import ABILITIES, ON_CLIENTS, Averages
+from flwr_regs.abilities import METHODS, ON_CLIENTS
 from flwr_regs.hook_contexts import Arrays as Arrays
 from flwr_regs.hook_contexts import ClientContext as ClientContext
 from flwr_regs.hook_contexts import Config as Config
@@ -192,12 +191,11 @@ class Term:
                     f"{cls.__name__}.ranges: '{field}' must have a Range, such as "
                     f"Range('a number from 0 to 5', lambda v: 0 <= v <= 5), not {values!r}"
                 )
-        for ability in (*ABILITIES, Averages):
-            own = [n for n, of in vars(ability).items() if isfunction(of)]
-            names = sorted(n for n in own if callable(getattr(cls, n, None)))
-            if names and ability not in cls.__mro__ and not composes:
+        for name, ability in METHODS.items():
+            has = callable(getattr(cls, name, None))
+            if has and ability not in cls.__mro__ and not composes:
                 raise TypeError(
-                    f"{cls.__name__} defines {names[0]}(), but does not inherit {ability.__name__}: "
+                    f"{cls.__name__} defines {name}(), but does not inherit {ability.__name__}: "
                     f"write class {cls.__name__}(Term, {ability.__name__})"
                 )
         if "server_only" not in vars(cls):

@@ -380,7 +380,7 @@ class Training:
         scale = self.options.incomplete == "scale"
         weigher = weighing.StepScaling() if scale else self.options.term.weigher
         given = weighing.update_weights(weigher, used, ctx)
-        if weigher is not None and weigher.bounds and not self._warned_of_scale:
+        if not self._warned_of_scale and weigher is not None and weigher.bounds_steps:
             wider = replace(ctx, max_scale=2 * ctx.max_scale)
             self._warned_of_scale = weighing.update_weights(weigher, used, wider) != given
             if self._warned_of_scale:

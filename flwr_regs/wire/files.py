@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+LOG = logging.getLogger("flwr")
+NO_LOCKS = "%s is on a disk without locks: another run in this folder would not be noticed"
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The errors of a file system that lacks what is asked of it."""
 
@@ -83,6 +86,7 @@ def claim(path: Path, surely: bool = False) -> Callable[[], None]:
         if surely or error.errno not in (*CANNOT, errno.ENOLCK):
             os.close(descriptor)
             raise
+        LOG.warning(NO_LOCKS, path.parent)
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.ftruncate(descriptor, 0)

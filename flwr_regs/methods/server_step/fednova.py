@@ -57,7 +57,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
 
     name: ClassVar[str] = "fednova"
     elementwise: ClassVar[bool] = True
-    bounds: ClassVar[bool] = True
+    bounds_steps: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         "proximal": "FedNova's weights do not account for a pull beside it: give FedNova mu=...",
         "fedadc": "FedNova's weights would multiply FedADC's momentum, which is in each client's update "

@@ -116,7 +116,7 @@ class StepScaling(Term, Weighs):
     """
 
     name: ClassVar[str] = "step-scaling"
-    bounds: ClassVar[bool] = True
+    bounds_steps: ClassVar[bool] = True
 
     def weigh(self, weights: Numbers, uploads: Slots, ctx: ServerContext) -> dict[int, float]:
         scale = {k: r.planned_steps / r.num_steps for k, r in ctx.replies.items()}
