@@ -296,8 +296,8 @@ ABILITIES: tuple[type[ABC], ...] = (
     *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
     *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Evolves, Perturbs, Restricts),
 )
-METHODS: dict[str, type] = {n: a for a in ABILITIES for n in sorted(a.__abstractmethods__)}
-METHODS["averaged"] = Averages
+ABILITY_OF: dict[str, type] = {n: a for a in ABILITIES for n in sorted(a.__abstractmethods__)}
+ABILITY_OF["averaged"] = Averages
 """The methods that make a term one of these -> the class."""
 ON_CLIENTS = (
     *(Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers),

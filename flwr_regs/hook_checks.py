@@ -15,7 +15,7 @@ LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
 """The classes that both checks below have passed."""
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
-_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), **abilities.METHODS}
+_HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), **abilities.ABILITY_OF}
 """The class that has each hook, and each method of an ability."""
 
 

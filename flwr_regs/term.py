@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
-from flwr_regs.abilities import METHODS, ON_CLIENTS
+from flwr_regs.abilities import ABILITY_OF, ON_CLIENTS
 from flwr_regs.hook_contexts import Arrays as Arrays
 from flwr_regs.hook_contexts import ClientContext as ClientContext
 from flwr_regs.hook_contexts import Config as Config
@@ -191,7 +191,7 @@ class Term:
                     f"{cls.__name__}.ranges: '{field}' must have a Range, such as "
                     f"Range('a number from 0 to 5', lambda v: 0 <= v <= 5), not {values!r}"
                 )
-        for name, ability in METHODS.items():
+        for name, ability in ABILITY_OF.items():
             has = callable(getattr(cls, name, None))
             if has and ability not in cls.__mro__ and not composes:
                 raise TypeError(
