@@ -87,7 +87,7 @@ def test_trainings_in_two_threads_are_as_each_alone(
             app = clients.app(fr.FedAvgClient) if seed == 1 else clients
         grid = kind(app, len(data))
         trained = train(fr.FedAvg(seed=seed), fr.FedAvgClient, model=dropping, grid=grid)
-        models[f"{seed} {where}"] = [digest(model) for model in trained]
+        models[f"{seed} {where}"] = [digest(state) for state in trained]
 
     threads = [threading.Thread(target=run, args=(seed, "in a thread")) for seed in (1, 2)]
     for thread in threads:
