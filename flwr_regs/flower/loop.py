@@ -227,7 +227,7 @@ def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
 
 
 def in_seconds(time: float) -> str:
-    """Return a time with two digits, or more where it has 100 seconds or more."""
+    """Return seconds as text: with two digits, from 100 on with all whole ones."""
     return f"{time:.2g} s" if time < 99.5 else f"{time:.0f} s"
 
 

@@ -60,7 +60,7 @@ class CentralDP(Spelled):
     Raises
     ------
     ValueError
-        A number out of range, an accountant that is none, without noise, or for Poisson sampling.
+        A number out of range; an accountant of no known kind, without noise, or for Poisson sampling.
     """
 
     clip_norm: float

@@ -79,7 +79,7 @@ class WorkerPool:
     TypeError
         `given` cannot be pickled.
     RuntimeError
-        This process is a daemon of multiprocessing, which lets it start no others.
+        This process is a daemon of multiprocessing, and may start no others.
     """
 
     def __init__(self, make: Any, given: Any, number: int, what: str, remedy: str) -> None:

@@ -387,7 +387,7 @@ def test_the_log_has_a_line_a_round(log: Log) -> None:
 
 @pytest.mark.parametrize(("steps", "warned"), [(2, 1), (1, 0)])
 def test_a_bound_on_what_steps_weigh_is_said_once(log: Log, steps: int, warned: int) -> None:
-    """Three of four clients take more steps than the bound lets count: FedNova's weights are others."""
+    """Where one of four clients takes half of the others' steps, the bound changes FedNova's weights."""
     client = budgeted(fr.FedNovaClient, [dict.fromkeys((0, 1, 2), steps) | {3: 1}])
     run(fr.FedNova(max_scale=1.5, seed=3), client, rounds=3)
     assert "".join(log()).count("max_scale=1.5 has bounded what clients weigh") == warned

@@ -227,6 +227,7 @@ def deployed_rounds(run: RunRecord) -> list[float]:
 
 
 def _deployed(entry: Mapping[str, Any]) -> float:
+    """Return the estimated seconds of one attempt at a round."""
     seconds = {"clients": np.nan, "probe": 0.0, "aggregate": 0.0, **entry.get("seconds", {})}
     sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
     down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
