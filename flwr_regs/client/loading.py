@@ -87,7 +87,8 @@ def load(
     held = {n for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
     frozen_digest = digest({n: to_numpy(entries[n]) for n in held}) if held else ""
     shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
-    tensors = {n: torch.tensor(a) for n, a in arrays.items()}  # arrays that came are read-only
+    # copies: arrays that came are read-only
+    tensors = {n: torch.tensor(a, device="cpu") for n, a in arrays.items()}
     given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
     try:
         check_arrays(given, shared, "the global model")

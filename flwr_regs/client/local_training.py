@@ -633,8 +633,9 @@ class LocalTraining:
             p.grad = None
         self._step_loss = None
         self.close()
-        losses = torch.stack(self._losses or [torch.zeros(())]).reshape(-1).cpu().double()
-        sizes = torch.tensor(self._sizes or [0], dtype=torch.float64)
+        none = [torch.zeros((), device="cpu")]
+        losses = torch.stack(self._losses or none).reshape(-1).cpu().double()
+        sizes = torch.tensor(self._sizes or [0], dtype=torch.float64, device="cpu")
         loss = float(losses @ sizes) / max(sum(self._sizes), 1)
         if not math.isfinite(loss):
             if lost := remedies.not_finite(self._data):

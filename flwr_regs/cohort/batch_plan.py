@@ -155,7 +155,7 @@ class Batches:
             parts = zip(*map(tensors, each), strict=True)
             return Batch(each[0], [torch.stack(leaf).to(self._device) for leaf in parts])
         firsts = [self._firsts[k] + sum(self._plans[k].sizes[:step]) for k in members]
-        rows = torch.tensor(firsts).unsqueeze(1) + torch.arange(size)
+        rows = torch.tensor(firsts, device="cpu").unsqueeze(1) + torch.arange(size, device="cpu")
         index = rows.flatten().to(self._device)
         leaves = [t.index_select(0, index).view(*rows.shape, *t.shape[1:]) for t in self._leaves]
         return Batch(tuple(leaves), leaves)

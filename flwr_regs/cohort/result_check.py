@@ -188,8 +188,8 @@ def _in(precision: Precision, tree: Any) -> Any:
 def _entries(state: Arrays, *slots: Slot) -> Arrays:
     """Return the entries of a model, and of slots by ``<term>.<key>``."""
     each = [(t, slot) for some in slots for t, slot in some.items()]
-    of_slots = {f"{t}.{k}": torch.as_tensor(a) for t, slot in each for k, a in slot.items()}
-    return {**state, **of_slots}
+    of_slots = {f"{t}.{k}": a for t, slot in each for k, a in slot.items()}
+    return {**state, **{key: torch.as_tensor(a, device="cpu") for key, a in of_slots.items()}}
 
 
 def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -> str:
@@ -198,7 +198,8 @@ def _compared(stacked: Arrays, alone: Arrays, delta: Arrays, tolerance: float) -
     Of an entry that is rounding alone, as the gradient of a bias before BatchNorm, nothing is asked: it is
     measured against the whole update.
     """
-    update = sum(float(torch.as_tensor(d).double().square().sum()) for d in delta.values()) ** 0.5
+    moves = [torch.as_tensor(d, device="cpu").double() for d in delta.values()]
+    update = sum(float(move.square().sum()) for move in moves) ** 0.5
     for name in [n for n in alone if n in stacked]:
         expected, value = alone[name], stacked[name]
         if not expected.is_floating_point():

@@ -201,7 +201,7 @@ class Stack:
         told: dict[str, Any] = {
             "client": _stacked([m.begun.slots for m in members]),
             "broadcast": _stacked([m.broadcast for m in members]),
-            "client_id": torch.tensor([c.get(keys.CLIENT_KEY, -1) for c in configs]),
+            "client_id": torch.tensor([c.get(keys.CLIENT_KEY, -1) for c in configs], device=device),
         }
         counts = [m.label_counts for m in members if m.label_counts is not None]
         if counts:  # all members have them, or none
@@ -209,7 +209,7 @@ class Stack:
         numbers = {"num_steps": self._steps, "planned_steps": [m.planned_steps for m in members]}
         same = {name: of[0] for name, of in numbers.items() if len(set(of)) == 1}
         view.same = {**view.same, "start": view.start, "loss_fn": view.loss, **same}
-        told |= {n: torch.tensor(of) for n, of in numbers.items() if n not in same}
+        told |= {n: torch.tensor(of, device=device) for n, of in numbers.items() if n not in same}
         unseen = {n: v for n, v in self._values.items() if n not in view.start}
         at_start = {n: t.clone() for n, t in (held | unseen).items()}
         told = to_device(told, device)
@@ -579,7 +579,7 @@ class Stack:
         if changes:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        seen = torch.tensor([row for rows, _ in self._seen for row in rows])
+        seen = torch.tensor([row for rows, _ in self._seen for row in rows], device="cpu")
         each = torch.cat([losses for _, losses in self._seen]).cpu()[seen.argsort(stable=True)]
         by_row = [of.tolist() for of in torch.split(each, self._steps)]
         sizes = [m.plan.sizes for m in self._members]

@@ -74,8 +74,9 @@ class Stacks:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        if sys.platform == "linux":  # glibc then keeps freed blocks of up to this size, instead of
-            torch.empty(31 * 2**20, dtype=torch.uint8)  # mapping them anew in each step
+        if sys.platform == "linux":
+            # glibc then keeps freed blocks of up to this size, instead of mapping them anew in each step
+            torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._builds: WeakKeyDictionary[Client, tuple[Any, ...]] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()

@@ -77,7 +77,8 @@ class Widened(Mapping[str, np.ndarray]):
 def _to_bfloat16(a: np.ndarray) -> np.ndarray:
     import torch
 
-    rounded = torch.tensor(a).to(torch.bfloat16)  # a copy: an array that travelled may be read-only
+    # a copy: an array that travelled may be read-only
+    rounded = torch.tensor(a, device="cpu").to(torch.bfloat16)
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 

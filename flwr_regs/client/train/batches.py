@@ -268,7 +268,7 @@ def label_counts(data: Pairs) -> Tensor:
     torch's random state does not change; a generator that belongs to the loader advances.
     """
     with forked():
-        each = [torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data]
+        each = [torch.as_tensor(targets, device="cpu").reshape(-1) for _, targets in data]
     if not each:
         raise ValueError(NO_DATA)
     labels = torch.cat(each)

@@ -198,7 +198,7 @@ def state_of(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Arrays:
                     "expected arrays and numbers: leave keep_optimizer out"
                 )
             key = entry if isinstance(value, Tensor) else f"{entry}#"
-            state[f"{key}.{name}"] = torch.as_tensor(value).detach().clone()
+            state[f"{key}.{name}"] = torch.as_tensor(value, device=p.device).detach().clone()
     steps = [value for key, value in state.items() if key.startswith("step.")]
     if steps and all(torch.equal(value, steps[0]) for value in steps):
         state = {k: v for k, v in state.items() if not k.startswith("step.")} | {"step": steps[0]}

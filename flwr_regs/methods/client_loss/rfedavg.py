@@ -191,8 +191,8 @@ class LeaveOneOutMean(_Means, Probes):
             d = d * torch.clamp(self.clip_norm / d.norm().clamp(min=1e-12), max=1.0)
             if self.noise_std > 0:
                 generator = torch.Generator().manual_seed(secrets.randbits(63))
-                noise = torch.randn(d.shape, generator=generator, dtype=d.dtype).to(d.device)
-                d = d + self.noise_std * self.clip_norm / ctx.batch_size * noise
+                noise = torch.randn(d.shape, generator=generator, dtype=d.dtype, device="cpu")
+                d = d + self.noise_std * self.clip_norm / ctx.batch_size * noise.to(d.device)
         return {"delta": d}, {"delta": d} if self.sum_only else {}
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:

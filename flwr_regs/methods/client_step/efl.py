@@ -151,7 +151,7 @@ class Elastic(FisherSums, Addresses):
         if not self._keeps:
             return delta, upload, {}
         kept = {key: a.clone() for key, a in self._in_use(ctx).items()}
-        kept = kept or {"made": torch.zeros((), dtype=torch.int64)}
+        kept = kept or {"made": torch.zeros((), dtype=torch.int64, device="cpu")}
         return delta, {**upload, "holds": kept["made"].clone()}, kept
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
@@ -180,7 +180,7 @@ class Elastic(FisherSums, Addresses):
         new, delta = super().update(server, delta, sums, ctx)
         if message := sums_of(new):
             notes = {key: a for key, a in new.items() if key not in message}
-            tensors = {key: torch.as_tensor(np.asarray(a)) for key, a in message.items()}
+            tensors = {key: torch.from_numpy(np.asarray(a)) for key, a in message.items()}
             new = notes | {key: a.numpy() for key, a in self._code.encode(tensors).items()}
         if self._keeps:
             new |= {"age": np.asarray(1), "made": np.asarray(ctx.round)}

@@ -82,7 +82,8 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
             made: torch.optim.Optimizer = (optimizer if what else torch.optim.AdamW)(params, lr=lr)
             eps, groups = made.defaults["eps"], made.param_groups
             kinds = {p.dtype for group in groups for p in group["params"]}
-            if lost := [kind for kind in kinds if eps and not torch.tensor(eps, dtype=kind)]:
+            given = torch.tensor(eps, dtype=torch.float64, device="cpu")
+            if lost := [kind for kind in kinds if eps and not given.to(kind)]:
                 raise ValueError(
                     f"AdamW's eps={eps:g} is 0 in the model's {lost[0]}, so that its steps may be "
                     "infinite: give the clients an AdamW with eps=1e-4"
@@ -110,7 +111,7 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         state = under(ctx.optimizer_state, "exp_avg_sq.")
         v = {n: state[n].to(wide(d).dtype) for n, d in delta.items()}
-        zero = torch.zeros((), dtype=[*v.values()][-1].dtype)
+        zero = [*v.values()][-1].new_zeros(())
         steps = zero + ctx.broadcast.get("step", 0) + ctx.num_steps
         return delta, {**joined(exp_avg_sq=v), "step": steps}, {}
 

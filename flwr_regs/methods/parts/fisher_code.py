@@ -109,7 +109,8 @@ class SumsCode:
             at = at * BLOCK + low
             if (np.diff(at) <= 0).any() or (at.size and at[-1] >= n):
                 raise ValueError(f"positions in 'low' and 'counts' must ascend and be below {n}")
-        tensors = {key: torch.tensor(a) for key, a in slot.items()}  # copies: it may be read-only
+        # copies: it may be read-only
+        tensors = {key: torch.tensor(a, device="cpu") for key, a in slot.items()}
         sums = {key: a.numpy() for key, a in self.decode(tensors, like).items()}
         check_finite(sums, "the decoded sums", largest=LARGEST)  # the scale can make them larger
         return sums

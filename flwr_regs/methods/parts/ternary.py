@@ -121,7 +121,8 @@ class SparseTernary(Term, Compresses, TakesBack):
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> ServerStep:
         if self.density_down is None:
             return server, step
-        total = {n: torch.as_tensor(server[n] + s if server else s) for n, s in step.items()}
+        sums = {n: server[n] + s if server else s for n, s in step.items()}
+        total = {n: torch.from_numpy(np.asarray(s)) for n, s in sums.items()}
         sent = sparse_ternary(total, self.density_down)
         rounded = {n: s.numpy().astype(ctx.params[n].dtype) for n, s in sent.items()}
         residual = {n: total[n].numpy() - rounded[n] for n in total}

@@ -101,9 +101,9 @@ class TorchServerOptimizer(Term, Steps):
 
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         start = {n: kept(ctx.params[n]) for n in delta}
-        params = {n: torch.tensor(w, requires_grad=True) for n, w in start.items()}
+        params = {n: torch.tensor(w, requires_grad=True, device="cpu") for n, w in start.items()}
         for n, p in params.items():
-            p.grad = -torch.as_tensor(kept(delta[n]))  # the pseudo-gradient
+            p.grad = -torch.as_tensor(kept(delta[n]), device="cpu")  # the pseudo-gradient
         optimizer = self.make([*params.values()])
         _check_optimizer(optimizer)
         ours = {id(p) for p in params.values()}
@@ -114,7 +114,7 @@ class TorchServerOptimizer(Term, Steps):
             )
         # The slot holds the optimiser's state as arrays, and each round restores it from there: by the
         # keys of `state_of`, and "#<group>|<key>" for a group's numbers.
-        state = {key: torch.tensor(a) for key, a in server.items() if key[0] != "#"}
+        state = {key: torch.tensor(a, device="cpu") for key, a in server.items() if key[0] != "#"}
         load_state(optimizer, params, state)
         factor = _factor(self.schedule, ctx.round)
         for i, group in enumerate(optimizer.param_groups):
