@@ -625,7 +625,10 @@ def unwritten(what: str, given: Iterable[Tensor]) -> Iterator[None]:
 
 def _stacked(slots: Sequence[Slot]) -> Any:
     """Return the members' slots, which have the same entries, as one."""
-    return tree_map(lambda *of_each: torch.stack(of_each), *slots)
+    return {
+        t: {key: torch.stack([slot[t][key] for slot in slots]) for key in first}
+        for t, first in slots[0].items()
+    }
 
 
 def _broadcasts(slots: Slot, start: Arrays) -> bool:
