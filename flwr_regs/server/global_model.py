@@ -20,7 +20,6 @@ from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import arrays as wire
 from flwr_regs.wire.arrays import NDArrays, check_finite
 from flwr_regs.wire.delta import decoded
-from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.precision import BITS, narrow, widen
 
 MOST_STEPS = 50
@@ -226,9 +225,8 @@ class GlobalModel(Snapshots):
         new = {}
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
-            blank = Blank(w.dtype, w.shape)  # as it is sent, so that no message copies it
-            wire.add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
-            new[name] = blank.seal()
+            new[name] = wire.add(w, step[name])
+            new[name].flags.writeable = False  # a hook that changes it in place fails
         check_finite(new, "the new global model", self.model)
         square = sum(map(wire.square_sum, self._trainable(step).values()))
         moved = [n for n, s in step.items() if s.any()]

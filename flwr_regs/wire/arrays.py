@@ -81,19 +81,10 @@ def unpack(data: bytes) -> NDArrays:
         raise ProtocolError(f"these bytes hold no packed arrays: {quoted(str(error))}") from error
 
 
-def add(base: np.ndarray, step: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return ``base + step`` in base's dtype, written into `out` if there is one.
-
-    Both ends use it, so both get the same bits.
-    """
-    if out is not None and base.dtype == step.dtype and base.dtype.kind == "f":
-        np.add(base, step, out=out)
-        return out
+def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Return ``base + step`` in base's dtype; both ends use it, so both get the same bits."""
     new = np.asarray(base ^ step if base.dtype == np.bool_ else base + step)
-    if out is None:
-        return new.astype(base.dtype, copy=False)
-    out[...] = new
-    return out
+    return new.astype(base.dtype, copy=False)
 
 
 def pieces(size: int, width: int = PIECE) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-r"""Arrays as they travel: the bytes of a ``.npy``. The one reader of what arrives, and a writer.
+r"""Arrays as they travel: the bytes of a ``.npy``. The one reader of what arrives.
 
 ``numpy.load`` also reads zip files and pickles. Here only the header goes to numpy, and its shape and dtype
 must account for every byte that came, before an array is made. The array is a view of these bytes, so a
@@ -8,7 +8,7 @@ pickles are refused.
 
 >>> import io, numpy as np
 >>> file = io.BytesIO(); np.save(file, np.float32([1, 2]))
->>> read_array(file.getvalue())
+>>> read_header(file.getvalue()).view(file.getvalue())
 array([1., 2.], dtype=float32)
 """
 
@@ -29,9 +29,8 @@ MAGIC = b"\x93NUMPY"
 LONGEST_HEADER = 1024
 """Bytes of a header; 64 lengths of 10 digits each take some 800."""
 MOST_DIMENSIONS = 32
-SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
-"""Kind of number -> the bytes that one may have."""
-PLAIN = {np.dtype(f"<{kind}{width}") for kind, widths in SIZES.items() for width in widths}
+CODES = ("?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
+PLAIN = set(map(np.dtype, CODES))
 HEADERS: dict[bytes, Callable[..., tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
     b"\x01\x00": np.lib.format.read_array_header_1_0,
     b"\x02\x00": np.lib.format.read_array_header_2_0,
@@ -56,11 +55,6 @@ class Header(NamedTuple):
         flat = np.frombuffer(data, self.dtype, offset=self.start)
         flat.flags.writeable = False
         return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
-
-
-def read_array(data: Any) -> np.ndarray:
-    """Return the array of a ``.npy``, as a read-only view of its bytes; raise Unreadable."""
-    return read_header(data).view(data)
 
 
 def read_header(data: Any) -> Header:
@@ -106,62 +100,10 @@ def _size(header: Header) -> int:
     return needed * width
 
 
-def write_array(array: np.ndarray) -> bytes:
-    """Return the ``.npy`` of an array; if the array is a view of one, that one, and nothing is copied."""
-    if (data := _seen_through(array)) is not None:
-        return data
-    turned = array.flags.f_contiguous and not array.flags.c_contiguous
-    body = np.asarray(array.T if turned else array, order="C")
-    head = _header(body.dtype, array.shape, turned)
-    return b"".join((head, body.reshape(-1).view(np.uint8).data))
-
-
-class Blank:
-    """An array that is filled in, and then sealed, without a copy of it.
-
-    Parameters
-    ----------
-    dtype, shape
-
-    Attributes
-    ----------
-    vector : array
-        The numbers as they lie in memory, zeros at first; gone once the array is sealed.
-    """
-
-    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        header = _header(dtype, shape, False)
-        # CPython lends out and hands back the memory of bytes that nothing else holds
-        self._file = BytesIO(bytes(len(header) + math.prod(shape) * dtype.itemsize))
-        self._file.write(header)
-        self.vector = np.frombuffer(self._file.getbuffer(), dtype, offset=len(header))
-
-    def seal(self) -> np.ndarray:
-        """Return the array as a read-only view of its ``.npy``."""
-        del self.vector
-        return read_array(self._file.getvalue())
-
-
 def npy_bytes(array: np.ndarray) -> int:
     """Return the length of an array's ``.npy``, without writing it."""
     turned = array.flags.f_contiguous and not array.flags.c_contiguous
     return len(_header(array.dtype, array.shape, turned)) + int(array.nbytes)
-
-
-def _seen_through(array: np.ndarray) -> bytes | None:
-    """Return the ``.npy`` that an array is a view of: all of it, unchanged; None if there is none."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if not isinstance(base, bytes) or base[:6] != MAGIC:
-        return None
-    try:
-        whole = read_array(base)
-    except Unreadable:
-        return None
-    same = ("data", "shape", "typestr", "strides")
-    part, all_of_it = array.__array_interface__, whole.__array_interface__
-    return base if all(part[key] == all_of_it[key] for key in same) else None
 
 
 @lru_cache(maxsize=1024)

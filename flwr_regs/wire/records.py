@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name
 from flwr_regs.wire.config import with_plain_numbers
 from flwr_regs.wire.keys import ARRAYS, CONFIG, FLOWER_KEY, METRICS, PROTOCOL, PROTOCOL_KEY
-from flwr_regs.wire.npy import SIZES, Unreadable, read_header, write_array
+from flwr_regs.wire.npy import Unreadable, read_header
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
@@ -34,20 +34,13 @@ def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
     record = ArrayRecord()  # its constructor would make each array anew
     for name, array in arrays.items():
-        record[name] = to_array(np.asarray(array))
+        record[name] = Array(np.asarray(array))
     return record
 
 
 def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a content's array records; Flower's ``array_records`` writes each of them once more."""
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
-
-
-def to_array(array: np.ndarray) -> Array:
-    """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
-    if array.dtype.kind not in SIZES:  # left to Flower
-        return Array(array)
-    return Array(_label(array.dtype), array.shape, "numpy.ndarray", write_array(array))
 
 
 def from_record(record: ArrayRecord) -> NDArrays:

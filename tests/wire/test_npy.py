@@ -12,10 +12,15 @@ from hypothesis.extra import numpy as arrays_of
 
 from flwr_regs.server.exchange.replies import read_uploads
 from flwr_regs.wire.arrays import ProtocolError, unpack
-from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
-from flwr_regs.wire.records import from_record, parcel_of, to_array, view_of, views_of
+from flwr_regs.wire.npy import Unreadable, npy_bytes, read_header
+from flwr_regs.wire.records import from_record, parcel_of, to_record, view_of
 from tests.conftest import peak
 from tests.server.exchange.damage import NOT_ARRAYS, npy
+
+
+def read_array(data: Any) -> np.ndarray:
+    return read_header(data).view(data)
+
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
 
@@ -88,26 +93,13 @@ GOOD = [
 
 
 @pytest.mark.parametrize("array", GOOD, ids=lambda a: str(a.shape))
-def test_an_array_is_labelled_as_its_bytes_are_and_a_sealed_one_is_not_copied(
-    array: np.ndarray,
-) -> None:
-    ours = to_array(view_of("w", Array("", (), "numpy.ndarray", to_array(array).data)))
+def test_an_array_is_labelled_as_its_bytes_are(array: np.ndarray) -> None:
+    ours = to_record({"w": array})["w"]
     assert (ours.dtype, tuple(ours.shape)) == (str(array.dtype), array.shape)
-    np.testing.assert_array_equal(views_of({"w": ours})["w"], array)
-    data = write_array(array)
-    view = read_array(data)
-    assert len(data) == npy_bytes(array)
-    np.testing.assert_array_equal(view, array)
-    assert not view.flags.writeable
-    blank = Blank(array.dtype, array.shape)
-    assert not blank.vector.any()
-    blank.vector[:] = array.reshape(-1)
-    filled = blank.seal()
-    np.testing.assert_array_equal(filled, array)
-    assert write_array(view) is write_array(view)
-    assert write_array(filled) is write_array(filled)
+    assert len(ours.data) == npy_bytes(array)
+    for labelled in (ours, Array("", (), "numpy.ndarray", ours.data)):
+        view = view_of("w", labelled)
+        np.testing.assert_array_equal(view, array)
+        assert not view.flags.writeable
     with pytest.raises(ProtocolError, match="but is labelled 'float33'"):
-        view_of("w", Array("float33", (), "numpy.ndarray", data))
-    if array.ndim and len(array) > 1:  # a part, or another order, is another array
-        for other in (view[1:], view[::-1], view.T, view.reshape(-1)[:1]):
-            np.testing.assert_array_equal(read_array(write_array(other)), other)
+        view_of("w", Array("float33", (), "numpy.ndarray", ours.data))
