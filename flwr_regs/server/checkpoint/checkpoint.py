@@ -7,7 +7,7 @@
 | ``history``  | the history, a line for each round                           |
 
 and, under names of their own, the arrays and bytes of the state. What is left of it is JSON, which holds
-None, booleans, integers, finite floats, texts, lists, and dicts with texts as keys. Everything else is an
+None, booleans, integers, floats, texts, lists, and dicts with texts as keys. Everything else is an
 object with one key, its tag: ``{"$tuple": [...]}``. No pickle.
 
 A file is written beside its place,
@@ -20,16 +20,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -270,43 +268,29 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
 
     Raises TypeError naming the place of a value that cannot be kept, such as a function.
     """
-    if value is None or type(value) in (bool, int, str):  # first: most values are such
-        return value
     if isinstance(value, np.generic | np.ndarray) and value.dtype in PLAIN:  # which safetensors has
         if isinstance(value, np.generic):
             return {"$scalar": _stored(value, store)}
         # sums depend on the order
         turned = value.flags.f_contiguous and not value.flags.c_contiguous
         return {"$array": [_stored(value.T, store), "T"] if turned else [_stored(value, store)]}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, bytes):
         return {"$bytes": _stored(np.frombuffer(value, np.uint8), store)}
     if isinstance(value, list | tuple):
-        items = [*value]
-        if not _is_json(items):
-            items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(items)]
+        items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, set | frozenset):
-        items = [*value] if _is_json(value) else [to_json(v, store, where) for v in value]
+        items = [to_json(v, store, where) for v in value]
         return {f"${type(value).__name__}": sorted(items, key=repr)}  # equal sets, one order
     if isinstance(value, Mapping):
-        if _is_json(value.values()):
-            pairs = [*value.items()]
-        else:
-            pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
+        pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
         if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
             return dict(pairs)
-        if not _is_json(value):
-            pairs = [(to_json(k, store, where), v) for k, v in pairs]
-        return {"$dict": pairs}
+        return {"$dict": [(to_json(k, store, where), v) for k, v in pairs]}
     can = "numbers, texts, bytes, arrays, and lists and dicts of these can be saved"
     raise TypeError(f"{where} is {value!r:.80} of type {type(value).__name__}; only {can}")
-
-
-def _is_json(values: Collection[Any]) -> bool:
-    """Whether all are values that JSON has as they are, as most of a large population's are."""
-    return {*map(type, values)} <= {NoneType, bool, int, str}
 
 
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:
@@ -343,7 +327,6 @@ def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
 
 
 _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    "$float": lambda v, _: float(v),
     "$bytes": lambda v, arrays: arrays[v].tobytes(),
     "$tuple": lambda v, arrays: tuple(from_json(v, arrays)),
     "$set": lambda v, arrays: set(from_json(v, arrays)),

@@ -79,16 +79,6 @@ def test_a_value_comes_back_to_the_bit(value: Any) -> None:
     assert same(found, value), (found, value)
 
 
-@pytest.mark.parametrize("value", [[1, None, "a"], (1, 2), {4, 5}, {1: 2, 3: True}])
-def test_what_json_has_is_not_turned_one_by_one(
-    value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    to_json = checkpoint.to_json
-    monkeypatch.setattr(checkpoint, "to_json", Mock(side_effect=AssertionError))
-    text = json.dumps(to_json(value, {}))
-    assert checkpoint.from_json(json.loads(text), {}) == value
-
-
 @pytest.mark.parametrize("value", [lambda: 0, np.array([{}], dtype=object), 1j, np.ones(2, "c8")])
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^the state\['terms'\]\[1\] is .*; only numbers"):
