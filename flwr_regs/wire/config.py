@@ -86,7 +86,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{similar[0]}'?" if similar else ""
 
 
-MOVED = {
+HERE = {
     "fraction_fit": "fraction_train",
     "min_fit_clients": "min_train_nodes",
     "min_evaluate_clients": "min_evaluate_nodes",
@@ -97,9 +97,6 @@ MOVED = {
     "on_evaluate_config_fn": "start(evaluate_config=...)",
     "evaluate_fn": "start(evaluate_fn=...)",
     "initial_parameters": "start(initial_arrays=...)",
-}
-"""Names in Flower's older strategies -> their names now."""
-HERE = {
     "eta": "server_lr",
     "server_learning_rate": "server_lr",
     "server_momentum": "momentum",
@@ -107,7 +104,7 @@ HERE = {
     "eta_l": "start(train_config={'lr': ...})",
     "client_learning_rate": "start(train_config={'lr': ...})",
 }
-"""Names of parameters of Flower's strategies -> those of this package's."""
+"""Names of parameters of Flower's strategies, older ones too -> those of this package's."""
 
 
 def check_arguments(
@@ -119,11 +116,8 @@ def check_arguments(
     """
     for name in set(given) - known:
         hint = nearest(name, known | own)
-        now = MOVED.get(name, "")
-        if now in known or now.startswith("start("):
-            hint = f", an older name: now it is {now}"
         here = HERE.get(name, "")
-        if here in own or here.startswith("start("):
+        if here in known | own or here.startswith("start("):
             hint = f": here it is {here}"
         raise TypeError(f"{owner} takes no argument '{name}'{hint}")
 

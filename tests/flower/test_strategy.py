@@ -226,7 +226,7 @@ TUPLE = {"train_config": CONFIG, "evaluate_fn": lambda *_: (0.5, {})}
 HALF = make_model().bfloat16().state_dict()
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fr.FedProx(0.1, fraction_fit=0.5), TypeError, "FedProx takes no .* fraction_train"),
-    (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"now it is start\(evaluate_fn=...\)"),
+    (lambda: fr.FedProx(0.1, evaluate_fn=print), TypeError, r"here it is start\(evaluate_fn=...\)"),
     (lambda: fr.FedAdam(eta=0.1), TypeError, "FedAdam takes no .* 'eta': here it is server_lr"),
     (lambda: fr.FedProx(0.1, wieghting="uniform"), TypeError, "'wieghting'; did you mean 'weigh"),
     (lambda: fr.FedProx(0.1, _=1), TypeError, "FedProx takes no argument '_'$"),

@@ -169,9 +169,7 @@ class CoordinateMedian(_Checked):
 
 
 def _median(vectors: Vectors) -> np.ndarray:
-    middle = [(len(vectors) - 1) // 2, len(vectors) // 2]
-    # over few rows, a sort is faster than numpy's partition and median
-    return vectors.each(lambda x: np.sort(x, axis=0)[middle].mean(axis=0))
+    return vectors.each(lambda x: np.median(x, axis=0))
 
 
 @dataclass(frozen=True)

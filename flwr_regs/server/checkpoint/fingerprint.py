@@ -40,13 +40,13 @@ def fingerprint(
 
 
 def differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
-    """Return the differences of two fingerprints in words; a setting that one lacks does not count."""
+    """Return the differences of two fingerprints in words."""
     changes = []
     for kind, after in current.items():
-        before = saved.get(kind, {})
+        before = saved[kind]
         for name in {**before, **after}:
             a, b = before.get(name, "absent"), after.get(name, "absent")
-            if a != b and not (kind == "setting" and "absent" in (a, b)):
+            if a != b:
                 named = name if kind == "method" else f"{kind} {name}"
                 # down to where they differ
                 while isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
