@@ -29,34 +29,22 @@ class Record(dict[str, np.ndarray]):
 class Stack(dict[str, np.ndarray]):
     """Arrays with a first axis over the clients; they do not change."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().__init__(arrays)
-        self.expected: Mapping[str, np.ndarray] | None = None  # what a row was found to be like
-
     @cached_property
     def row_bytes(self) -> int:
         """The bytes of one client's names and arrays, as they travel."""
         return sum(len(name) + npy_bytes(a[0, ...]) for name, a in self.items())
 
     @cached_property
-    def _squares(self) -> np.ndarray:
-        """Each client's largest sum of squares of a float array; infinite beside other arrays."""
-        squares = np.zeros(len(next(iter(self.values()))))
+    def kinds(self) -> dict[str, tuple[Any, Any]]:
+        """The shapes and dtypes of one client's arrays."""
+        return {n: (a.shape[1:], a.dtype) for n, a in self.items()}
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude of all numbers; NaN or infinity if one is."""
         with np.errstate(all="ignore"):
-            for a in self.values():
-                table = a.reshape(len(a), -1)
-                if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
-                    squares = np.maximum(squares, np.einsum("kj,kj->k", table, table))
-                elif a.size:
-                    squares[:] = np.inf
-        return squares
-
-    def small(self, largest: float) -> np.ndarray:
-        """Return which clients' numbers are floats, finite and certainly from −`largest` to `largest`.
-
-        The sum of squares is below the square of `largest` only if no number is beyond it.
-        """
-        return self._squares < largest**2 / 16
+            ends = [float(end) for a in self.values() if a.size for end in (a.min(), a.max())]
+            return float(np.abs([0.0, *ends]).max())
 
 
 class Row(Mapping[str, np.ndarray]):
@@ -83,13 +71,9 @@ class Row(Mapping[str, np.ndarray]):
         return self.stack.row_bytes
 
     def is_usable(self, expected: Mapping[str, np.ndarray], largest: float) -> bool:
-        """Whether names, shapes and dtypes are as expected, and all numbers are small enough."""
-        stack = self.stack
-        if stack.expected is not expected:
-            kinds = {n: (a.shape[1:], a.dtype) for n, a in stack.items()}
-            alike = kinds == {n: (a.shape, a.dtype) for n, a in expected.items()}
-            stack.expected = expected if alike else None
-        return stack.expected is expected and bool(stack.small(largest)[self.at])
+        """Whether its arrays are as expected, and all numbers of its stack are below `largest`."""
+        kinds = {n: (a.shape, a.dtype) for n, a in expected.items()}
+        return self.stack.kinds == kinds and self.stack.largest < largest
 
 
 @dataclass(frozen=True)

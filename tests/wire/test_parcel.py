@@ -19,8 +19,10 @@ def test_a_client_says_what_its_list_holds_and_nothing_else() -> None:
 def test_a_row_is_usable_if_it_is_like_the_model_and_its_numbers_are_small(
     other: dict[str, np.ndarray],
 ) -> None:
-    stack = Stack({"w": np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 0.0]])})
-    expected = {"w": np.zeros(3)}
-    assert [Row(stack, k).is_usable(expected, 100.0) for k in (0, 1)] == [True, False]
-    assert not Row(stack, 0).is_usable(expected, 1.0)
-    assert not Row(stack, 0).is_usable(other, 100.0)
+    expected, row = {"w": np.zeros(3)}, Row(Stack({"w": np.array([[1.0, 2.0, -3.0]])}), 0)
+    assert row.is_usable(expected, 100.0)
+    assert not row.is_usable(expected, 3.0)
+    assert not row.is_usable(other, 100.0)
+    for wrong in (np.nan, -np.inf):  # of another client
+        stack = Stack({"w": np.array([[1.0, 2.0, 3.0], [1.0, wrong, 0.0]])})
+        assert not Row(stack, 0).is_usable(expected, 100.0)

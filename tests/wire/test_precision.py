@@ -62,8 +62,10 @@ def test_what_a_half_cannot_hold_is_refused() -> None:
         GlobalModel(chain([]), model, "bfloat16")
 
 
-def test_a_stack_of_other_numbers_than_wide_floats_is_looked_at_client_by_client() -> None:
+def test_a_stack_with_a_number_that_is_not_finite_is_looked_at_client_by_client() -> None:
     rows = Stack({"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), np.nan, np.float16)})
+    rows["b"][0] = 1
+    check_finite(Row(rows, 0), "a reply")
     with pytest.raises(ProtocolError, match="'b' holds NaN"):
         check_finite(Row(rows, 1), "a reply")
 

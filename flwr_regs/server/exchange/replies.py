@@ -24,7 +24,7 @@ from flwr_regs.wire import arrays as wire
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST, NDArrays, ProtocolError, check_finite
 from flwr_regs.wire.delta import decoded
-from flwr_regs.wire.parcel import Parcel, Row
+from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.text import LONGEST_NAME, named, quoted, shown
 
@@ -219,7 +219,7 @@ def read_uploads(what: str, parcel: Parcel) -> Slot:
             name = key.removesuffix(".upload")
             uploads[name] = {k: np.array(a) for k, a in record.items()}
             where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
-            check_finite(record if isinstance(record, Row) else uploads[name], where, None, LARGEST)
+            check_finite(record, where, None, LARGEST)
     return uploads
 
 
