@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def further(attempt: int) -> tuple[int, int]:
 
 
 class CoverageError(ValueError):
-    """No cohort of the requested size was found whose clients together hold every class."""
+    """No cohort of the requested size was found whose clients together hold the classes."""
 
 
 def uniform_cohort(
@@ -50,45 +50,26 @@ def _drawn(clients: list[int], size: int, generator: np.random.Generator) -> lis
 
 
 def class_covering_cohort(
-    label_counts: Mapping[int, Sequence[int]],
-    key: Key,
-    size: int,
-    classes: Iterable[int] | None = None,
-    purpose: Key = TRAINING,
+    holds: Classes, key: Key, size: int, classes: set[int], purpose: Key
 ) -> list[int]:
-    """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
+    """Return a random cohort of `size` whose clients together hold `classes` (FedADC, Sec. IV-E).
 
     Uniform over the covering cohorts: a draw that does not cover is repeated, up to 1,000 times. If
     covering cohorts are rarer, a search finds one: it branches on the class that the fewest clients hold,
     over clients in random order. The rest of the cohort is then drawn at random.
 
-    Parameters
-    ----------
-    label_counts : mapping
-        Client -> examples of each class; shorter lists end in zeros.
-    classes : iterable of int, optional
-        The classes to cover; default: every class from 0 to the largest one that a client holds.
-
-    Raises
-    ------
-    CoverageError
-        No client holds some of the classes (they are named), or the search found no cohort.
+    Raises CoverageError if the search finds no cohort.
     """
-    holds = {c: {i for i, n in enumerate(counts) if n > 0} for c, counts in label_counts.items()}
-    held = set().union(*holds.values())
-    must = set(range(max(held, default=-1) + 1)) if classes is None else set(classes)
-    if missing := must - held:
-        raise CoverageError(f"no client holds any example of the classes {sorted(missing)}")
     clients = sorted(holds)
     generator = _generator(key, purpose)
     for _ in range(1000):
         cohort = _drawn(clients, size, generator)
-        if must <= set().union(*(holds[c] for c in cohort)):
+        if classes <= set().union(*(holds[c] for c in cohort)):
             return cohort
     order = [clients[i] for i in generator.permutation(len(clients))]
-    covering = _search(must, size, {c: holds[c] & must for c in order}, [100_000])
+    covering = _search(classes, size, {c: holds[c] & classes for c in order}, [100_000])
     if covering is None:
-        what = f"found no cohort of {size} clients that holds all of the {len(must)} classes"
+        what = f"found no cohort of {size} clients that holds all of the {len(classes)} classes"
         raise CoverageError(f"{what}; draw larger cohorts")
     return sorted(covering + [c for c in order if c not in covering][: size - len(covering)])
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from flwr_regs.server.client_metrics import usable
@@ -178,8 +179,9 @@ class Population(Snapshots):
         """
         first, purpose = not self.labels, further(attempt)
         self._ask_for_labels(network)
-        counts = {p: self.labels[p] for p in members if self.labels.get(p)}
-        holders = Counter(i for c in counts.values() for i, n in enumerate(c) if n > 0)
+        told = [p for p in members if self.labels.get(p)]
+        holds = {p: {i for i, n in enumerate(self.labels[p]) if n > 0} for p in told}
+        holders = Counter(chain(*holds.values()))
         expected = set(range(max(holders, default=-1) + 1)) if first else self.classes
         if gone := expected - set(holders):
             LOG.warning("no client that takes part holds the classes %s", quoted(sorted(gone)))
@@ -187,10 +189,10 @@ class Population(Snapshots):
             self.classes = set(holders)
         classes = self.classes & set(holders)
         try:
-            return class_covering_cohort(counts, key, size, classes, purpose)
+            return class_covering_cohort(holds, key, size, classes, purpose)
         except CoverageError:  # a class that one client alone claims may be its invention
             shared = {i for i in classes if holders[i] > 1}
-            cohort = class_covering_cohort(counts, key, size, shared, purpose)
+            cohort = class_covering_cohort(holds, key, size, shared, purpose)
             none = f"no cohort of {size} clients holds all {len(classes)} classes"
             LOG.warning("%s; those that one client alone holds do not count in this round", none)
             return cohort
