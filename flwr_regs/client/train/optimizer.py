@@ -79,8 +79,9 @@ class ClientOptimizer:
         self._made: Optimizer | None = None
         self._corrected: list[tuple[Tensor, Tensor, int]] = []
         self._at_step = 0  # the optimiser's, when these were corrected
-        steering = (t for t in term.terms if isinstance(t, Steers) and t.acts("client_optimizer"))
+        steering = [t for t in term.able(Steers) if t.acts("client_optimizer")]
         self.counts_on_sgd = next((t.counts_on_sgd for t in steering if t.counts_on_sgd), "")
+        self._counts_on_rate = next((t.counts_on_rate for t in steering if t.counts_on_rate), "")
         self._watches = False  # whether it looks at the steps
         self.in_own_loop = False
         # each parameter's version and value after the last step
@@ -123,6 +124,9 @@ class ClientOptimizer:
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
+        if refused := self._counts_on_rate:
+            with suppress(AttributeError):
+                made.register_step_pre_hook(partial(self._check_rate, refused))
         if refused := self.counts_on_sgd:
             with suppress(AttributeError):
                 made.register_step_pre_hook(partial(self._check_step, refused, False))
@@ -159,8 +163,7 @@ class ClientOptimizer:
         """
         if not after:
             self.check_left()
-        if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
-            raise ValueError(refused.format("the loop changes the learning rate"))
+        self._check_rate(refused.format("the loop changes the learning rate"), optimizer)
         in_closure = len(args) > 1 or bool(kwargs)
         changed = (p.grad is not grad or grad._version != at for p, grad, at in self._corrected)
         if after == in_closure and any(changed):
@@ -169,6 +172,11 @@ class ClientOptimizer:
         # a term's `point` moves the model between steps
         if after and self.in_own_loop and not self._term.overriding("point"):
             self._left = [(p._version, p.detach().clone()) for p in self._trained.values()]
+
+    def _check_rate(self, refused: str, optimizer: Optimizer, *_: Any) -> None:
+        """Raise ValueError, the sentence `refused`, for another learning rate than the round's."""
+        if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
+            raise ValueError(refused)
 
     def check_left(self) -> None:
         """Raise ValueError if a term counts on plain SGD, and the loop has changed the model since."""
