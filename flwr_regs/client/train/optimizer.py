@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flwr_regs.abilities import Carries, Steers
+from flwr_regs.abilities import Carries, Personalises, Steers
 from flwr_regs.chain import Chain
 from flwr_regs.term import Arrays, ClientContext, Config, Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
@@ -109,6 +109,7 @@ class ClientOptimizer:
                 "optimizer(params, lr=lr) must make a new optimiser of the parameters that it is "
                 "given: this one holds none of those that the client trains"
             )
+        check_direction(made, self._term)
         counts = [] if self._counts is None else self._counts
         with suppress(AttributeError):  # a class of the user's own may be no torch.optim.Optimizer
             made.register_step_post_hook(lambda *_: counts.append(None))
@@ -187,6 +188,18 @@ class ClientOptimizer:
     def state(self) -> Arrays:
         """Return the state at the end, if a term carries it."""
         return {} if self._made is None else state_of(self._made, self._trained)
+
+
+def check_direction(optimizer: Optimizer, term: Chain) -> None:
+    """Raise ValueError for an optimiser that maximises what a term has made to be minimised."""
+    if not any(group.get("maximize") for group in getattr(optimizer, "param_groups", ())):
+        return
+    for t in term.terms:
+        if t.acts("loss") or t.acts("correct") or isinstance(t, Personalises):
+            raise ValueError(
+                f"what '{t.name}' adds is to be minimised, but the client's optimiser has maximize=True: "
+                "minimise the negative loss instead"
+            )
 
 
 def state_of(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Arrays:
