@@ -224,9 +224,12 @@ class Steers(ABC):
     counts_on_sgd : str
         Empty: a round's steps may be any. Else why each must be the round's learning rate times the
         corrected gradient: a sentence with ``{}`` for what a client does instead, which is refused.
+    counts_on_rate : str
+        Empty: the learning rate may change within a round. Else the sentence that refuses it.
     """
 
     counts_on_sgd: ClassVar[str] = ""
+    counts_on_rate: ClassVar[str] = ""
 
     @abstractmethod
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def load(
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients';
-    ValueError if a term withholds what the model does not have.
+    ValueError if a term withholds what the model does not have, or its ``state_dict`` lacks what it trains.
     """
     every, entries = every_parameter(model), model.state_dict()
     chosen = term.private(list(entries))
@@ -83,9 +83,14 @@ def load(
         raise ValueError(f"private, of {who}: the model has no {unknown}, only {sorted(entries)}")
     private = [n for n in entries if n in chosen]
     trained = trained_parameters(model, term, every)
+    if lost := [n for n in trained if n not in entries]:
+        raise ValueError(
+            f"the model's state_dict() lacks {lost}, which are trained: it must hold each trained "
+            "parameter, under its name in named_parameters()"
+        )
     ids = {id(p) for p in trained.values()}
-    held = {n for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
-    frozen_digest = digest({n: to_numpy(entries[n]) for n in held}) if held else ""
+    held = {n: p for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
+    frozen_digest = digest({n: to_numpy(p) for n, p in held.items()}) if held else ""
     shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
     # copies: arrays that came are read-only
     tensors = {n: torch.tensor(a, device="cpu") for n, a in arrays.items()}

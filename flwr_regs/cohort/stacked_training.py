@@ -29,7 +29,13 @@ from flwr_regs.client.measure.classifier import Taps, evaluating
 from flwr_regs.client.measure.context_functions import OVER_DATA
 from flwr_regs.client.measure.fisher import MEMORY, Layers, find_layers, sample_loss
 from flwr_regs.client.train.batches import forked, mapped, seeded, tensors, to_device
-from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of, total_norm
+from flwr_regs.client.train.optimizer import (
+    check_direction,
+    load_state,
+    momentum_of,
+    state_of,
+    total_norm,
+)
 from flwr_regs.cohort import batch_plan
 from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan, random_state
 from flwr_regs.cohort.member_view import AsksFor, Member, OneMember, View, as_tensors, in_shape
@@ -247,6 +253,7 @@ class Stack:
             other = view.make(others, lr=view.same["lr"])
             if _settings(other, others) != _settings(made, [*of_one.values()]):
                 raise CannotStack("its optimiser's factory looks at values that differ by member")
+        check_direction(made, view.term)
         kind = type(made)
         if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE.split():
             raise CannotStack(f"{kind.__name__} is not known to treat each number alone")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -465,6 +466,13 @@ def test_what_would_end_round_1_is_found_before(kind: Any, wrong: str) -> None:
     with pytest.raises(ValueError, match=said):
         run(strategy, kind(clients))
     assert strategy.history == []
+
+
+def test_what_clients_need_of_the_config_is_asked_for_before_round_1() -> None:
+    strategy, grid = fr.FedAvgM(fraction_evaluate=0.0), fr.InProcessGrid(clients_of([GOOD] * 5))
+    for config, said in (({}, "lacks the key 'lr'"), ({"lr": 0.1}, "must set either")):
+        with pytest.raises(ValueError, match=said):
+            strategy.start(grid, perceptron().state_dict(), 1, train_config=ConfigRecord(config))
 
 
 @pytest.mark.parametrize("kind", [fr.StackedGrid, fr.InProcessGrid])

@@ -162,9 +162,10 @@ def test_a_failed_attempt_binds_nobody() -> None:
     assert "trains other parameters" in strategy.history[0]["failures"][0]
 
 
-@pytest.mark.parametrize("name", ["FedCM", "FedFOR", "FedADC"])
+@pytest.mark.parametrize("name", ["FedCM", "FedFOR", "FedADC", "EFL", "FedCurv", "FedAdamW"])
 def test_a_client_that_trains_more_than_the_others_is_named_in_each_round(name: str) -> None:
-    strategy = getattr(fr, name)(alpha=0.5, seed=3)
+    of = {"EFL": "lam", "FedCurv": "lam", "FedAdamW": "gamma"}.get(name, "alpha")
+    strategy = getattr(fr, name)(**{of: 0.5}, seed=3)
     app = app_of(getattr(fr, f"{name}Client"), sabotage=freezing(1, 2, 3))
     start(strategy, fr.InProcessGrid(app, 4), 3)
     assert all("trains other parameters" in e["failures"][0] for e in strategy.history)

@@ -281,6 +281,27 @@ def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Metho
             assert (got[one] == got[other]).all()
 
 
+class Partial(nn.Sequential):
+    """Its state_dict leaves out its first layer."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {n: v for n, v in super().state_dict(*args, **kwargs).items() if n[0] != "0"}
+
+    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+        return super().load_state_dict(state, strict=False)
+
+
+def test_a_state_dict_lacks_frozen_parameters_at_most() -> None:
+    kind = Kind("partial", lambda: still(Partial(*perceptron()), "0"))
+    method = next(m for m in METHODS if m.name == "SCAFFOLD")
+    whole = train(replace(kind, build=lambda: still(perceptron(), "0")), method)[1]
+    close(train(kind, method)[1], {n: whole[n] for n in ("2.weight", "2.bias")}, 0.0)
+    with pytest.raises(
+        fr.RoundFailed, match=r"state_dict\(\) lacks \['0.weight', '0.bias'\], which"
+    ):
+        train(replace(kind, build=lambda: Partial(*perceptron())), method)
+
+
 # Equal to what is plain
 
 

@@ -245,6 +245,8 @@ OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (fr.VRLSGD, fr.VRLSGDClient, partial(SGD, momentum=0.5), r"drift.*SGD with momentum may take"),
     (fr.FedAdamW, fr.FedAdamWClient, torch.optim.Adam, "run AdamW without amsgrad, but Adam steps"),
     (fr.FedAdamW, fr.FedAdamWClient, AMSGRAD, "AdamW with weight_decay and amsgrad"),
+    (fr.FedFOR, fr.FedFORClient, ODD, "'first-order' adds is to be min.* has maximize=True"),
+    (fr.Ditto, fr.DittoClient, ODD, "'ditto' adds is to be minimised, but"),
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flwr_regs.abilities import Carries, Steers
+from flwr_regs.abilities import Carries, Personalises, Steers
 from flwr_regs.chain import Chain
 from flwr_regs.term import Arrays, ClientContext, Config, Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
@@ -79,8 +79,9 @@ class ClientOptimizer:
         self._made: Optimizer | None = None
         self._corrected: list[tuple[Tensor, Tensor, int]] = []
         self._at_step = 0  # the optimiser's, when these were corrected
-        steering = (t for t in term.terms if isinstance(t, Steers) and t.acts("client_optimizer"))
+        steering = [t for t in term.able(Steers) if t.acts("client_optimizer")]
         self.counts_on_sgd = next((t.counts_on_sgd for t in steering if t.counts_on_sgd), "")
+        self._counts_on_rate = next((t.counts_on_rate for t in steering if t.counts_on_rate), "")
         self._watches = False  # whether it looks at the steps
         self.in_own_loop = False
         # each parameter's version and value after the last step
@@ -108,6 +109,7 @@ class ClientOptimizer:
                 "optimizer(params, lr=lr) must make a new optimiser of the parameters that it is "
                 "given: this one holds none of those that the client trains"
             )
+        check_direction(made, self._term)
         counts = [] if self._counts is None else self._counts
         with suppress(AttributeError):  # a class of the user's own may be no torch.optim.Optimizer
             made.register_step_post_hook(lambda *_: counts.append(None))
@@ -123,6 +125,9 @@ class ClientOptimizer:
             if self._ctx.num_steps:
                 load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
+        if refused := self._counts_on_rate:
+            with suppress(AttributeError):
+                made.register_step_pre_hook(partial(self._check_rate, refused))
         if refused := self.counts_on_sgd:
             with suppress(AttributeError):
                 made.register_step_pre_hook(partial(self._check_step, refused, False))
@@ -159,8 +164,7 @@ class ClientOptimizer:
         """
         if not after:
             self.check_left()
-        if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
-            raise ValueError(refused.format("the loop changes the learning rate"))
+        self._check_rate(refused.format("the loop changes the learning rate"), optimizer)
         in_closure = len(args) > 1 or bool(kwargs)
         changed = (p.grad is not grad or grad._version != at for p, grad, at in self._corrected)
         if after == in_closure and any(changed):
@@ -169,6 +173,11 @@ class ClientOptimizer:
         # a term's `point` moves the model between steps
         if after and self.in_own_loop and not self._term.overriding("point"):
             self._left = [(p._version, p.detach().clone()) for p in self._trained.values()]
+
+    def _check_rate(self, refused: str, optimizer: Optimizer, *_: Any) -> None:
+        """Raise ValueError, the sentence `refused`, for another learning rate than the round's."""
+        if any(group["lr"] != self._ctx.lr for group in optimizer.param_groups):
+            raise ValueError(refused)
 
     def check_left(self) -> None:
         """Raise ValueError if a term counts on plain SGD, and the loop has changed the model since."""
@@ -179,6 +188,18 @@ class ClientOptimizer:
     def state(self) -> Arrays:
         """Return the state at the end, if a term carries it."""
         return {} if self._made is None else state_of(self._made, self._trained)
+
+
+def check_direction(optimizer: Optimizer, term: Chain) -> None:
+    """Raise ValueError for an optimiser that maximises what a term has made to be minimised."""
+    if not any(group.get("maximize") for group in getattr(optimizer, "param_groups", ())):
+        return
+    for t in term.terms:
+        if t.acts("loss") or t.acts("correct") or isinstance(t, Personalises):
+            raise ValueError(
+                f"what '{t.name}' adds is to be minimised, but the client's optimiser has maximize=True: "
+                "minimise the negative loss instead"
+            )
 
 
 def state_of(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Arrays:

@@ -22,6 +22,7 @@ from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import COUNT, Term
 from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.config import check_train_config
 from flwr_regs.wire.records import identity
 
 FIRST = 1000
@@ -131,10 +132,16 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
-    def check(self, evaluates: bool, initial_arrays: NDArrays, fewest: int = 0) -> None:
+    def check(
+        self,
+        evaluates: bool,
+        initial_arrays: NDArrays,
+        fewest: int = 0,
+        train_config: Mapping[str, Any] | None = None,
+    ) -> None:
         """Raise ValueError for clients that are too few to begin, or `Clients` that would fail in round 1.
 
-        A strategy's `start` calls it.
+        A strategy's `start` calls it, with the `train_config` if that goes to the clients as it is.
         """
         if (number := len(self._contexts.nodes)) < fewest:
             raise ValueError(
@@ -142,6 +149,8 @@ class InProcessGrid(Grid):
             )
         if isinstance(self._source, Clients):
             self._source.check(evaluates, {n: a.shape for n, a in initial_arrays.items()})
+            if train_config is not None and ours_alone(self):
+                check_train_config(train_config)
 
     def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
         """Let `Clients` be of a method from now on; a strategy calls it with its own."""

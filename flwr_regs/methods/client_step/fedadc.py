@@ -45,7 +45,7 @@ from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
+from flwr_regs.methods.parts.sgd import SCHEDULE, unlike_sgd, with_settings
 from flwr_regs.term import DECAY, POSITIVE, SHARE, Ranges, Term, one_of
 
 __all__ = [
@@ -81,6 +81,7 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
 
     name: ClassVar[str] = "fedadc"
     elementwise: ClassVar[bool] = True
+    counts_on_rate: ClassVar[str] = SCHEDULE.format("FedADC")
     ranges: ClassVar[Ranges] = {
         "beta_local": SHARE,
         "beta_global": SHARE,

@@ -49,6 +49,8 @@ class FisherSums(Term, Sums, Checks):
             return grads
         strength, out = self.times * self.lam, {}
         for n, g in grads.items():
+            if f"U.{n}" not in ctx.broadcast:  # frozen before: the server says what is wrong
+                return grads
             u, v = self.sums(n, ctx)
             pull = (u * params[n]).sub_(v).mul_(strength)  # EFL: the derivative of Eq. 3
             out[n] = pull.to(g.dtype).add_(g)

@@ -16,6 +16,12 @@ from flwr_regs.term import Term
 PLAIN = ("momentum", "maximize", "lr")
 """What plain SGD leaves alone. Its weight decay is part of the gradient: of the L2-regularised loss."""
 
+SCHEDULE = (
+    "{} counts on the round's learning rate in each local step, but the loop changes it: leave the "
+    "schedule out; for one over rounds, give the strategy an lr_schedule"
+)
+"""Said of a schedule within a round, by methods that count on the rate alone."""
+
 
 def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN) -> str:
     """Return what a factory ``optimizer(params, lr=lr)`` makes instead of SGD; "" for SGD.

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 from flwr_regs.abilities import Restricts, Steers, Weighs
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot, bounded
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
-from flwr_regs.methods.parts.sgd import unlike_sgd, with_settings
+from flwr_regs.methods.parts.sgd import SCHEDULE, unlike_sgd, with_settings
 from flwr_regs.term import DECAY, NOT_NEGATIVE, Ranges, Term
 
 __all__ = ["FedNova", "FedNovaClient", "NormalizedAveraging"]
@@ -58,6 +58,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
     name: ClassVar[str] = "fednova"
     elementwise: ClassVar[bool] = True
     bounds_steps: ClassVar[bool] = True
+    counts_on_rate: ClassVar[str] = SCHEDULE.format("FedNova")
     excludes: ClassVar[Mapping[str, str]] = {
         "proximal": "FedNova's weights do not account for a pull beside it: give FedNova mu=...",
         "fedadc": "FedNova's weights would multiply FedADC's momentum, which is in each client's update "

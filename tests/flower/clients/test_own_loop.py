@@ -436,6 +436,15 @@ def test_other_steps_than_the_rate_times_the_gradient_are_refused_where_they_cou
         looped(method(seed=3), loop)
 
 
+@pytest.mark.parametrize("method", [fr.FedADC, fr.FedNova])
+def test_a_schedule_within_a_round_is_refused_where_the_rate_counts(method: Any) -> None:
+    def halved(optimizer: Any, _: nn.Module) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    with pytest.raises(fr.RoundFailed, match=f"{method.__name__} counts on the round's learning"):
+        looped(method(seed=3), partial(plain_loop, before_step=halved))
+
+
 def test_a_model_may_have_other_values_between_the_steps_and_may_write_to_its_own() -> None:
     def swaps(_: Any, model: nn.Module) -> None:  # as an evaluation of an average does
         values = [(p, p.detach().clone()) for p in model.parameters()]
