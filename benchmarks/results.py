@@ -343,8 +343,8 @@ def page(name: str) -> str:
         f"{made['platform']}, with {versions}. The raw runs are [{bench.archive.name}]"
         f"({bench.archive.name}), sha256 `{digest}…`; `python -m benchmarks.results report` makes this "
         f"page of them. To train runs again and compare: `flwr-regs bench --verify docs/results/"
-        f"{bench.archive.name}` trains one, drawn; `tar -xf docs/results/{bench.archive.name} -C FOLDER`, "
-        f"then `flwr-regs reproduce FOLDER` all.",
+        f"{bench.archive.name} data-dir=DIR` trains one, drawn; `tar -xf docs/results/"
+        f"{bench.archive.name} -C FOLDER`, then `flwr-regs reproduce FOLDER data-dir=DIR` all.",
     ]
     later: dict[str, list[str]] = {}
     for panel, place, _ in bench.panels:

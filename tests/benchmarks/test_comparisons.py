@@ -1,5 +1,8 @@
 """The documents' comparisons are fair, and the papers' claims that a page judges name what there is."""
 
+import hashlib
+import re
+
 from benchmarks import comparisons, results
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import card_files
@@ -18,6 +21,24 @@ def test_studies_are_fair() -> None:
             (row, s) for row in comparisons.labels(study) for s in study.seeds
         ]
         assert {len(study.points_of(row)) for row in study.rows} == {study.trials}
+        now = [point for row in study.rows for point in study.points_of(row)]
+        chosen = card_files.of_folder(folder)[1]["chosen"].values()
+        said = "the command now tries other values" in " ".join(comparisons.table(name).split())
+        # else the page's command tunes otherwise
+        assert said or all(point in now for point in chosen)
+
+
+def test_a_page_says_where_the_data_is_in_each_command_that_trains() -> None:
+    for page in (comparisons.ROOT / "docs/results").glob("*.md"):
+        commands = re.findall(r"`(flwr-regs (?:bench|reproduce) [^`]*)`", page.read_text())
+        assert len({"data-dir=DIR" in command for command in commands}) <= 1, page.name
+
+
+def test_a_page_has_the_hash_of_its_raw_runs() -> None:
+    for archive in (comparisons.ROOT / "docs/results").glob("*.tar.xz"):
+        page = archive.with_name(archive.name.replace(".tar.xz", ".md")).read_text()
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()[: results.HASH]
+        assert f"({archive.name}), sha256 `{digest}…`" in page, archive.name
 
 
 def test_each_claim_names_rows_that_its_card_has() -> None:
