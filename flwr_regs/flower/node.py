@@ -299,7 +299,7 @@ def _guard(mod: Mod) -> Mod:
 
         message_type = message.metadata.message_type
         if message_type == keys.PROBE:
-            return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
+            return refuse("a method that asks clients before they train (RFedAvgPlus, Mime)")
         if message_type.split(".")[0] != "train":
             return call_next(message, context)
         if beside := _config(message.content).get(keys.BESIDE_KEY):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import count
@@ -34,8 +35,14 @@ class JsonLines:
         if entry["round"] <= self._last:  # another training, or one that is resumed
             self._begin(entry["round"])
         self._last = entry["round"]
-        with self.path.open("a") as file:
-            file.write(json.dumps(entry, default=str) + "\n")
+        with self.path.open("ab") as file:
+            end = file.tell()
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry, default=str) + "\n")
+        except OSError:  # a full disk may have taken half of the line
+            os.truncate(self.path, end)
+            raise
 
     def __repr__(self) -> str:
         return f"JsonLines({str(self.path)!r})"

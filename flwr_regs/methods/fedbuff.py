@@ -92,8 +92,8 @@ class Buffer(Term):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.seconds in [*DURATIONS] or callable(self.seconds)
-        if not known and not POSITIVE.fits(self.seconds):
+        named = isinstance(self.seconds, str) and self.seconds in DURATIONS
+        if not named and not callable(self.seconds) and not POSITIVE.fits(self.seconds):
             expected = f"one of {', '.join(DURATIONS)}, a number, or a function of (client, turn)"
             raise ParameterError("FedBuff", "seconds", expected, self.seconds)
 
@@ -325,7 +325,6 @@ class BufferedTraining(Training):
                 f"round {this_round.number} of FedBuff: {used} usable replies for a buffer of "
                 f"{self._plan.buffer}, and no client is left: {name_failures(this_round.failures)}"
             )
-        super()._check_enough(this_round)
 
 
 def _open_ended(network: Network) -> GridNetwork | None:
@@ -334,11 +333,15 @@ def _open_ended(network: Network) -> GridNetwork | None:
 
 
 def check_settings(options: Options) -> None:
-    """Raise ValueError for settings that assume a cohort."""
+    """Raise ValueError for settings that assume a cohort, or more replies than a step has."""
     for name, why in REFUSED.items():
         value = getattr(options, name)
         if value not in (getattr(Options, name), "drop"):  # incomplete="drop" is taken
             raise ValueError(f"FedBuff does not go with {name}={value!r}: {why}")
+    plan, least = options.term.able(Buffer)[0], options.min_replies
+    if least > plan.buffer:
+        few = f"buffer={plan.buffer} does not go with min_replies={least}"
+        raise ValueError(f"FedBuff: {few}: a step is made of so many replies as the buffer holds")
 
 
 class FedBuff(RegStrategy):
@@ -367,7 +370,7 @@ class FedBuff(RegStrategy):
     Raises
     ------
     ValueError
-        Terms or settings that assume a cohort; numbers out of range.
+        Terms or settings that assume a cohort; numbers out of range; `min_replies` above `buffer`.
     """
 
     training_kind = BufferedTraining

@@ -330,6 +330,15 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
     board({"round": 1, "epsilon": 0.5})  # of another training
     read.Reload()
     assert [len(read.Scalars(tag)) for tag in ("bytes_up", "epsilon")] == [0, 1]
+    # as on a full disk
+    resource, full = pytest.importorskip("resource"), path.stat().st_size + 9
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
+    with pytest.raises(OSError, match="too large"):
+        again({"round": 2})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again({"round": 3})
+    assert rounds() == [1, 3]  # nothing is left of the line that did not fit
 
 
 ACCURACIES = [0.1, 0.5, 0.8, float("nan"), 0.8, 0.2]

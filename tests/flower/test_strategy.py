@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -351,10 +351,11 @@ def test_the_majority_says_what_is_trained_and_half_against_half_the_model_stays
 class DeafGrid(fr.InProcessGrid):
     """Partition 1 answers another message; 2 is lost, as Flower says it; 3 gets no message.
 
-    The others take their time.
+    The others take their time; with each reply the first one comes again.
     """
 
     replies_at_once, looks = False, 0
+    first: Sequence[Message] = ()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
@@ -374,7 +375,9 @@ class DeafGrid(fr.InProcessGrid):
             reply.metadata.__dict__["_reply_to_message_id"] = "another"
         else:
             self.looks += bool(node)
-            return super().pull_messages([i] if not node or self.looks > 9 else [])
+            came = list(super().pull_messages([i] if not node or self.looks > 9 else []))
+            self.first = self.first or came
+            return came and [*came, *self.first]
         return [reply]
 
 

@@ -96,7 +96,7 @@ def test_each_of_a_clients_updates_in_one_buffer_counts_with_its_buffers_and_its
             told_loss.setdefault(pid, []).append(loss)
         return reply
 
-    strategy = FedBuff(4, 2, seconds=uneven, seed=3, fraction_evaluate=0.0)
+    strategy = FedBuff(4, 2, seconds=uneven, seed=3, fraction_evaluate=0.0, min_replies=4)
     grid = Tampered(app_of(fr.FedAvgClient, make_clients(3), Halves), 3, note)
     ended = from_record(start(strategy, grid, 8, Halves).arrays)
     levels = [0.0]
@@ -392,6 +392,8 @@ def test_a_user_who_changes_messages_is_told_that_there_are_none(log: Any) -> No
         ({"downlink": "delta"}, "models of many rounds"),
         ({"incomplete": "scale"}, "use 'average' or 'drop'"),
         ({"buffer": 0}, "FedBuff: buffer must be a whole number of at least 1"),
+        ({"buffer": 2, "min_replies": 3}, "buffer=2 does not go with min_replies=3"),
+        ({"seconds": np.ones(2)}, "one of half-normal, exponential, uniform, a number, or a func"),
         ({"seconds": "normal"}, "one of half-normal, exponential, uniform, a number, or a func"),
     ],
 )

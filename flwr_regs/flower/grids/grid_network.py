@@ -343,6 +343,6 @@ def replies_to(
             failures[pid] = "no reply" + (f" ({one_line('; '.join(told))})" if told else " in time")
         # in the order of the request: that of arrival differs from run to run
         came = {p: came[p] for p in request.parcels if p in came}
-        failures = {p: failures[p] for p in request.parcels if p in failures}
+        failures = {p: failures[p] for p in request.parcels if p in failures and p not in came}
         answered.append(Replies(came, failures, silent, unsent))
     return answered
