@@ -208,6 +208,7 @@ def test_a_counter_is_compared_too_and_may_count_more_steps() -> None:
     assert left_out([9, 9, 9, 1e14], name="count", w=5) == [[3]]
     assert left_out([9, 9, 9, 9001], name="count", w=0) == [[3]]
     assert left_out([9, 9, 9, 90_000], steps=[9, 9, 9, 90_000], name="count", w=0) == [[]]
+    assert left_out([1, 1, 1, 9000], steps=[9, 9, 9, 90_000], name="mean") == [[3]]
 
 
 def reporting(loss: Any) -> NumpyNetwork:

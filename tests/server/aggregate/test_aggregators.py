@@ -60,9 +60,9 @@ def of_kept(rows: Rows, kept: list[int], heard: Rows | None = None) -> list[floa
 
 
 def matrix(n: int, seed: int = 0) -> np.ndarray:
-    """n vectors of 7 numbers; with ties, an outlier of 1e9, and one that is zero."""
+    """n vectors of 7 numbers; with ties, of most if n is not 6; an outlier of 1e9, and one that is zero."""
     x = np.random.default_rng(seed).normal(size=(n, 7)) + 0.5
-    x[1] = x[0]
+    x[[1, 4, 5][: 1 if n == 6 else 3]] = x[0]
     x[2] = 1e9
     x[3] = 0.0
     return x
