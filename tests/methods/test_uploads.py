@@ -48,8 +48,10 @@ def test_uploads_out_of_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a mean loss of -0.5, but its power needs at least 0"):
         fr.FairWeights(1.0).check({"loss": np.asarray(-0.5)}, PARAMS, {})
     for key in ("exp_avg_sq.0.bias", "step"):
+        wrong = MOMENTS[key].copy()
+        wrong.reshape(-1)[-1] = -1  # one of them
         with pytest.raises(ValueError, match=f"'{key}' is negative, expected squares and"):
-            fr.SharedMoments().check({**MOMENTS, key: -1 - MOMENTS[key]}, PARAMS, {})
+            fr.SharedMoments().check({**MOMENTS, key: wrong}, PARAMS, {})
     with pytest.raises(ValueError, match=r"expected \[\]"):
         fr.CloudModel().check(PARAMS, PARAMS, {})
     server = ServerContext(1, 0.1, {"w": np.full(2, 10.0, np.float32)})

@@ -67,6 +67,7 @@ def test_a_step_that_is_long_because_the_learning_rate_is_long_is_no_sign() -> N
     lr = [1.0, *[0.01] * 6, 1.0, 1.0]
     assert rounds_with_a_sign([1.5 * x for x in lr], lr=lr) == []
     assert rounds_with_a_sign([1.0, *[0.01] * 6, 1.5, 1.5], lr=[1.0] * 9) == [9]
+    assert left_out([1e-6], [1e-6], [1.0], lr=[1e-6, 1e-6, 1.0]) == [[], [], []]  # nor an update
     # nor one that stays as long while the rate falls: an adaptive server's
     assert rounds_with_a_sign([1.0] * 9, lr=[1.0] * 6 + [0.01] * 3) == []
 
@@ -105,12 +106,14 @@ def test_the_likely_parameters_are_the_strengths_and_the_learning_rates(
     assert suspects(strategy.term, {"momentum": 0.9}, 0.1) == [*names, "momentum (0.9)"]
 
 
-def left_out(*rounds: list[float], steps: Any = None, name: str = "w", w: float = 0.0) -> Any:
+def left_out(
+    *rounds: list[float], steps: Any = None, name: str = "w", w: float = 0.0, lr: Any = (1.0,) * 3
+) -> Any:
     """The clients that each round leaves out, whose changes of an array are so long; beside a mean, 1."""
     guard, out = DivergenceGuard(Options.of(chain([])), "FedAvg"), []
     base, fixed = {name: np.array([w]), "v": np.zeros(1)}, {name} - {"w"}
     for number, lengths in enumerate(rounds, start=1):
-        this_round, wrong = Round(number, lr=1.0), dict[int, str]()
+        this_round, wrong = Round(number, lr=lr[number - 1]), dict[int, str]()
         steps_of = dict(enumerate(steps or [9] * len(lengths)))
 
         def updates(pids: Any, lengths: Any = lengths, steps_of: Any = steps_of) -> Updates:
@@ -205,6 +208,7 @@ def test_a_counter_is_compared_too_and_may_count_more_steps() -> None:
     assert left_out([9, 9, 9, 1e14], name="count", w=5) == [[3]]
     assert left_out([9, 9, 9, 9001], name="count", w=0) == [[3]]
     assert left_out([9, 9, 9, 90_000], steps=[9, 9, 9, 90_000], name="count", w=0) == [[]]
+    assert left_out([1, 1, 1, 9000], steps=[9, 9, 9, 90_000], name="mean") == [[3]]
 
 
 def reporting(loss: Any) -> NumpyNetwork:
@@ -326,10 +330,14 @@ def cubed(t: int, mean: float) -> float:
 
 @pytest.mark.parametrize("at", [2, 6, 20])
 def test_a_long_step_is_made_again_without_the_client_behind_it(at: int) -> None:
-    """Though its update is no longer than may be: the training is as if it had not replied."""
-    lying = stretched(cubed, lambda t, k: LIE if (t, k) == (at, 3) else 1.0, 20)
+    """Though its update is no longer than may be: the training is as if it had not replied.
+
+    One that goes four times as far as the median stays.
+    """
+    at_once = (4.0, 1.0, -1.0, LIE, 0.0)
+    lying = stretched(cubed, lambda t, k: at_once[k] if t == at else 1.0, 20)
     away = stretched(cubed, lambda t, k: 1.0, 20)
-    np.testing.assert_array_equal(lying.model.model["w"], away.model.model["w"])
+    np.testing.assert_allclose(lying.model.model["w"], away.model.model["w"], rtol=1e-12)
     np.testing.assert_equal(lying.model.server, away.model.server)
     entry = lying.history[at - 1]
     assert entry["replies"] == [0, 1, 2, 4]

@@ -26,6 +26,10 @@ def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
     torch.testing.assert_close(got["b"], torch.tensor([-2.75, 2.75]))
     one = sparse_ternary(update, 1e-9)  # k = max(…, 1)
     assert [int((t != 0).sum()) for t in one.values()] == [1, 0]
+    some = sparse_ternary({"a": torch.arange(100.0)}, 0.29)["a"]  # 0.29 * 100 is just below 29
+    assert int((some != 0).sum()) == 29
+    lost = sparse_ternary({**update, "c": torch.tensor([torch.nan])}, 0.3)  # hides in no residual
+    assert all(t.isnan().all() for t in lost.values())
 
 
 # coded steps

@@ -102,13 +102,20 @@ def same(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize("n", [5, updates.TOGETHER + 3])
 def test_sums_are_those_of_whole_arrays(n: int) -> None:
-    """Also of more clients than are read at a time."""
+    """And lengths; also of more clients than are read at a time, or made whole if one is coded."""
     base, fixed = model(), ["f8 matrix", "i8 one", "? matrix"]
     came = replies(base, n)
     weights = {p: (p + 1) / n**2 for p in came}
     scaled = {p: w / 3 for p, w in weights.items()}
     expected = whole(base, came, weights, scaled, fixed)
-    same(mean_delta(Updates(base, came, weights, scaled, fixed)), expected)
+    lengths = {
+        name: {p: float((moved(r, name, finite(w)) ** 2).sum()) for p, r in came.items()}
+        for name, w in base.items()
+    }
+    for reply in (came[6], replace(came[6], delta={}, coded=lambda: came[6].delta)):
+        found: dict[str, dict[int, float]] = {}
+        same(mean_delta(Updates(base, {**came, 6: reply}, weights, scaled, fixed), found), expected)
+        assert all(found[name] == pytest.approx(lengths[name]) for name in base)
 
 
 def test_rows_of_stacks_give_the_bits_of_clients_alone() -> None:
