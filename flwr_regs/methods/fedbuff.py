@@ -341,7 +341,7 @@ def check_settings(options: Options) -> None:
     plan, least = options.term.able(Buffer)[0], options.min_replies
     if least > plan.buffer:
         few = f"buffer={plan.buffer} does not go with min_replies={least}"
-        raise ValueError(f"FedBuff: {few}: a step is made of so many replies as the buffer holds")
+        raise ValueError(f"FedBuff: {few}: a step is made of as many replies as the buffer holds")
 
 
 class FedBuff(RegStrategy):
