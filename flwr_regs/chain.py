@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import flwr_regs.abilities as abilities
 from flwr_regs.hook_checks import (
-    check_fields,
     check_hooks,
     check_like,
-    check_slot,
     check_unchanged,
+    checked_slot,
     checked_step,
     mapping,
     several,
@@ -96,8 +95,7 @@ class Chain(Term, composes=True):
                 left = self.terms[:i]
                 given = Chain(left).correct(grads, params, ctx)
                 own = own_context(ctx, t, gradient_at=gradient_after(left, ctx))
-                slots[t.name] = t.evolve(given, params, own)
-                check_slot(slots[t.name], t, "evolve")
+                slots[t.name] = checked_slot(t.evolve(given, params, own), t, "evolve")
         return slots
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
@@ -113,7 +111,7 @@ class Chain(Term, composes=True):
             delta, upload[t.name], client[t.name] = several(made, t, "finish", names)
             check_like(delta, given, t, "finish", "delta")
             for slot in (upload[t.name], client[t.name]):
-                check_slot(slot, t, "finish")
+                checked_slot(slot, t, "finish")
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -162,26 +160,24 @@ class Chain(Term, composes=True):
             t.restrict(config)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
-        slots = {t.name: t.recover(step, lr) for t in self.overriding("recover")}
-        for t in self.overriding("recover"):
-            check_slot(slots[t.name], t, "recover")
-        return slots
+        terms = self.overriding("recover")
+        return {t.name: checked_slot(t.recover(step, lr), t, "recover") for t in terms}
 
     # on both sides
 
     def private(self, names: Collection[str]) -> set[str]:
-        private = set[str]()
-        for t in self.overriding("private"):
-            private |= several_names(t.private(names), t, "private")
-        return private
+        return self._names("private", names)
 
     def frozen(self, names: Collection[str]) -> set[str]:
-        frozen = set[str]()
-        for t in self.overriding("frozen"):
-            frozen |= several_names(t.frozen(names), t, "frozen")
+        frozen = self._names("frozen", names)
         if unknown := sorted(frozen - set(names)):
             raise ValueError(f"frozen: the model has no {unknown}, only {sorted(names)}")
         return frozen
+
+    def _names(self, method: str, names: Collection[str]) -> set[str]:
+        """Return what the terms choose of the model's names."""
+        chosen = ((t, getattr(t, method)(names)) for t in self.overriding(method))
+        return set[str]().union(*(several_names(made, t, method) for t, made in chosen))
 
     def coder(self, hook: str) -> abilities.Compresses | None:
         """Return the term in whose code the update of `hook` ("finish" or "release") travels."""
@@ -215,17 +211,13 @@ class Chain(Term, composes=True):
         return {t.name: t.init(params) for t in self.terms}
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        slots = {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
-        for t in self.terms:
-            check_slot(slots[t.name], t, "broadcast")
-        return slots
+        made = ((t, t.broadcast(server[t.name], ctx)) for t in self.terms)
+        return {t.name: checked_slot(slot, t, "broadcast") for t, slot in made}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         terms = self.overriding("broadcast_to")
-        slots = {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in terms}
-        for t in terms:
-            check_slot(slots[t.name], t, "broadcast_to")
-        return slots
+        made = ((t, t.broadcast_to(pid, server[t.name], ctx)) for t in terms)
+        return {t.name: checked_slot(slot, t, "broadcast_to") for t, slot in made}
 
     def answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
@@ -235,8 +227,7 @@ class Chain(Term, composes=True):
                 must = f"{type(t).__name__}.answer must return a slot for each of {[*out]}"
                 raise ValueError(f"{must}, not for {strange}")
             for pid, slot in answers.items():
-                check_slot(slot, t, "answer")
-                out[pid][t.name] = slot
+                out[pid][t.name] = checked_slot(slot, t, "answer")
         return out
 
     def check(self, upload: Slot, params: Arrays, server: Slot, probing: bool = False) -> None:
@@ -375,7 +366,7 @@ def chain(terms: Sequence[Term]) -> Chain:
         what = f"each term may appear once, but {_listed(twice)} appears more often"
         raise ValueError(f"{what}: keep one")
     for t in terms:
-        check_fields(t)
+        check_hooks(t)
         needs = [n for n in t.needs if not n.startswith(OUTPUT_OF)]
         if strange := sorted({*needs} - {*NEEDS}):
             possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]
@@ -388,7 +379,6 @@ def chain(terms: Sequence[Term]) -> Chain:
             if not isinstance(value, int | float | str):
                 fields = "fields travel, so they are numbers, text, true or false"
                 raise TypeError(f"'{key}' is a {type(value).__name__}: a term's {fields}")
-        check_hooks(t)
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):

@@ -9,19 +9,24 @@ from inspect import isfunction, signature
 from typing import Any
 
 import flwr_regs.abilities as abilities
-from flwr_regs.term import Arrays, Term, overrides
+from flwr_regs.term import Arrays, Slot, Term, overrides
 
 LOG = logging.getLogger("flwr")
 _CHECKED: set[type[Term]] = set()
-"""The classes that both checks below have passed."""
+"""The classes that the check below has passed."""
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
 _HOMES: dict[str, type] = {**dict.fromkeys(HOOKS, Term), **abilities.ABILITY_OF}
 """The class that has each hook, and each method of an ability."""
 
 
-def check_fields(term: Term) -> None:
-    """Raise TypeError for a field whose default hides a method of terms."""
-    if (kind := type(term)) in _CHECKED:
+def check_hooks(term: Term) -> None:
+    """Raise TypeError for a field whose default hides a method of terms, or a hook with other arguments.
+
+    Also for a term that has but a misspelt hook. Where it has other hooks, or an ability, its method of
+    such a name may be a helper: it warns once.
+    """
+    kind = type(term)
+    if kind in _CHECKED:
         return
     for home in dict.fromkeys(_HOMES.values()):
         for n, method in vars(home).items():
@@ -29,16 +34,6 @@ def check_fields(term: Term) -> None:
             if hidden and (n in _HOMES or home in kind.__mro__):
                 what = f"{kind.__name__}.{n} is {getattr(kind, n)!r:.80}, but '{n}' is a method of terms"
                 raise TypeError(f"{what}: give the field another name")
-
-
-def check_hooks(term: Term) -> None:
-    """Raise TypeError for a hook that takes other arguments, or a term that has but a misspelt hook.
-
-    Where a term has other hooks, or an ability, its method of such a name may be a helper: it warns once.
-    """
-    kind = type(term)
-    if kind in _CHECKED:
-        return
     own_hooks = [hook for hook in _HOMES if overrides(kind, hook)]
     for hook in own_hooks:
         _, *names = signature(getattr(_HOMES[hook], hook)).parameters
@@ -109,8 +104,8 @@ def several_names(made: Any, term: Term, method: str) -> set[str]:
     raise TypeError(f"{type(term).__name__}.{method} must return several names, not {got}")
 
 
-def check_slot(slot: Any, term: Term, hook: str) -> None:
-    """Raise TypeError unless a slot that travels, or is kept, has arrays or numbers by name."""
+def checked_slot(slot: Any, term: Term, hook: str) -> Slot:
+    """Return a slot that travels, or is kept, if it has arrays or numbers by name; TypeError else."""
     must = f"{type(term).__name__}.{hook} must return slots of arrays or numbers by name, not"
     if not isinstance(slot, Mapping):
         raise TypeError(f"{must} a {type(slot).__name__}")
@@ -119,6 +114,7 @@ def check_slot(slot: Any, term: Term, hook: str) -> None:
             raise TypeError(f"{must} by {name!r:.80}")
         if not isinstance(value, int | float) and not hasattr(value, "dtype"):
             raise TypeError(f"{must} a {type(value).__name__} as '{name}'")
+    return slot  # type: ignore[return-value]
 
 
 def check_like(made: Any, given: Arrays, term: Term, hook: str, what: str) -> None:

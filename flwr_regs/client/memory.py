@@ -37,7 +37,7 @@ from torch import Tensor
 
 from flwr_regs.abilities import TakesBack
 from flwr_regs.chain import Chain
-from flwr_regs.hook_checks import check_slot
+from flwr_regs.hook_checks import checked_slot
 from flwr_regs.term import Config, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, digest, unpack
@@ -125,8 +125,7 @@ def begin(memory: Memory, term: Chain, config: Config, withholds: bool = False) 
         slots[t.name] = after if t.keeps == "always" else before
         if isinstance(t, TakesBack) and came > used and after:
             try:
-                slots[t.name] = t.unused(before, after)
-                check_slot(slots[t.name], t, "unused")
+                slots[t.name] = checked_slot(t.unused(before, after), t, "unused")
             except Exception as error:  # whatever a user's term raises
                 LOG.warning("this client's state is lost: %s", described(error))
                 slots[t.name], lost_state = {}, True
