@@ -84,11 +84,6 @@ class TorchServerOptimizer(Term, Steps):
                 "server_optimizer must be a function of a list of parameters, or the name of a class of "
                 f"torch.optim, not {self.make!r}"
             )
-        try:
-            made = self.make([torch.zeros(2, 2, requires_grad=True)])
-        except Exception:  # it may need the real parameters; `init` tries those
-            return
-        _check_optimizer(made)
 
     def init(self, params: Arrays) -> Slot:
         """Take one step with zero gradients: an optimiser that cannot run here fails before round 1."""
@@ -105,7 +100,11 @@ class TorchServerOptimizer(Term, Steps):
         for n, p in params.items():
             p.grad = -torch.as_tensor(kept(delta[n]), device="cpu")  # the pseudo-gradient
         optimizer = self.make([*params.values()])
-        _check_optimizer(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "server_optimizer must be a function of a list of parameters that returns a "
+                f"torch.optim.Optimizer, but it returned {type(optimizer).__name__}"
+            )
         ours = {id(p) for p in params.values()}
         if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= ours:
             raise ValueError(
@@ -139,14 +138,6 @@ def _factor(schedule: Schedule | None, number: int) -> float:
     if not math.isfinite(factor):
         raise ValueError(f"server_lr_schedule({number}) is {factor}, expected a finite number")
     return factor
-
-
-def _check_optimizer(made: Any) -> None:
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(
-            "server_optimizer must be a function of a list of parameters that returns a "
-            f"torch.optim.Optimizer, but it returned {type(made).__name__}"
-        )
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def test_any_torch_optimiser_keeps_its_state_over_rounds(make: Any) -> None:
 
 
 def test_what_is_no_optimiser_of_a_server_is_refused_before_round_1() -> None:
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, but it returned list"):
-        fr.FedOpt(lambda params: params)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match=r"torch\.optim\.Optimizer, but it returned list"):
+        ours(fr.FedOpt(lambda params: params))  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"cannot run on the server.*closure"):
         ours(fr.FedOpt(torch.optim.LBFGS))
     with pytest.raises(ValueError, match="of the parameters that it is given"):
