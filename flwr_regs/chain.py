@@ -12,13 +12,12 @@ import flwr_regs.abilities as abilities
 from flwr_regs.hook_checks import (
     check_hooks,
     check_like,
-    check_unchanged,
     checked_slot,
     checked_step,
     mapping,
     several,
     several_names,
-    versions,
+    unchanged,
 )
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed, overrides
 
@@ -57,9 +56,8 @@ class Chain(Term, composes=True):
 
     def _in_turn(self, hook: str, params: Arrays, ctx: ClientContext) -> Arrays:
         for t in self.overriding(hook):
-            before = versions(params)
-            made = getattr(t, hook)(params, own_context(ctx, t))
-            check_unchanged(params, before, t, hook)
+            with unchanged(t, hook, params):
+                made = getattr(t, hook)(params, own_context(ctx, t))
             check_like(made, params, t, hook, "dict of parameters")
             params = made
         return params
@@ -83,7 +81,8 @@ class Chain(Term, composes=True):
         left: tuple[Term, ...] = ()
         for t in self.overriding("correct"):
             more = {"gradient_at": gradient_after(left, ctx)} if left else {}
-            made = t.correct(grads, params, own_context(ctx, t, **more))
+            with unchanged(t, "correct", grads, params):
+                made = t.correct(grads, params, own_context(ctx, t, **more))
             check_like(made, grads, t, "correct", "gradient")
             grads, left = made, (*left, t)
         return grads
@@ -95,7 +94,9 @@ class Chain(Term, composes=True):
                 left = self.terms[:i]
                 given = Chain(left).correct(grads, params, ctx)
                 own = own_context(ctx, t, gradient_at=gradient_after(left, ctx))
-                slots[t.name] = checked_slot(t.evolve(given, params, own), t, "evolve")
+                with unchanged(t, "evolve", given, params):
+                    made = t.evolve(given, params, own)
+                slots[t.name] = checked_slot(made, t, "evolve")
         return slots
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
@@ -104,9 +105,8 @@ class Chain(Term, composes=True):
         given = delta
         for i, t in enumerate(self.terms):
             later = any(r.acts("finish") and not r.keeps_update for r in self.terms[i + 1 :])
-            before = versions(delta)
-            made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
-            check_unchanged(delta, before, t, "finish")
+            with unchanged(t, "finish", delta):
+                made = t.finish(delta, own_context(ctx, t, delta_is_sent=not later))
             names = ("delta", "upload", "client slot")
             delta, upload[t.name], client[t.name] = several(made, t, "finish", names)
             check_like(delta, given, t, "finish", "delta")
@@ -148,9 +148,8 @@ class Chain(Term, composes=True):
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         given = params
         for t in self.overriding("point"):
-            before = versions(params)
-            made = mapping(t.point(params, own_context(ctx, t)), t, "point")
-            check_unchanged(params, before, t, "point")
+            with unchanged(t, "point", params):
+                made = mapping(t.point(params, own_context(ctx, t)), t, "point")
             params = made if made is params else {**params, **made}
             check_like(params, given, t, "point", "dict of parameters")
         return params

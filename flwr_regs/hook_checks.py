@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import isfunction, signature
 from typing import Any
 
@@ -75,14 +76,13 @@ def checked_step(made: Any, term: Term, hook: str, given: Arrays) -> Any:
     return slot, step
 
 
-def versions(arrays: Arrays) -> dict[str, tuple[Any, Any]]:
-    """Return each array, and torch's count of the writes to it, which stands still under vmap."""
-    return {name: (a, getattr(a, "_version", None)) for name, a in arrays.items()}
-
-
-def check_unchanged(arrays: Arrays, before: Mapping[str, Any], term: Term, hook: str) -> None:
-    """Raise TypeError if a hook has replaced the arrays that it was given, or written to them."""
-    for name, (array, version) in before.items():
+@contextmanager
+def unchanged(term: Term, hook: str, *given: Arrays) -> Iterator[None]:
+    """Raise TypeError if a hook, in the block, replaces the arrays that it is given, or writes to them."""
+    # torch counts the writes to a tensor; under vmap the count stands still
+    before = [(of, n, a, getattr(a, "_version", None)) for of in given for n, a in of.items()]
+    yield
+    for arrays, name, array, version in before:
         if arrays.get(name) is not array or getattr(array, "_version", None) != version:
             must = f"{type(term).__name__}.{hook} must return new arrays"
             raise TypeError(f"{must}, but changes '{name}' of what it was given")
