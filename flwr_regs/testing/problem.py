@@ -35,7 +35,8 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     Its ``state_dict`` has ``0.weight`` (6, 4), ``0.bias`` (6,), ``2.weight`` (3, 6) and ``2.bias`` (3,).
     """
     with drawn():
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        layers = (nn.Linear(4, 6, device="cpu"), nn.Tanh(), nn.Linear(6, 3, device="cpu"))
+        return nn.Sequential(*layers).to(dtype)
 
 
 def start_weights() -> NDArrays:
@@ -50,8 +51,8 @@ def make_clients(n: int = 4, dtype: torch.dtype = torch.float64) -> list[list[Ba
         g = torch.Generator().manual_seed(100 + i)
         batches = []
         for _ in range(2 + i):
-            x = torch.randn(5, 4, generator=g, dtype=torch.float64) + 0.3 * i
-            y = torch.randint(0, 2, (5,), generator=g) + i % 2
+            x = torch.randn(5, 4, generator=g, dtype=torch.float64, device="cpu") + 0.3 * i
+            y = torch.randint(0, 2, (5,), generator=g, device="cpu") + i % 2
             batches.append((x.to(dtype), y))
         clients.append(batches)
     return clients
@@ -83,7 +84,7 @@ class Point(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.v = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.v = nn.Parameter(torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def forward(self, root_a: torch.Tensor) -> torch.Tensor:
         """Return √a·v."""
@@ -97,7 +98,8 @@ def half_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
 
 def quadratic_clients(curvatures: Sequence[float], centres: Sequence[float]) -> list[list[Batch]]:
     """Return the data of :class:`Point`: client k has k + 1 equal examples, of curvature a and centre c."""
-    roots = [torch.full((k + 1, 1), a**0.5, dtype=torch.float64) for k, a in enumerate(curvatures)]
+    kind: Any = {"dtype": torch.float64, "device": "cpu"}
+    roots = [torch.full((k + 1, 1), a**0.5, **kind) for k, a in enumerate(curvatures)]
     return [[(root, root * c)] for root, c in zip(roots, centres, strict=True)]
 
 

@@ -514,19 +514,6 @@ def test_an_error_of_all_clients_is_said_once_with_what_helps_first(log: Log) ->
     assert "5 clients (partitions 0-4) failed: ValueError: an example has the shape" in text
 
 
-@pytest.mark.parametrize("method", ["FedRS", "FedAdamW", "FedAdam"])
-def test_tensors_are_made_where_they_belong_whatever_the_default_device(method: str) -> None:
-    """A notebook may say ``torch.set_default_device("cuda")``; "meta", in its place, holds no numbers."""
-    clients, ended, model = clients_of(KINDS["pairs of arrays"]), [], perceptron()
-    for device in ("cpu", "meta"):
-        for grid in (fr.InProcessGrid(clients), fr.StackedGrid(clients)):
-            with torch.device(device):
-                ended.append(run(getattr(fr, method)(seed=3), grid, model=lambda: model))
-            assert not getattr(grid, "fallbacks", None)
-    for actual in ended:
-        close(actual, ended[0], 1e-6)
-
-
 @pytest.mark.parametrize("method", ["FedAvg", "FedBN", "Ditto"])
 def test_clients_evaluate_in_a_stack_as_one_by_one(
     monkeypatch: pytest.MonkeyPatch, method: str
