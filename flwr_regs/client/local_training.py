@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
 import flwr_regs.client.train.remedies as remedies
-from flwr_regs.chain import Chain
+from flwr_regs.chain import Chain, check_instances
 from flwr_regs.client.measure.classifier import Hook, Modes, Taps, in_modes, modes_of
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.batches import Batches
 from flwr_regs.client.train.optimizer import (
     ClientOptimizer,
     Factory,
@@ -42,6 +41,7 @@ from flwr_regs.term import (
     Arrays,
     ClientContext,
     Slot,
+    Term,
     changed,
     plain_number,
 )
@@ -126,8 +126,8 @@ class LocalTraining:
     model : nn.Module
         Trained in place. Parameters with ``requires_grad=False`` do not change. ``torch.compile(model)``
         runs compiled in the steps of `local_round`, but for a method that reads features.
-    term : Chain
-        The method, ``chain(terms)``.
+    term : Term
+        The method; ``chain(...)`` of several.
     train_data : iterable of batches
         Pairs of (inputs, targets), or mappings. Must allow several iterations, as a DataLoader or a list.
     lr, epochs, steps : float, int, int
@@ -136,7 +136,7 @@ class LocalTraining:
         The loss (None: the model's own), the key of the targets in batches that are mappings, and where the
         logits are in the model's output: see :class:`flwr_regs.client.train.task.Task`.
     broadcast, client : Slot
-        The terms' broadcasts, and the client slots that this client kept from its last round, by term.
+        The term's broadcast, and the client slot that this client kept from its last round.
     device, train_mode : str or torch.device, bool
         ``"auto"``: the accelerator, if there is one. False trains with the model in eval mode.
     classifier, client_id, max_steps, max_seconds : str, int, int, float
@@ -159,8 +159,8 @@ class LocalTraining:
     def __init__(
         self,
         model: nn.Module,
-        term: Chain,
-        train_data: Batches,
+        term: Term,
+        train_data: data.Batches,
         *,
         lr: float,
         epochs: int | None = None,
@@ -190,6 +190,7 @@ class LocalTraining:
         WHOLE.check(who, "max_steps", max_steps, optional=True)
         NOT_NEGATIVE.check(who, "max_seconds", max_seconds, optional=True)
         SWITCH.check(who, "train_mode", train_mode)
+        check_instances([term], who)
         data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
@@ -197,6 +198,9 @@ class LocalTraining:
         self._task = Task(loss_fn, target_key, output_fn)
         self._data = pairs = self._task.pairs(train_data)
         slots = {"broadcast": broadcast or {}, "client": client or {}}
+        self._alone = None if isinstance(term, Chain) else term.name
+        if not isinstance(term, Chain):
+            term, slots = Chain((term,)), {key: {term.name: slot} for key, slot in slots.items()}
         self._term, self._kept = term, slots["client"]
         term.restrict(config)
         model.to(self.device)
@@ -352,10 +356,11 @@ class LocalTraining:
         self._step_loss = base.detach(), logits, targets
         return self._objective(base, inputs, targets, logits)
 
-    def objective(self, inputs: Any, targets: Any) -> Tensor:
+    def objective(self, inputs: Any, targets: Any, watched: bool = True) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one.
 
-        `correct` does not look whether the loop has run backward on it.
+        Not `watched`, for a loop that is sure to run backward on it, `correct` does not look whether it
+        did.
         """
         self._perturb()  # again, if an optimiser calls its closure more than once
         # a compiled model does not run hooks
@@ -374,7 +379,7 @@ class LocalTraining:
             if help_ and help_ != str(error):
                 raise ValueError(f"{help_} (torch: {error})") from error
             raise
-        return self._objective(base, inputs, targets, output, watched=False)
+        return self._objective(base, inputs, targets, output, watched)
 
     def _objective(
         self, base: Tensor, inputs: Any, targets: Any, output: Any, watched: bool = True
@@ -608,6 +613,8 @@ class LocalTraining:
                 sent, upload, kept = self._term.finish(delta, ctx)
         if self._differs and self._measures.has_used_loss:
             raise ValueError(self._differs)
+        if self._alone is not None:
+            upload, kept = upload.get(self._alone, {}), kept[self._alone]
         if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():
@@ -643,7 +650,7 @@ class LocalTraining:
 
 
 def local_round(
-    model: nn.Module, term: Chain, train_data: Batches, *, optimizer: Factory = None, **how: Any
+    model: nn.Module, term: Term, train_data: data.Batches, *, optimizer: Factory = None, **how: Any
 ) -> LocalResult:
     """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`.
 
@@ -660,7 +667,7 @@ def local_round(
         opt.zero_grad(set_to_none=True)
         for p in training._trained.values():  # of which the optimiser may hold some
             p.grad = None
-        loss = training.objective(*batch)
+        loss = training.objective(*batch, watched=False)
         torch.autograd.backward(loss)
         training.correct()
         return loss

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import ABILITIES
-from flwr_regs.chain import Chain
 from flwr_regs.client import member
 from flwr_regs.client.local_training import LocalResult, local_round
 from flwr_regs.hook_checks import HOOKS
@@ -150,7 +149,7 @@ class LocalCall:
     `weights` are the model's ``state_dict`` before it; `settings` the keyword arguments.
     """
 
-    term: Chain
+    term: Term
     weights: dict[str, torch.Tensor]
     data: Any
     settings: dict[str, Any]

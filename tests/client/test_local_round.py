@@ -175,7 +175,7 @@ def test_what_a_term_holds_still_is_left_alone_by_any_optimiser_of_a_loop() -> N
     """Also by one over all of the model, with weight decay and momentum; then the model is as before."""
     model, data = make_model(), make_clients()[2]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    training = LocalTraining(model, chain([FixedHead()]), data, lr=0.1, epochs=1, device="cpu")
+    training = LocalTraining(model, FixedHead(), data, lr=0.1, epochs=1, device="cpu")
     make = partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)
     without("optimizer")(training, model, make)  # type: ignore[arg-type]
     result = training.finish()

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import flwr_regs as fr
-from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import seeded
 from flwr_regs.flower.compat import identify
@@ -344,7 +343,7 @@ def test_an_error_behind_the_steps_is_shown_where_the_loss_reads_parameters() ->
         return cross_entropy(output, targets) + next(model.parameters()).square().sum()
 
     how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu", "loss_fn": loss_fn}
-    loop = LocalTraining(model, chain([Fails()]), make_clients()[0], **how)
+    loop = LocalTraining(model, Fails(), make_clients()[0], **how)
     optimizer = loop.optimizer()
     for inputs, targets in loop.batches():
         output = model(inputs)
@@ -401,12 +400,11 @@ def test_a_second_gradient_has_the_dropout_of_the_first_whoever_draws_the_batche
 def test_an_own_model_trains_in_the_mode_of_the_steps_also_behind_an_evaluation(term: Any) -> None:
     def kept(evaluates: bool) -> dict[str, torch.Tensor]:
         model = norm_model(drop=0.5)
-        how: Any = {"lr": 0.1, "epochs": 1, "device": "cpu"}
-        loop = LocalTraining(model, chain([term]), make_clients()[0], **how)
+        loop = LocalTraining(model, term, make_clients()[0], lr=0.1, epochs=1, device="cpu")
         with seeded(1, loop.device):
             plain_loop(loop, model, torch.optim.SGD)
             model.train(not evaluates)
-            return loop.finish().client[term.name]
+            return loop.finish().client
 
     want = kept(False)
     assert all(torch.equal(v, want[n]) for n, v in kept(True).items())

@@ -131,8 +131,7 @@ class Sided(nn.Module):
 def test_a_head_beside_the_path_to_the_logits() -> None:
     term, last = fr.ModelContrast(2.0, 0.7, "head"), Sided().state_dict()
     last = {n: p + 0.2 for n, p in last.items()}
-    how: dict[str, Any] = {"lr": 0.2, "steps": 5, "device": "cpu", "client": {term.name: last}}
-    done = local_round(Sided(), chain([term]), DATA, **how)
+    done = local_round(Sided(), term, DATA, lr=0.2, steps=5, device="cpu", client=last)
     model, current, before = Sided(), Sided().requires_grad_(False), Sided().requires_grad_(False)
     before.load_state_dict(last)
 
@@ -142,7 +141,7 @@ def test_a_head_beside_the_path_to_the_logits() -> None:
 
     expected = trained(model, loss, steps=5)
     close(done.state, expected, 1e-10)
-    close(done.client[term.name], {n: expected[n] for n, _ in model.named_parameters()}, 1e-10)
+    close(done.client, {n: expected[n] for n, _ in model.named_parameters()}, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_a_head_beside_the_path_to_the_logits() -> None:
 def test_a_wrong_projection_is_named(layer: str, why: str) -> None:
     model = Sided()
     with pytest.raises(ValueError, match=why):
-        local_round(model, chain([fr.ModelContrast(1.0, 0.5, layer)]), DATA, lr=0.1, steps=1)
+        local_round(model, fr.ModelContrast(1.0, 0.5, layer), DATA, lr=0.1, steps=1)
     assert not any(m._forward_hooks for m in model.modules())
 
 
@@ -306,7 +305,7 @@ def test_one_example_or_one_feature_has_no_correlations(examples: int, width: in
     for term in (fr.Proximal(0.0), fr.Decorrelation(5.0)):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
-        ends.append(local_round(model, chain([term]), data, lr=0.1, epochs=1, device="cpu").state)
+        ends.append(local_round(model, term, data, lr=0.1, epochs=1, device="cpu").state)
     close(*ends, 0.0)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.parts import once
 from flwr_regs.wire import keys
@@ -33,8 +32,8 @@ def test_a_clients_own_momentum_is_noted_once(
     model = make_model()
     g = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     local_round(
-        model, chain([fr.ClientMomentum(0.4)]), make_clients()[0], lr=0.1, steps=2, optimizer=make,
-        broadcast={"fedcm": g}, device="cpu"
+        model, fr.ClientMomentum(0.4), make_clients()[0], lr=0.1, steps=2, optimizer=make,
+        broadcast=g, device="cpu"
     )  # fmt: skip
     assert [why in said for said in log(level=logging.WARNING)] == ([True] if why else [])
 
@@ -48,8 +47,8 @@ def test_under_scale_it_spreads_the_step_over_the_planned_steps() -> None:
     g = {n: torch.ones_like(p) for n, p in model.named_parameters() if p.requires_grad}
     for config, steps in (({}, 3), ({keys.INCOMPLETE_KEY: "scale"}, 6)):
         moved = local_round(
-            model, chain([fr.ClientMomentum(0.25)]), data, lr=0.1, steps=6, max_steps=3,
-            broadcast={"fedcm": g}, config=config, device="cpu"
+            model, fr.ClientMomentum(0.25), data, lr=0.1, steps=6, max_steps=3,
+            broadcast=g, config=config, device="cpu"
         ).delta["0.weight"]  # fmt: skip
         expected = torch.full_like(g["0.weight"], -0.1 * 0.75 * 3 / steps)
         torch.testing.assert_close(moved, expected)

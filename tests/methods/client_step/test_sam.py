@@ -16,9 +16,7 @@ from tests.methods.test_theory import CENTRES, CURVATURES, path
 
 
 def one_step(term: Term, model: nn.Module, **settings: Any) -> Any:
-    return local_round(
-        model, chain([term]), make_clients()[0], lr=0.1, steps=1, device="cpu", **settings
-    )
+    return local_round(model, term, make_clients()[0], lr=0.1, steps=1, device="cpu", **settings)
 
 
 def test_without_a_direction_there_is_no_perturbation() -> None:
@@ -26,9 +24,9 @@ def test_without_a_direction_there_is_no_perturbation() -> None:
     at_rest = quadratic_clients([1.0], [0.0])[0]
     term = fr.LocalPerturbation(0.3)
     how: dict[str, Any] = {"lr": 0.1, "steps": 2, "device": "cpu", "loss_fn": half_squared_error}
-    assert local_round(Point(), chain([term]), at_rest, **how).state["v"].item() == 0.0
+    assert local_round(Point(), term, at_rest, **how).state["v"].item() == 0.0
     same = {n: p.detach().clone() for n, p in make_model().named_parameters()}
-    still = one_step(fr.GlobalPerturbation(0.3), make_model(), client={"fedlesam": same}).state
+    still = one_step(fr.GlobalPerturbation(0.3), make_model(), client=same).state
     plain = one_step(fr.GlobalPerturbation(0.0), make_model()).state
     close(still, plain, 1e-15)
 
@@ -69,9 +67,8 @@ def test_fedlesam_takes_one_gradient_a_step_at_the_perturbed_point(optimizer: An
 def test_a_loop_that_moves_on_without_the_perturbation_is_refused() -> None:
     model, (x, y) = make_model(), make_clients()[0][0]
     kept = {n: p.detach() + 0.1 for n, p in model.named_parameters()}
-    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu"}
-    how["client"], term = {"fedlesam": kept}, chain([fr.GlobalPerturbation(0.3)])
-    loop = LocalTraining(model, term, make_clients()[0], **how)
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu", "client": kept}
+    loop = LocalTraining(model, fr.GlobalPerturbation(0.3), make_clients()[0], **how)
     output = model(x)
     with pytest.raises(RuntimeError, match=r"perturbs the model .* use batches"):
         loop.loss(nn.functional.cross_entropy(output, y), x, y, output)
