@@ -41,7 +41,7 @@ from flwr_regs.client.measure.classifier import FeatureTap, restored
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Folder, Root, to_numpy
 from flwr_regs.client.train.batches import Batches, Replay, batch_size, on_device, seeded, to_device
-from flwr_regs.client.train.distillation import SelfDistillation
+from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.client.train.optimizer import Factory
 from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import trained_parameters
@@ -172,6 +172,17 @@ def classifies(output: Any, targets: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class _Distil(Term):
+    name: ClassVar[str] = "distil"
+    needs: ClassVar[Collection[str]] = ("start_output", "label_counts")
+    lam: float
+    temperature: float
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
+
+
+@dataclass(frozen=True)
 class _Pull(Term):
     name: ClassVar[str] = "pull"
     mu: float
@@ -210,8 +221,7 @@ def calibrate(
         raise ValueError(f"personal-part = '{part}': nothing there has requires_grad=True")
     for p in tuned.parameters():
         p.requires_grad_(id(p) in wanted)
-    temperature = config.get("personal-temperature", 4.0)
-    distil = SelfDistillation(config.get("personal-lam", 0.35), temperature)
+    distil = _Distil(config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0))
     pull = _Pull(config.get("personal-mu", 0.1))
     terms: Any = {"plain": [], "distil": [distil], "proximal": [pull], "both": [distil, pull]}
     local_round(

@@ -5,55 +5,36 @@ Source: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. III, Eqs. 7-9.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flwr_regs.term import POSITIVE, SHARE, Arrays, ClientContext, Ranges, Term
+from flwr_regs.term import ClientContext
 
 
-@dataclass(frozen=True)
-class SelfDistillation(Term):
-    """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
+def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature: float) -> Any:
+    """Return ``(1−λ) base + λ T² KL(p̂ ‖ p)`` on the batch of `ctx` (Eq. 7).
 
-    The loss becomes ``(1−λ) base + λ T² KL(p̂ ‖ p)``: ``p = softmax(logits/T)``, teacher
-    ``p̃ = softmax(w_t's logits/T)``; ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y (Eq. 8) and
-    ``p̂_y = 1 − Σ_{i≠y} p̂_i`` (Eq. 9), ``ρ_i = γ_i / max γ`` from the client's class shares γ.
+    ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``; ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y
+    (Eq. 8) and ``p̂_y = 1 − Σ_{i≠y} p̂_i`` (Eq. 9), ``ρ_i = γ_i / max γ`` from the client's class shares γ.
 
-    Needs integer labels and a model whose output is class logits ``(batch, classes)``. Composes with any
-    method.
-
-    Parameters
-    ----------
-    lam : float
-        λ in [0, 1]; 0 gives the plain loss.
-    temperature : float
-        T > 0 of both softmaxes.
+    Raises ValueError as `check_classes` does.
     """
-
-    name: ClassVar[str] = "self-distillation"
-    needs = ("start_output", "label_counts")
-    ranges: ClassVar[Ranges] = {"lam": SHARE, "temperature": POSITIVE}
-    lam: float = 0.35
-    temperature: float = 4.0
-
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        check_classes(ctx, "self-distillation")
-        wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
-        log_p = F.log_softmax(ctx.output.to(wide) / self.temperature, dim=-1)
-        teacher = F.softmax(ctx.start_output.to(wide) / self.temperature, dim=-1)
-        counts = ctx.label_counts.to(torch.float64)
-        confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
-        true = one_hot(ctx)
-        others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
-        true_share = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9, but for rounding
-        target = torch.where(true, true_share, others)
-        # as F.kl_div to the bit, which vmap runs client by client
-        divergence = (torch.xlogy(target, target) - target * log_p).sum() / len(log_p)
-        return (1 - self.lam) * base + self.lam * self.temperature**2 * divergence
+    check_classes(ctx, "self-distillation")
+    wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
+    log_p = F.log_softmax(ctx.output.to(wide) / temperature, dim=-1)
+    teacher = F.softmax(ctx.start_output.to(wide) / temperature, dim=-1)
+    counts = ctx.label_counts.to(torch.float64)
+    confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
+    true = one_hot(ctx)
+    others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
+    true_share = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may fall below 0
+    target = torch.where(true, true_share, others)
+    # as F.kl_div to the bit, which vmap runs client by client
+    divergence = (torch.xlogy(target, target) - target * log_p).sum() / len(log_p)
+    return (1 - lam) * base + lam * temperature**2 * divergence
 
 
 def check_classes(ctx: ClientContext, who: str) -> None:

@@ -26,7 +26,7 @@ gradient unchanged.
 ``(1−λ) CE + λ T² KL(p̂ ‖ p)``, ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``,
 ``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
 ``p̂_y = 1 − Σ_{i≠y} p̂_i``. The paper states neither T² nor T. T² and the default T = 4 come from the
-implementation that it names (CS-KD). Its term is in client/train/distillation.py, because
+implementation that it names (CS-KD). The formula is in client/train/distillation.py, because
 personalisation (Sec. IV-D, client/personal.py) uses it too.
 
 **SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import Steers, Steps
-from flwr_regs.client.train.distillation import SelfDistillation
+from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, ServerStep, Slot
 from flwr_regs.methods.parts.last_step import LastStep, steps_to_spread
 from flwr_regs.methods.parts.method import MethodClient, MethodStrategy
@@ -139,6 +139,31 @@ class EmbeddedMomentum(LastStep, Steps, Steers):
 
     def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> ServerStep:
         return _momentum(server, delta, self.beta_global - self.beta_local, self.alpha, ctx.lr)
+
+
+@dataclass(frozen=True)
+class SelfDistillation(Term):
+    """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
+
+    Needs integer labels and a model whose output is class logits ``(batch, classes)``. Composes with any
+    method.
+
+    Parameters
+    ----------
+    lam : float
+        λ in [0, 1]; 0 gives the plain loss.
+    temperature : float
+        T > 0 of both softmaxes.
+    """
+
+    name: ClassVar[str] = "self-distillation"
+    needs = ("start_output", "label_counts")
+    ranges: ClassVar[Ranges] = {"lam": SHARE, "temperature": POSITIVE}
+    lam: float = 0.35
+    temperature: float = 4.0
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
 
 
 @dataclass(frozen=True)
