@@ -349,7 +349,7 @@ class LocalTraining:
                 f"loss() takes the batch's mean loss, a tensor with one number, not {given}"
             )
         if not self._sizes and (refused := self._optimizer.counts_on_sgd) and self._has_moved():
-            what = "the loop, or a forward pass, changes the model before the first step"
+            what = "the loop changes the model before its first step, or a forward pass does"
             raise ValueError(refused.format(what))
         self._optimizer.in_own_loop = True
         logits = self._task.logits(output)
