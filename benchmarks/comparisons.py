@@ -213,17 +213,12 @@ def table(name: str, only: str = "") -> str:
         lines.append([*cells, tuned or "–", *epsilon])
     text = [f"| {' | '.join(line)} |" for line in lines]
     seeds = ", ".join(map(str, found.seeds))
-    older = ""
-    if "tuning" not in made:
-        older = (
-            ", by an earlier version that trained all of them for all rounds; the command now tries other "
-            "values, and may choose others"
-        )
     below = (
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
         "differences are paired by seed, and decided if Holm's adjusted p-value is below 0.05. Tuned: the "
-        f"best of {experiment.trials} trials on held-out data{older}. Trained on {made['platform']}, torch "
-        f"{made['versions']['torch']}; on another processor, rounding differs and so do single figures."
+        f"best of {experiment.trials} trials on held-out data, or of a few more where a range was widened. "
+        f"Trained on {made['platform']}, torch {made['versions']['torch']}; on another processor, rounding "
+        "differs and so do single figures."
     )
     text += ["", textwrap.fill(below, 120)]
     shown = Results([run for run in found.runs if run.label in wanted])
