@@ -69,7 +69,8 @@ class Chain(Term, composes=True):
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         for t in self.overriding("loss"):
-            base = t.loss(base, params, own_context(ctx, t))
+            with unchanged(t, "loss", params):
+                base = t.loss(base, params, own_context(ctx, t))
             shape = getattr(base, "shape", None)
             if shape is None or math.prod(shape) != 1 or not hasattr(base, "detach"):
                 must = f"{type(t).__name__}.loss must return the loss, a scalar tensor"

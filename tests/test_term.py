@@ -139,6 +139,7 @@ def test_a_class_that_cannot_work_is_refused_or_warned_of(log: Log) -> None:
         ("loss", lambda *_: np.ones(1), r"scalar tensor, not a ndarray of shape \(1,\)"),
         ("correct", lambda g, *_: {n: a[:1] for n, a in g.items()}, r"'0.weight' of shape"),
         ("correct", lambda g, *_: {n: a.mul_(2) for n, a in g.items()}, "new .* changes '0.we"),
+        ("loss", lambda b, p, _: b + p["0.bias"].detach().mul_(2).sum(), "new .* changes '0.b"),
         ("evolve", lambda g, *_: [a.mul_(2) for a in g.values()] and {}, "new .* changes '0.we"),
         ("finish", lambda d, *_: (d.update({"0.bias": d["0.bias"] / 2}) or d, {}, {}), "changes"),
         ("start", lambda p, *_: {n: a.mul_(2) for n, a in p.items()}, "new arrays.* changes '0.we"),

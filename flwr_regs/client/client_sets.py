@@ -266,7 +266,8 @@ def _checked(given: Any, name: str, pid: int) -> Any:
     if isinstance(given, list | tuple) and given and isinstance(given[0], Tensor | np.ndarray):
         if len(given) != 2:
             raise TypeError(f"{where} has {len(given)} tensors, expected a pair (inputs, targets)")
-        inputs, targets = (torch.as_tensor(a) for a in given)
+        # they stay where they are, whatever the user's default device is
+        inputs, targets = (torch.as_tensor(a, device=getattr(a, "device", "cpu")) for a in given)
         if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
             shapes = (
                 f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}"

@@ -150,6 +150,12 @@ class GlobalModel(Snapshots):
             self._rounded = (self.model, self._as_given(self.model))
         return self._rounded[1]
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; a hook that changes its model in place fails, as after a step."""
+        super().restore(state)
+        for array in self.model.values():
+            array.flags.writeable = False
+
     def _as_given(self, model: NDArrays) -> NDArrays:
         return model if self._half is None else widen(narrow(model, self._half), self._half)
 

@@ -488,8 +488,12 @@ def test_a_label_that_the_loss_ignores_is_not_refused(kind: Any) -> None:
 def test_an_example_that_is_not_finite_is_named_in_a_stack_too(kind: Any) -> None:
     x, y = (part.clone() for part in pair(2))
     x[3, 0] = float("nan")
-    with pytest.raises(ValueError, match="train_sets: client 2: example 3 holds NaN or infinity"):
-        fr.Clients(perceptron, [pair(0), pair(1), (x, y)], device="cpu").check(False, {})
+    model, sets = perceptron(), [pair(0), pair(1), (x, y.numpy())]
+    with (
+        pytest.raises(ValueError, match="train_sets: client 2: example 3 holds NaN or infinity"),
+        torch.device("meta"),  # as a user's default device, which has no say
+    ):
+        fr.Clients(model, sets, device="cpu").check(False, {})
     # one that is made when the client first takes part
     clients = fr.Clients(perceptron, [pair(0), pair(1), lambda k: (x, y)], device="cpu")
     strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)

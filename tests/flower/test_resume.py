@@ -186,6 +186,7 @@ def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_p
     again = case.build(checkpoint_dir=tmp_path)
     returned = train(again, case.grid(), case, resume_from=tmp_path)
     assert (bits(returned.arrays), numbers(returned)) == (bits(result.arrays), numbers(result))
+    assert not any(a.flags.writeable for a in again.training.model.model.values())
     longer, whole = case.build(checkpoint_dir=tmp_path), case.build()
     train(longer, case.grid(), case, resume_from=tmp_path, num_rounds=6)
     train(whole, case.grid(), case, num_rounds=6)
