@@ -193,6 +193,8 @@ def test_a_client_far_ahead_of_a_resumed_server_says_what_it_lacks() -> None:
     for number in range(1, 6):
         client.train(number, course, number)
         course.append((number, number, True))
+    broken = chain([type("Broken", (Back,), {"unused": lambda *_: 1 / 0})()])
+    assert begin(client.node, broken, {keys.SNAPSHOTS_KEY: [4, 5]}).lost == ["state"]
     assert client.train(5, course[:4], 5).lost == []  # one round ahead
     assert client.train(3, course[:2], 3).lost == ["state", "private"]
 
@@ -203,8 +205,7 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
     config = told(1)
     folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
-    home = tmp_path / "partition-0" / "a"
-    home.mkdir(parents=True)
+    (home := tmp_path / "partition-0" / "a").mkdir(parents=True)
     (home / ".round-000001.safetensors.7.part").touch()  # of a crash
     assert folder.write(end({}, config, one, None, "m"), config)
     assert [p.name for p in home.iterdir()] == ["round-000001.safetensors"]
@@ -215,11 +216,11 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
         assert log(f"state is not on the disk, in {home}: OSError")
     later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
+    assert folder.write(end(end({}, config, one, None, "m"), later, one, None, "m"), later)
+    assert begin(folder.completed({}, later), METHOD, later).lost == []  # the node still had it
 
 
-def test_an_evaluation_sees_the_round_that_came_also_if_only_the_disk_has_it(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_sees_the_round_that_came_if_only_the_disk_has_it(tmp_path: Path) -> None:
     """The process died when it had written what it kept, and before the node had it.
 
     What a failed attempt, or a round beyond a checkpoint, has left does not count.
@@ -241,6 +242,7 @@ def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     train = {k: v for k, v in probe.items() if k != keys.PROBE_KEY}
     held = end({}, {keys.ROUND_KEY: 1}, {"if-used": {"n": torch.zeros(1)}})
     asked = end(held, probe, one)
+    one["if-used"]["n"].zero_()
     assert begin(asked, METHOD, probe).slots["if-used"]["n"] == 0
     for _ in range(2):  # a repeated message, too
         assert begin(asked, METHOD, train).slots["if-used"]["n"] == 1

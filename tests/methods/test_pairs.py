@@ -136,7 +136,7 @@ def on_the_server() -> tuple[Any, Any, ServerContext]:
     return params, delta, ServerContext(1, 0.1, params)
 
 
-@pytest.mark.parametrize("term", TERMS, ids=lambda t: t.name)
+@pytest.mark.parametrize("term", [*TERMS, fr.PastModels()], ids=lambda t: t.name)
 def test_a_term_keeps_delta_if_it_says_so(term: Term) -> None:
     """And says so if it does, unless it owns the step: else it would be refused without need."""
     if isinstance(term, fr.LocalBatchNorm | fr.Private):

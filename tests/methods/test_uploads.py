@@ -58,6 +58,7 @@ def test_uploads_out_of_bounds_are_refused() -> None:
     upload = {"U.w": np.full(2, 1e15, np.float32)}
     with pytest.raises(ValueError, match=r"its Fisher information times .* array 'w' .* ±1e\+15"):
         fr.Curvature(0.4).fold({}, 0, {"w": np.zeros(2)}, upload, 1.0, server)
+    assert [fr.Curvature(0.4, implicit=i).tolerance(upload, 1) for i in (False, True)] == [10, 1e6]
 
 
 def test_a_change_for_each_step_has_bounds() -> None:
@@ -68,7 +69,7 @@ def test_a_change_for_each_step_has_bounds() -> None:
         fr.ControlVariates(2).fold({}, 2, {"w": np.full(2, 5e14)}, {}, 1.0, ctx)
 
 
-TOLD = [(6, 10**9), (11, 10), (5.5, 10), (10.0, 10), (0, 0), (-1, 10), (float("nan"), 10)]
+TOLD = [(6, 10**9), (8, 9), (11, 10), (5.5, 10), (10.0, 10), (0, 0), (-1, 10), (np.nan, 10)]
 
 
 @pytest.mark.parametrize("told", TOLD, ids=str)

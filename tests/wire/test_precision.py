@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Array
 from flwr.client import NumPyClient
 
 import flwr_regs as fr
@@ -18,7 +19,7 @@ from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError, check_finite
 from flwr_regs.wire.parcel import Row, Stack
 from flwr_regs.wire.records import to_record
-from tests.conftest import close, plain_fedavg
+from tests.conftest import Tampered, close, plain_fedavg
 from tests.methods.test_models import METHODS, Counting, Kind, Method, perceptron, train
 
 
@@ -103,20 +104,23 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
 
 
 class Flowers(NumPyClient):
-    """A client of Flower's, which sends its first array in float32."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
+    """A client of Flower's."""
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [np.float32([self.value]), *(a + 1 for a in parameters[1:])], 3, {}
+        return [a + 1 for a in parameters], 3, {}
+
+
+def in_float32(kind: str, pid: int, message: Any, reply: Any) -> Any:
+    """Let a client send its first array in float32."""
+    reply.content.get("arrays", {})["w"] = Array(np.float32([10.0**pid]))
+    return reply
 
 
 def test_the_range_of_a_half_binds_only_float32_arrays() -> None:
-    app = fr.client_app(lambda context: Flowers(10.0 ** context.node_config["partition-id"]))
+    app = fr.client_app(lambda context: Flowers())
     model = {"w": np.float32([0]), "seen": np.array([10**6]), "sum": np.array([1e6])}
     strategy = fr.FedAvg(wire_dtype="float16", fraction_evaluate=0.0)
-    strategy.start(fr.InProcessGrid(app, 6), to_record(model), 1)
+    strategy.start(Tampered(app, 6, in_float32), to_record(model), 1)
     assert "'w' holds values beyond ±65504" in strategy.history[0]["failures"][5]
     assert strategy.arrays["seen"].numpy() == strategy.arrays["sum"].numpy() == 10**6 + 1
     assert strategy.arrays["w"].numpy() == 11111 / 5

@@ -36,7 +36,7 @@ def one_epoch(model: nn.Module, data: Any) -> int:
 class Plain(NumPyClient):
     """A user's own NumPyClient: positional weights, its own loop, nothing of ours."""
 
-    metrics: ClassVar[dict[str, Any]] = {"note": "mine"}
+    metrics: ClassVar[dict[str, Any]] = {"note": "mine", "local-steps": 7}
 
     def __init__(self, pid: Any, dtype: torch.dtype) -> None:
         self.model, self.data = make_model(dtype), make_clients(4, dtype)[pid]
@@ -112,9 +112,7 @@ def test_plain_clients_train_as_ours_do_without_a_word_in_the_config(name: str, 
     ],
     ids=lambda s: next(iter(s)),
 )
-def test_the_settings_of_a_strategy_hold_for_plain_clients(
-    settings: dict[str, Any], kind: str
-) -> None:
+def test_the_settings_of_a_strategy_hold_for_plain_clients(settings: Any, kind: str) -> None:
     dtype = torch.float32
     model, clients = partial(make_model, dtype), make_clients(4, dtype)
     got, _ = start(fr.FedAvgM(0.5, seed=1, **settings), APPS[kind](dtype=dtype), None, dtype)

@@ -229,7 +229,9 @@ SAVED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_the_evaluated_own_model_can_be_loaded(name: str, tmp_path: Path) -> None:
     """With its BatchNorm: averaged, or the client's as training left it."""
     make, client, config = SAVED[name]
-    metrics, w = evaluated(make(seed=2), client, config, model=norm_model, save_private=tmp_path)
+    how: Any = {"model": norm_model, "save_private": tmp_path}
+    for share in (0.7, 1.0):  # the later training counts
+        metrics, w = evaluated(make(seed=2, fraction_train=share), client, config, **how)
     for k, batches in enumerate(make_clients(3)):
         model = norm_model().eval()
         model.load_state_dict(w, strict=False)

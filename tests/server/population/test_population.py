@@ -110,9 +110,7 @@ def test_nodes_that_do_not_reply_take_no_longer_than_the_wait_and_are_counted(
 
 @pytest.mark.parametrize("odd", [[1], -1, math.nan, True], ids=str)
 @pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
-def test_a_node_that_reports_nonsense_is_refused_by_name_and_not_waited_for(
-    key: str, odd: Any
-) -> None:
+def test_a_node_that_reports_nonsense_is_refused_by_name_not_waited_for(key: str, odd: Any) -> None:
     network = network_of(3, total=3)
     inner = network._client
 
