@@ -306,12 +306,11 @@ def end(member: Member, result: LocalResult, measures: Measures) -> tuple[Parcel
         private = {n: result.state[n] for n in layout.private}
         held = memory.end(held, member.config, result.client, private, member.who.method)
         words += [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
+    own_model: NDArrays = {}
     if member.folder is not None:
         how = {"lr": member.config["lr"], "config": plain(member.config)}
-        own_arrays = personal.trained_model(term, measures, result, **how)
-        if own_arrays and not member.folder.write_personal(own_arrays):
-            words.append(keys.NOT_SAVED)
-    config |= _ended(member, held, words)
+        own_model = personal.trained_model(term, measures, result, **how)
+    config |= _ended(member, held, words, own_model)
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 
@@ -336,13 +335,18 @@ def probe(member: Member, measures: Measures) -> tuple[Parcel, Memory]:
     return Parcel(_uploads(upload), _ended(member, held), metrics), held
 
 
-def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str, Any]:
+def _ended(
+    member: Member, held: Memory, words: Iterable[str] = (), own_model: NDArrays | None = None
+) -> dict[str, Any]:
     """Write what the client remembers from now on; return the entries that each reply has.
 
-    `words` are what it says, beside what it has lost.
+    `words` are what it says, beside what it has lost. The client's own model is written last: its reader
+    takes what was written last.
     """
     words = [*words]
     if member.folder and held is not member.memory and not member.folder.write(held, member.config):
+        words.append(keys.NOT_SAVED)
+    if member.folder and own_model and not member.folder.write_personal(own_model):
         words.append(keys.NOT_SAVED)
     entries = reply_entries(member.config, member.begun, words)
     return {keys.METHOD_KEY: member.who.method, **entries}

@@ -243,6 +243,14 @@ def test_the_evaluated_own_model_can_be_loaded(name: str, tmp_path: Path) -> Non
         assert metrics[k]["personal-loss"] == pytest.approx(loss, abs=1e-9)
 
 
+def test_the_own_model_can_be_loaded_without_an_evaluation(tmp_path: Path) -> None:
+    client = partial(OWN_BN_CLIENT, save_private=tmp_path)
+    strategy = fr.RegStrategy(OWN_BN, seed=2, fraction_evaluate=0.0)
+    train(strategy, client, rounds=2, clients=make_clients(3), model=norm_model)
+    for k in range(3):
+        assert fr.load_private(tmp_path, k).keys() == norm_model().state_dict().keys()
+
+
 def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = memory.write_atomically
 
