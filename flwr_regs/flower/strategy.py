@@ -231,7 +231,7 @@ class RegStrategy(Strategy):
         model = Training.begin(self.options, views_of(initial_arrays)).model
         if isinstance(grid, InProcessGrid):
             evaluates, fewest = self.options.fraction_evaluate > 0, self.options.min_available_nodes
-            # one of a subclass may add keys
+            # a subclass's own configure_train may add keys
             trains = self.options.fraction_train > 0 and self._is_ours("configure_train")
             config = train_config or ConfigRecord()
             grid.check(evaluates, views_of(initial_arrays), fewest, config if trains else None)

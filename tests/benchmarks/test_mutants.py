@@ -9,18 +9,27 @@ from tests.conftest import ROOT
 
 SUMS = '''
 """The file's words."""
+
 def judged(a: int, b: int) -> int:
     """The function's words."""
     return a + b
+
+
 def ran(a: int) -> bool:
     return a < 3
+
+
 def never(a: int) -> int:
     return a * 2
 '''
 TESTS = """
 from package.wire import sums
+
+
 def test_judged():
     assert sums.judged(2, 3) == 5
+
+
 def test_ran():
     sums.ran(2)
 """

@@ -48,6 +48,15 @@ def test_the_commands_and_compositions_of_a_page_are_methods(name: str) -> None:
 
 def test_the_paper_of_each_method_is_in_the_citation_file() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
-    for name in METHODS:
+    for name, row in METHODS.items():
         page = " ".join(PAGES[f"{name.lower()}.md"].split()).casefold()
-        assert any(entry["title"].casefold() in page for entry in cited), name
+        for paper in row.paper.split("; "):
+            found = re.match(r"(.+?)(?: et al\.)? (\d{4})", paper)
+            assert found, paper
+            authors = found[1].split(", ")
+            assert any(
+                [author["family-names"] for author in entry["authors"]][: len(authors)] == authors
+                and entry["year"] == int(found[2])
+                and entry["title"].casefold() in page
+                for entry in cited
+            ), f"{name}: {paper}"

@@ -334,9 +334,11 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
     resource, full = pytest.importorskip("resource"), path.stat().st_size + 9
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
-    with pytest.raises(OSError, match="too large"):
-        again({"round": 2})
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        with pytest.raises(OSError, match="too large"):
+            again({"round": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     again({"round": 3})
     assert rounds() == [1, 3]  # nothing is left of the line that did not fit
 

@@ -12,7 +12,7 @@ from tests.methods.early_stops import FORGETS, ROUNDS, equals_the_oracle
 from tests.sampling import sampled
 
 ELSEWHERE = torch.device("meta")
-"""As a block, the user's default device, which has no say; this one holds no numbers."""
+"""A block in which the user has chosen a default device. Tensors that are made on it hold no numbers."""
 VARIANTS = [(law, variant) for law in LAWS.values() for variant in law.variants]
 
 

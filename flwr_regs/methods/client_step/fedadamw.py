@@ -103,7 +103,7 @@ class SharedMoments(Term, Carries, Steers, Sums, Checks):
         share = self.gamma / steps_to_spread(ctx)
         state: Arrays = {"step": ctx.broadcast["step"]}
         for n, w in ctx.start.items():
-            zero = torch.zeros_like(w)  # also of what the others do not train
+            zero = torch.zeros_like(w)  # and the state of what the others do not train
             state[f"exp_avg.{n}"] = zero
             state[f"exp_avg_sq.{n}"] = ctx.broadcast.get(f"exp_avg_sq.{n}", zero).to(w.dtype)
             state[f"shift.{n}"] = (share * ctx.broadcast.get(f"last.{n}", zero)).to(w.dtype)

@@ -49,7 +49,7 @@ class FisherSums(Term, Sums, Checks):
             return grads
         strength, out = self.times * self.lam, {}
         for n, g in grads.items():
-            if f"U.{n}" not in ctx.broadcast:  # frozen before: the server says what is wrong
+            if f"U.{n}" not in ctx.broadcast:  # this client alone trains it: the server names it
                 return grads
             u, v = self.sums(n, ctx)
             pull = (u * params[n]).sub_(v).mul_(strength)  # EFL: the derivative of Eq. 3

@@ -7,8 +7,8 @@
 | ``history``  | the history, a line for each round                           |
 
 and, under names of their own, the arrays and bytes of the state. What is left of it is JSON, which holds
-None, booleans, integers, floats, texts, lists, and dicts with texts as keys. Everything else is an
-object with one key, its tag: ``{"$tuple": [...]}``. No pickle.
+None, booleans, integers, floats (NaN and infinity as Python's json writes them), texts, lists, and dicts
+with texts as keys. Everything else is an object with one key, its tag: ``{"$tuple": [...]}``. No pickle.
 
 A file is written beside its place,
 synced, and then moved there: a crash leaves the checkpoints that were there. The last two are kept. A lock
